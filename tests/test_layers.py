@@ -52,7 +52,6 @@ TORCH_FREE = {
 WITH_NUMPY = {"report", "profiling/trace"}
 PROGRAMS_WITH_TORCH = {
     "cli.torch_probe",
-    "launch.elastic.agent_main",
     "launch.nodes.agent_main",
     "launch.spawn.forkserver_main",
     "launch.spawn.store_main",

@@ -109,7 +109,6 @@ class LaunchPlan:
         hang_timeout_s: seconds without progress that count as a hang; None disables the watchdog.
         stop_signal: signal besides SIGTERM that asks ranks to save and stop.
         bind: if True, each rank is bound to its own cores.
-        reports_own_exit: if True, the only process is a launcher itself, and prints its own summary.
         rendezvous: rendezvous with launchers of other nodes, which completes the layout.
         output: destinations of the ranks' output.
 
@@ -126,7 +125,6 @@ class LaunchPlan:
     hang_timeout_s: float | None = None
     stop_signal: int | None = None
     bind: bool = False
-    reports_own_exit: bool = False
     rendezvous: NodeRendezvous | None = None
     output: OutputPlan = field(default_factory=OutputPlan)
 

@@ -160,8 +160,6 @@ def summarize(
         return JobResult(code=launch_protocol.PREEMPTED_EXIT_CODE, lines=unkillable)
     if (cause := group.root_cause) is not None:
         code = failure.shell_exit_code(cause.code)
-        if group.plan.reports_own_exit and cause.code >= 0:
-            return JobResult(code=code, lines=unkillable)
         line = _describe_cause(group, cause, exceptions, host=host, oom_killed=oom_killed)
         if store_exit_code is not None:
             line += f"; the process that serves the ranks' store had ended before ({failure.describe_exit(store_exit_code)})"

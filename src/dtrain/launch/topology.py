@@ -34,23 +34,11 @@ class LaunchArgs:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ElasticConfig:
-    """Elastic job, whose number of nodes may change while torch's own agents run it."""
-
-    min_nodes: int
-    max_nodes: int
-    nproc: int
-    endpoint: str
-    run_id: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Topology:
-    """One of ``layout`` for one node, ``rendezvous`` for several nodes, and ``elastic`` for a changing number of nodes."""
+    """Either ``layout``, for one node, or ``rendezvous``, for several nodes."""
 
     layout: NodeLayout | None = None
     rendezvous: NodeRendezvous | None = None
-    elastic: ElasticConfig | None = None
     notices: tuple[str, ...] = ()
 
 
@@ -83,10 +71,7 @@ def infer_topology(args: LaunchArgs, scheduled: SchedulerInfo | None, *, gpus: i
         notice = f"launch: -n {scheduled.nproc}, as {launch_protocol.LOCAL_WORLD_SIZE} says"
         return replace(topology, notices=(notice, *topology.notices))
     nproc = check_nproc(gpus if args.nproc is None else args.nproc)
-    smallest, largest = _parse_nodes(args.nnodes)
-    if smallest != largest or args.rdzv_endpoint:
-        return _elastic_topology(args, nproc, smallest, largest)
-    resolved = _merge_scheduler(args, scheduled, nproc=nproc, nodes=smallest)
+    resolved = _merge_scheduler(args, scheduled, nproc=nproc, nodes=_parse_nodes(args))
     if resolved.world_size is not None and resolved.nproc > resolved.world_size:
         _raise_config_error(
             f"-n {nproc} is more than all ranks, --world-size {resolved.world_size}", f"Pass -n {resolved.world_size} or less"
@@ -96,46 +81,26 @@ def infer_topology(args: LaunchArgs, scheduled: SchedulerInfo | None, *, gpus: i
     return _multi_node_topology(args, resolved)
 
 
-def _parse_nodes(text: str) -> tuple[int | None, int | None]:
-    """Parse the minimum and the maximum number of nodes."""
-    if text in ("", "-1"):
-        return None, None
-    match = re.fullmatch(r"([0-9]{1,9})(?::([0-9]{1,9}))?", text.strip())
-    if match is None:
-        _raise_config_error(f"--nnodes must be N or MIN:MAX, got {text!r}", "Pass the number of nodes")
-    smallest, largest = int(match[1]), int(match[2] or match[1])
-    if not 1 <= smallest <= largest <= MAX_NODES:
+def _parse_nodes(args: LaunchArgs) -> int | None:
+    """Parse the number of nodes; None if unset. A changing number of nodes is a job for torch's own agents."""
+    text = args.nnodes.strip()
+    match = re.fullmatch(r"([0-9]{1,9})(?::([0-9]{1,9}))?", text)
+    if match is None and text not in ("", "-1"):
+        _raise_config_error(f"--nnodes must be a number, got {args.nnodes!r}", "Pass the number of nodes")
+    smallest, largest = (int(match[1]), int(match[2] or match[1])) if match else (None, None)
+    if smallest is not None and largest is not None and not 1 <= smallest <= largest <= MAX_NODES:
+        _raise_config_error(f"--nnodes must be from 1 to {MAX_NODES}, got {text}", "Pass the number of nodes")
+    torchrun = f"torchrun --nnodes {text or 'MIN:MAX'} --rdzv-backend c10d --rdzv-endpoint {args.rdzv_endpoint or 'HOST:PORT'}"
+    if smallest != largest:
         _raise_config_error(
-            f"--nnodes must be from 1 to {MAX_NODES}, the smaller number first, got {text}", "Pass the number of nodes"
+            f"--nnodes must be one number, got {text}", f"For nodes that join and leave, run {torchrun} with the same script"
         )
-    return smallest, largest
-
-
-def _elastic_topology(args: LaunchArgs, nproc: int, smallest: int | None, largest: int | None) -> Topology:
-    conflicting = [
-        option
-        for option, value in (
-            ("--world-size", args.world_size),
-            ("--base-rank", args.base_rank),
-            ("--node-rank", args.node_rank),
-        )
-        if value is not None
-    ]
-    if smallest is None or largest is None:
+    if args.rdzv_endpoint:
         _raise_config_error(
-            "--rdzv-endpoint needs --nnodes", "Pass --nnodes MIN:MAX, or --master-addr and --master-port instead"
+            f"--rdzv-endpoint {args.rdzv_endpoint} is for torch's agents",
+            f"Pass --master-addr and --master-port instead, or run {torchrun} with the same script",
         )
-    if conflicting:
-        option = conflicting[0]
-        _raise_config_error(f"{option} cannot be chosen with --rdzv-endpoint or --nnodes MIN:MAX", f"Remove {option}")
-    if not re.fullmatch(r".+:[0-9]{1,5}", args.rdzv_endpoint):
-        got = repr(args.rdzv_endpoint) if args.rdzv_endpoint else "none"
-        _raise_config_error(
-            f"--nnodes {args.nnodes} needs --rdzv-endpoint HOST:PORT, got {got}", "Name one node's host and a free port"
-        )
-    run_id = args.rdzv_id or "dtrain"
-    elastic = ElasticConfig(min_nodes=smallest, max_nodes=largest, nproc=nproc, endpoint=args.rdzv_endpoint, run_id=run_id)
-    return Topology(elastic=elastic)
+    return smallest
 
 
 def _merge_scheduler(args: LaunchArgs, scheduled: SchedulerInfo | None, *, nproc: int, nodes: int | None) -> _ResolvedArgs:
