@@ -69,7 +69,8 @@ def test_loop_continues_from_its_checkpoint_with_one_node_fewer(tmp_path, port):
             agents.append(subprocess.Popen(words, cwd=tmp_path, env=environment, stdout=pipe, stderr=pipe, text=True))
         both, deadline = tmp_path / "world-2", time.monotonic() + LONG_S
         while not both.exists() or int(both.read_text() or 0) < 12:
-            assert time.monotonic() < deadline and agents[0].poll() is None
+            assert time.monotonic() < deadline
+            assert agents[0].poll() is None
             time.sleep(0.05)
         for pid in processes_of(agents[1]):
             os.kill(pid, signal.SIGKILL)

@@ -89,9 +89,7 @@ def resolve_rendezvous(args: LaunchArgs, *, standalone: bool, backend: str) -> L
             raise ConfigError(f"launch: --standalone is one node, not --nnodes {args.nnodes}. Remove one of them.")
         return one_node
     if backend not in ("", "c10d", "static"):
-        raise ConfigError(
-            f"launch: --rdzv-backend must be c10d or static, got {backend!r}. Use --master-addr instead."
-        )
+        raise ConfigError(f"launch: --rdzv-backend must be c10d or static, got {backend!r}. Use --master-addr instead.")
     if (match := _ENDPOINT.fullmatch(args.rdzv_endpoint)) is None:
         return args
     host, port = match["host"], match["port"]

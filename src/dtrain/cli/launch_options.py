@@ -238,7 +238,7 @@ MasterPort = Annotated[
     ),
 ]
 RdzvEndpoint = Annotated[
-    str, _option(NODES, "--rdzv-endpoint --rdzv_endpoint HOST:PORT", "torchrun's: address of node 0, with --rdzv-backend static.")
+    str, _option(NODES, "--rdzv-endpoint --rdzv_endpoint HOST:PORT", "torchrun's: node 0, with --rdzv-backend static.")
 ]
 RdzvId = Annotated[
     str, _option(NODES, "--rdzv-id --rdzv_id TEXT", "Name of the job; other jobs at the same address are refused.")
