@@ -20,7 +20,7 @@ from dtrain.testing import Ranks
 torch.set_num_threads(1)
 
 # What the fork server of all ranks imports: what dtrain.testing names, and what each rank would import at its first use.
-PRELOADED = ["dtrain.testing.rank_worker", "torch.distributed.fsdp", "torch.testing", "torch._dynamo"]
+PRELOADED = ["dtrain.testing.ranks", "torch.distributed.fsdp", "torch.testing", "torch._dynamo"]
 
 LEFT_BEHIND = 9  # the exit code of a run that leaves something behind
 BEFORE = pytest.StashKey[leftovers.Before]()

@@ -14,7 +14,7 @@ from dtrain.cli import machine
 from dtrain.cli.env import RULES, check_machine, format_facts
 from dtrain.cli.env import env as env_command
 from dtrain.cli.machine import CpuCores, Gpu, Gpus, Hardware, HostMemory, MachineFacts, TorchBuild
-from dtrain.launch.nodes.addresses import NetworkInterface
+from dtrain.launch.addresses import NetworkInterface
 from dtrain.versions import Package
 
 FAST_TORCH = """

@@ -10,7 +10,7 @@ import pytest
 
 from dtrain.cli import machine
 from dtrain.cli.machine import CommandOutput, TorchBuild, read_output, start_query
-from dtrain.launch.nodes import addresses
+from dtrain.launch import addresses
 
 
 def write(root, files):

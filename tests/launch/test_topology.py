@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 
 from dtrain.errors import ConfigError
-from dtrain.launch.schedulers import SchedulerInfo
-from dtrain.launch.topology import LaunchArgs, infer_topology
+from dtrain.launch.topology import LaunchArgs, SchedulerInfo, infer_topology
 
 HERE = {"master_addr": "a", "master_port": 29400}
 SLURM = SchedulerInfo(

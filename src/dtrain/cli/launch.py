@@ -20,7 +20,9 @@ from dtrain.arguments import format_count
 from dtrain.cli import launch_options as options
 from dtrain.cli.launch_options import list_ranks, parse_log_ranks, parse_modules, parse_nproc
 from dtrain.errors import ConfigError
+from dtrain.launch.coordinator import collect_node_facts
 from dtrain.launch.entrypoint import check_command, check_module, check_script
+from dtrain.launch.job_output import check_output_plan
 from dtrain.launch.launch_dir import claim_run_dir, create_run_dir, default_run_dir, write_launch_record
 from dtrain.launch.launch_plan import (
     DEFAULT_PREFIX,
@@ -33,12 +35,8 @@ from dtrain.launch.launch_plan import (
     count_gpus,
     find_binding_variable,
 )
-from dtrain.launch.nodes.compatibility import collect_node_facts
-from dtrain.launch.output.log_files import check_output_plan
-from dtrain.launch.output.non_blocking_writer import NonBlockingWriter
-from dtrain.launch.output.terminal_lines import escape_controls
-from dtrain.launch.schedulers import read_scheduler
-from dtrain.launch.topology import LaunchArgs, Topology, infer_topology
+from dtrain.launch.terminal import NonBlockingWriter, escape_controls
+from dtrain.launch.topology import LaunchArgs, Topology, infer_topology, read_scheduler
 from dtrain.open_files import raise_open_file_limit
 
 TORCHRUN_ADVICE = {
@@ -206,7 +204,7 @@ def _launch(
         *([_describe_start(plan)] if rendezvous is None else []),
     )
     # Imported late, so that wrong options are reported sooner.
-    from dtrain.launch.launcher import launch_job
+    from dtrain.launch.supervisor import launch_job
 
     code = launch_job(plan)
     if code == 0 and rendezvous is None:

@@ -24,7 +24,7 @@ from typing import Any
 import dtrain
 from dtrain import launch_protocol
 from dtrain.launch import host_resources
-from dtrain.launch.nodes.addresses import NetworkInterface, list_interfaces
+from dtrain.launch.addresses import NetworkInterface, list_interfaces
 from dtrain.versions import Package, check_packages
 
 

@@ -16,26 +16,18 @@ from typing import Any
 
 from dtrain import launch_protocol
 from dtrain.errors import ConfigError
-from dtrain.launch.hang.watchdog import Watchdog
+from dtrain.launch.addresses import listen_for_nodes
+from dtrain.launch.agent import Agent, start_agent
 from dtrain.launch.heartbeats import ProgressDecoder
 from dtrain.launch.host_resources import assign_cores, core_count, usable_cores
+from dtrain.launch.job_output import JobOutput
 from dtrain.launch.launch_dir import create_run_dir, write_launch_record
 from dtrain.launch.launch_plan import LOOPBACK_ADDRESS, LaunchPlan, NodeRendezvous, build_rank_environment
-from dtrain.launch.nodes.addresses import listen_for_nodes
-from dtrain.launch.nodes.agent import Agent, start_agent
-from dtrain.launch.nodes.messages import (
-    JobFinished,
-    JoinAccepted,
-    JoinRefused,
-    NodeFailed,
-    Notice,
-    RanksExited,
-    RanksFailed,
-)
-from dtrain.launch.output.job_output import JobOutput
+from dtrain.launch.node_messages import JobFinished, JoinAccepted, JoinRefused, NodeFailed, Notice, RanksExited, RanksFailed
 from dtrain.launch.processes import STORE_ID, ProcessRequest
 from dtrain.launch.result import JobResult
-from dtrain.launch.spawn.starter import ProcessStarter, StartEvent
+from dtrain.launch.starter import ProcessStarter, StartEvent
+from dtrain.launch.watchdog import Watchdog
 from dtrain.launch.worker_group import RestartPolicy, WorkerGroup
 
 

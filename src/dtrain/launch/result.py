@@ -13,7 +13,7 @@ from dtrain import launch_protocol
 from dtrain.arguments import format_count
 from dtrain.launch import failure
 from dtrain.launch.failure import RootCause
-from dtrain.launch.output.log_files import fill_template
+from dtrain.launch.job_output import fill_template
 from dtrain.launch.processes import descendants
 from dtrain.launch.worker_group import WorkerGroup
 from dtrain.launch_protocol import RankFailure

@@ -29,7 +29,7 @@ from dtrain.launch.spawn_function import reserve_port
 
 LONG_S = 300.0  # how long a busy test machine may take
 _PRELOAD = [
-    "dtrain.testing.rank_worker",
+    "dtrain.testing.ranks",
     "torch.distributed.fsdp",
     "torch.testing",
 ]  # as dtrain.testing does: one server for both

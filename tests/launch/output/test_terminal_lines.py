@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 
 import pytest
-
 from dtrain.launch.output import terminal_lines as lines_module
-from dtrain.launch.output.terminal_lines import LinePrefixer, PlainStream, escape_controls
+
+from dtrain.launch.terminal import LinePrefixer, PlainStream, escape_controls
 
 
 def cut(data: bytes, rng: random.Random) -> list[bytes]:

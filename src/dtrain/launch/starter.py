@@ -23,8 +23,7 @@ from dtrain import launch_protocol
 from dtrain.launch import processes
 from dtrain.launch.entrypoint import find_source
 from dtrain.launch.launch_plan import Target, build_rank_command
-from dtrain.launch.processes import ProcessRequest, start_process
-from dtrain.launch.spawn.interpreter import inherited_flags
+from dtrain.launch.processes import ProcessRequest, inherited_flags, start_process
 from dtrain.lazy_imports import public_names
 
 _MAX_MESSAGE_BYTES = 1 << 16
@@ -333,8 +332,15 @@ class ProcessStarter:
     def _start_process(self, request: ProcessRequest) -> StartEvent:
         command = build_rank_command(self.target)
         if request.kind == "store":
-            program = Path(__file__).with_name("store_main.py")
-            command = [sys.executable, os.fspath(program), str(request.fds["listener"]), request.address, str(request.port)]
+            program = Path(__file__).with_name("forkserver_main.py")
+            command = [
+                sys.executable,
+                os.fspath(program),
+                "store",
+                str(request.fds["listener"]),
+                request.address,
+                str(request.port),
+            ]
         try:
             wait = request.kind == "rank" and self.target.kind != "command"
             return StartEvent(

@@ -6,6 +6,11 @@ interpreters. The server never starts CUDA and has one thread at each fork.
 
 Requests are JSON messages with the descriptors of the new process. A child that exits at once makes each fork, so that the rank
 becomes a child of the nearest subreaper above, the supervisor.
+
+The ranks' store is such a process, too, or a plain interpreter: ``python forkserver_main.py store FD ADDRESS PORT``. It
+inherits a listening socket, on loopback if all ranks are on this machine. So no other program can take the port between its
+choice and its use, and nothing else is bound. Every attempt of a job has its own store: restarted ranks must not read the
+addresses of ranks that exited.
 """
 
 from __future__ import annotations
@@ -20,13 +25,14 @@ import gc
 import importlib
 import json
 import os
+import signal
 import socket
 import threading
 import time
 from typing import Any, NoReturn
 
+from dtrain.launch import processes, rank_main
 from dtrain.launch.processes import die_with_parent, set_process_title
-from dtrain.launch.spawn import interpreter, rank_main, store_main
 
 _MAX_MESSAGE_BYTES = 1 << 16
 _MAX_FDS = 8
@@ -37,6 +43,8 @@ _REPARENT_TIMEOUT_S = 30.0
 
 def main() -> None:
     """Import modules, send the result, and serve requests. Returns only in a fork, after the end of its script."""
+    if sys.argv[1] == "store":
+        serve_store(int(sys.argv[2]), sys.argv[3], int(sys.argv[4]))
     channel = socket.socket(fileno=int(sys.argv[1]))
     channel.set_inheritable(False)
     needed, optional, kind, target, *args = sys.argv[2:]
@@ -48,7 +56,7 @@ def main() -> None:
     channel.close()
     _apply_request(request, fds)
     if request["kind"] == "store":
-        store_main.serve_store(fds["listener"], request["address"], request["port"])
+        serve_store(fds["listener"], request["address"], request["port"])
     set_process_title(rank_main.interpreter_command(kind, target, args))
     rank_main.run_target(kind, target, args)
 
@@ -87,8 +95,8 @@ def _find_shadowing(kind: str, target: str) -> str | None:
     """Return the reason if the program would import other modules than this process imported."""
     whose = "the script's folder" if kind == "script" else "the current folder"
     try:
-        folder = interpreter.first_import_folder(kind, target)
-        names = [] if folder is None else interpreter.find_shadowed_modules(folder)
+        folder = processes.first_import_folder(kind, target)
+        names = [] if folder is None else processes.find_shadowed_modules(folder)
     except OSError:
         return f"{whose} cannot be read"
     return f"{whose} has a {names[0]!r} of its own" if names else None
@@ -185,6 +193,16 @@ def _parse_omp_threads(text: str) -> int:
     """Parse the number of threads of the outermost level as OpenMP does; 1 if the text is not a number."""
     first = text.partition(",")[0].strip()
     return max(1, int(first)) if first.isdecimal() else 1
+
+
+def serve_store(listener: int, address: str, port: int) -> NoReturn:
+    """Serve torch's store on the descriptor ``listener``, bound to ``address`` and ``port``, until the process is killed."""
+    import torch.distributed as dist
+
+    store = dist.TCPStore(address, port, None, True, wait_for_workers=False, master_listen_fd=listener)
+    while store is not None:
+        signal.pause()
+    raise AssertionError("unreachable: the store is kept while the process lives")
 
 
 if __name__ == "__main__":

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from dtrain import launch_protocol
 from dtrain.launch import processes
-from dtrain.launch.hang.explain import explain_stall, write_hang_report
-from dtrain.launch.hang.query import announce_launcher, withdraw_launcher
-from dtrain.launch.hang.rank_records import (
+from dtrain.launch.hang_report import announce_launcher, explain_stall, withdraw_launcher, write_hang_report
+from dtrain.launch.heartbeats import ProgressKind, ProgressRecord
+from dtrain.launch.rank_records import (
     BlockPhase,
     LauncherRecord,
     RankEvidence,
@@ -23,7 +23,6 @@ from dtrain.launch.hang.rank_records import (
     read_text,
     write_launcher_record,
 )
-from dtrain.launch.heartbeats import ProgressKind, ProgressRecord
 
 PATIENCE_S = 3.0
 """Seconds until the ranks must answer. A record takes milliseconds, but a busy machine is slower."""

@@ -39,7 +39,7 @@ from typing import Any
 import dtrain
 from dtrain import launch_protocol
 from dtrain.launch import heartbeats
-from dtrain.launch.spawn.interpreter import find_shadowed_modules, first_import_folder, parse_flags
+from dtrain.launch.processes import find_shadowed_modules, first_import_folder, parse_flags
 
 _MAIN_MODULE_DEFAULTS: dict[str, object] = {"__annotations__": {}, "__cached__": None}
 
