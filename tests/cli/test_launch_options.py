@@ -14,7 +14,7 @@ import pytest
 from dtrain.cli.launch_options import parse_nproc
 from dtrain.cli.main import run
 from dtrain.errors import ConfigError
-from dtrain.launch import launcher
+from dtrain.launch import supervisor
 from dtrain.launch.launch_plan import LaunchPlan, NodeLayout
 
 
@@ -40,7 +40,7 @@ def launch(here, monkeypatch, capfd):
 
     def launch_with(*args: str) -> tuple[LaunchPlan | None, str, str]:
         plans: list[LaunchPlan] = []
-        monkeypatch.setattr(launcher, "launch_job", lambda plan: plans.append(plan) or 0)
+        monkeypatch.setattr(supervisor, "launch_job", lambda plan: plans.append(plan) or 0)
         # A folder is taken until the launcher ends, and here all launchers are one process.
         monkeypatch.setattr("dtrain.cli.launch.claim_run_dir", lambda folder, node_rank: None)
         monkeypatch.setattr(sys, "argv", ["dtrain", "launch", *args])

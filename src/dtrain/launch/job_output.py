@@ -1,6 +1,6 @@
 """Relay the output streams of all ranks to log files and the terminal, and write the launcher's own lines.
 
-Templates name the log files and the prefixes. If a disk is full, lines are lost only while it is full, and the loss is reported.
+Templates name log files and prefixes. If a disk is full, lines are lost only while it is full, and the loss is reported.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Infer this node's ranks and the rendezvous of the nodes from the command line and the scheduler. No side effects.
 
-``infer_topology`` merges the options with ``SchedulerInfo``, which has the facts of Slurm, OpenMPI, Kubernetes or plain variables.
+``infer_topology`` merges the options with ``SchedulerInfo``: the facts of Slurm, OpenMPI, Kubernetes or plain variables.
 
 Ranks are numbered node by node. If all nodes run the same number of ranks, node rank and base rank follow from each other.
 Otherwise both are set, or they follow from the rendezvous.

@@ -8,7 +8,7 @@ import resource
 from pathlib import Path
 
 import pytest
-from dtrain.launch.output import log_files as files_module
+from dtrain.launch import job_output as files_module
 
 from dtrain.launch.job_output import LogFiles
 

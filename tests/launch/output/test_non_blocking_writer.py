@@ -10,7 +10,7 @@ import subprocess
 import sys
 
 import pytest
-from dtrain.launch.output import non_blocking_writer as outlet_module
+from dtrain.launch import terminal as outlet_module
 
 from dtrain.launch.terminal import NonBlockingWriter, flush_writers
 
