@@ -14,7 +14,7 @@ import torch
 
 import leftovers
 import on_device
-from dtrain.launch.spawn_function import reserve_port
+from dtrain.launch.local_ranks import reserve_port
 from dtrain.testing import Ranks
 
 torch.set_num_threads(1)

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 
 from dtrain.launch.agent import Agent, detach_from_supervisor, start_agent
 from dtrain.launch.launch_plan import NodeRendezvous
+from dtrain.launch.local_ranks import reserve_port
 from dtrain.launch.node_messages import Message
-from dtrain.launch.spawn_function import reserve_port
 
 LONG_S = 300  # no promise: how long a busy test machine may take
 

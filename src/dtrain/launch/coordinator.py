@@ -251,7 +251,8 @@ class Coordinator:
             self._rejections.append(f"{arrival.display_name} came, and then {reason}")
         elif self._phase == "running" and not self._store.exists(f"exits/{rank}"):
             ranks = assign_layouts(self._hellos(), self._store.server_addr)[rank].ranks
-            line = f"{arrival.display_name} is gone ({_name_ranks(ranks)}): it {reason}"
+            names = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]}-{ranks[-1]}"
+            line = f"{arrival.display_name} is gone ({names}): it {reason}"
             self._store.post_first("failure", NodeFailed(line=line, code=LOST_NODE_EXIT_CODE, node_rank=rank))
 
     def _decide_challengers(self) -> None:
@@ -265,10 +266,6 @@ class Coordinator:
                 self._turn_away(challenger)
             else:
                 self._challengers.append(challenger)
-
-
-def _name_ranks(ranks: range) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]}-{ranks[-1]}"
 
 
 # Users compare so many characters of a digest.

@@ -51,7 +51,11 @@ def main() -> None:
     unsafe = _import_modules(needed.split(","), optional.split(",")) or _find_shadowing(kind, target)
     _send_message(channel, {"unsafe": unsafe})
     if unsafe is not None:
-        _wait_until_closed(channel)
+        # The launcher ends this process, and starts pending requests as plain interpreters. Without recv_fds their descriptors
+        # are closed.
+        while channel.recv(_MAX_MESSAGE_BYTES):
+            pass
+        os._exit(0)
     request, fds = _serve_requests(channel)
     channel.close()
     _apply_request(request, fds)
@@ -100,14 +104,6 @@ def _find_shadowing(kind: str, target: str) -> str | None:
     except OSError:
         return f"{whose} cannot be read"
     return f"{whose} has a {names[0]!r} of its own" if names else None
-
-
-def _wait_until_closed(channel: socket.socket) -> NoReturn:
-    """Wait until the launcher ends this process. The launcher restarts pending requests as plain interpreters."""
-    # Without recv_fds the descriptors of requests are closed.
-    while channel.recv(_MAX_MESSAGE_BYTES):
-        pass
-    os._exit(0)
 
 
 def _serve_requests(channel: socket.socket) -> tuple[dict[str, Any], dict[str, int]]:
@@ -186,13 +182,9 @@ def _reset_process_state() -> None:
         torch = sys.modules["torch"]
         torch.default_generator.seed()
         # torch read the variable at import, when the variable asked for one thread.
-        torch.set_num_threads(_parse_omp_threads(os.environ.get("OMP_NUM_THREADS", "")))
-
-
-def _parse_omp_threads(text: str) -> int:
-    """Parse the number of threads of the outermost level as OpenMP does; 1 if the text is not a number."""
-    first = text.partition(",")[0].strip()
-    return max(1, int(first)) if first.isdecimal() else 1
+        first = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+        # The number of the outermost level, as OpenMP reads it.
+        torch.set_num_threads(max(1, int(first)) if first.isdecimal() else 1)
 
 
 def serve_store(listener: int, address: str, port: int) -> NoReturn:

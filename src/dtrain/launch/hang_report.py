@@ -73,12 +73,13 @@ def find_stalled(records: Mapping[int, RankRecord]) -> list[StalledCollective]:
     """
     groups = {group for record in records.values() for group in record.histories}
     stops = [stop for group in groups for stop in _find_group_stall(group, records)]
-    return sorted(stops, key=_stall_sort_key)
-
-
-def _stall_sort_key(stop: StalledCollective) -> tuple[bool, bool, bool, str, str, str]:
-    group = stop.group
-    return (not stop.mismatched, not stop.missing, not stop.unknown, group.id, group.backend, group.name)
+    return sorted(
+        stops,
+        key=lambda stop: (
+            *(not stop.mismatched, not stop.missing, not stop.unknown),
+            *(stop.group.id, stop.group.backend, stop.group.name),
+        ),
+    )
 
 
 def _find_group_stall(group: CollectiveGroup, records: Mapping[int, RankRecord]) -> Iterator[StalledCollective]:
@@ -121,7 +122,10 @@ def explain_stall(evidence: Collection[RankEvidence], *, world_size: int, timeou
     stops = find_stalled({rank: item.record for rank, item in by_rank.items() if item.record is not None and not item.is_gone})
     culprits, reason = _find_culprits(by_rank, stops)
     subject = f"{format_ranks(culprits)} of {world_size}"
-    duration = f" for {timeout_s:g} s" if timeout_s is not None else _format_silence(by_rank, culprits)
+    # The time since the last progress of the culprits, or of all ranks if no time is known for the culprits.
+    known = {rank: item.silent_s for rank, item in by_rank.items() if item.silent_s is not None and not item.is_gone}
+    silent_s = min((known[rank] for rank in (known.keys() & set(culprits)) or known), default=None)
+    duration = f" for {timeout_s:g} s" if timeout_s is not None else "" if silent_s is None else f" for {silent_s:.1f} s"
     kind = "asked" if timeout_s is None else "hang"
     lines = [f"dtrain: launch: {kind}: {subject} {reason.format(time=duration)}; see {report}"]
     # No rank is inside init_dist's block any more.
@@ -139,9 +143,15 @@ def explain_stall(evidence: Collection[RankEvidence], *, world_size: int, timeou
 def _find_culprits(by_rank: Mapping[int, RankEvidence], stops: Sequence[StalledCollective]) -> tuple[list[int], str]:
     """Return the ranks that caused the stall and the reason. Evidence from outside the process is most certain."""
     here = [item for item in by_rank.values() if not item.is_gone]
+    # These ranks run on after ``init_dist``'s block, and no rank is inside the block.
+    past_block = [] if here else [rank for rank, item in by_rank.items() if item.is_past_block]
+    # At the end of a job all ranks exit, one after another.
+    exited = [rank for rank, item in by_rank.items() if item.is_gone and any(not other.is_leaving for other in here)]
+    silent = [item.rank for item in here if item.record is None]
+    slowest = [item.rank for item in here if item.passed == min(other.passed for other in here)]
     for ranks, reason in (
-        (_ranks_past_block(by_rank.values(), here), "did not end after init_dist's block, no progress{time}"),
-        (_exited_ranks(by_rank.values(), here), "ended while the others went on, no progress{time}"),
+        (past_block, "did not end after init_dist's block, no progress{time}"),
+        (exited, "ended while the others went on, no progress{time}"),
         ([item.rank for item in here if item.is_stopped], "made no progress{time} (stopped, as by SIGSTOP)"),
         (_early_ranks(here), "returned early, to the end of init_dist's block, no progress{time}"),
         ([item.rank for item in here if item.progress is None], "never came to init_dist's block, no progress{time}"),
@@ -149,32 +159,15 @@ def _find_culprits(by_rank: Mapping[int, RankEvidence], stops: Sequence[StalledC
             [item.rank for item in here if item.state == _IN_KERNEL],
             "made no progress{time} (in the kernel: disk or driver)",
         ),
-        (_silent_ranks(here), "made no progress{time} (no answer: something holds the interpreter)"),
+        (silent if len(silent) < len(here) else [], "made no progress{time} (no answer: something holds the interpreter)"),
         (_mismatched_ranks(stops), "ran another collective than the others, no progress{time}"),
         (_missing_ranks(stops, wait=False), "made no progress{time}, and others wait in a collective"),
         (_missing_ranks(stops, wait=True), "wait for each other in different collectives, no progress{time}"),
-        (_slowest_ranks(here), "made no progress{time}, after fewer steps than the others"),
+        (slowest if len(slowest) < len(here) else [], "made no progress{time}, after fewer steps than the others"),
     ):
         if ranks:
             return ranks, reason
     return [item.rank for item in here], "made no progress{time}"
-
-
-def _format_silence(by_rank: Mapping[int, RankEvidence], culprits: Collection[int]) -> str:
-    """Format the time since the last progress of ``culprits``, or of all ranks if no time is known for ``culprits``."""
-    known = {rank: item.silent_s for rank, item in by_rank.items() if item.silent_s is not None and not item.is_gone}
-    least = min((known[rank] for rank in (known.keys() & set(culprits)) or known), default=None)
-    return "" if least is None else f" for {least:.1f} s"
-
-
-def _ranks_past_block(everyone: Collection[RankEvidence], here: Sequence[RankEvidence]) -> list[int]:
-    """Return the ranks that run on after ``init_dist``'s block, if no rank is inside the block."""
-    return [] if here else [item.rank for item in everyone if item.is_past_block]
-
-
-def _exited_ranks(everyone: Collection[RankEvidence], here: Sequence[RankEvidence]) -> list[int]:
-    """Return the ranks that exited while other ranks still work. At the end of a job all ranks exit, one after another."""
-    return [item.rank for item in everyone if item.is_gone] if any(not item.is_leaving for item in here) else []
 
 
 def _early_ranks(here: Sequence[RankEvidence]) -> list[int]:
@@ -184,12 +177,6 @@ def _early_ranks(here: Sequence[RankEvidence]) -> list[int]:
     has_records = any(item.record is not None for item in here)
     waiting = all(item.record.is_waiting if item.record is not None else not has_records for item in inside)
     return [item.rank for item in here if item.is_leaving] if inside and waiting else []
-
-
-def _silent_ranks(here: Sequence[RankEvidence]) -> list[int]:
-    """Return the ranks without a record, if other ranks wrote a record."""
-    silent = [item.rank for item in here if item.record is None]
-    return silent if len(silent) < len(here) else []
 
 
 def _mismatched_ranks(stops: Sequence[StalledCollective]) -> list[int]:
@@ -204,12 +191,6 @@ def _missing_ranks(stops: Sequence[StalledCollective], *, wait: bool) -> list[in
     """Return the ranks that other ranks wait for, limited to ranks that wait themselves (``wait``) or to ranks that do not."""
     waiting = {rank for stop in stops if stop.missing for rank in stop.waiting}
     return sorted({rank for stop in stops for rank in stop.missing if (rank in waiting) == wait})
-
-
-def _slowest_ranks(here: Sequence[RankEvidence]) -> list[int]:
-    least = min((item.passed for item in here), default=0)
-    behind = [item.rank for item in here if item.passed == least]
-    return behind if len(behind) < len(here) else []
 
 
 def _describe_stall(stop: StalledCollective, by_rank: Mapping[int, RankEvidence], *, hang: bool) -> str:
@@ -331,7 +312,8 @@ def _format_groups(evidence: Collection[RankEvidence]) -> Iterator[str]:
     for group, by_rank in sorted(groups.items(), key=lambda item: (item[0].id, item[0].backend)):
         yield f"group {group.name} ({group.backend}): {format_ranks(group.ranks)}"
         for rank in group.ranks:
-            text = _format_history(by_rank[rank]) if rank in by_rank else _format_missing_history(rank, records)
+            missing = "no collective yet" if rank in records else "wrote nothing down"
+            text = _format_history(by_rank[rank]) if rank in by_rank else missing
             yield f"  rank {rank}: {text}"
         yield ""
 
@@ -342,10 +324,6 @@ def _format_history(history: GroupHistory) -> str:
     waiting = [str(collective) for collective in issued if collective.waits]
     done = [str(collective) for collective in issued if not collective.waits]
     return f"last done {done[-1] if done else 'not known'}" + (f"; waits in {', '.join(waiting)}" if waiting else "")
-
-
-def _format_missing_history(rank: int, records: Mapping[int, object]) -> str:
-    return "no collective yet" if rank in records else "wrote nothing down"
 
 
 def _format_ranks_section(evidence: Collection[RankEvidence]) -> Iterator[str]:
@@ -573,7 +551,11 @@ def _read_answer(records: Path, launchers: Sequence[LauncherAddress]) -> tuple[s
     merged, report = merge_launcher_records(launcher_records), records / REPORT_NAME
     ranks = merged.ranks if merged is not None else tuple(find_recorded_ranks(records))
     if not ranks:
-        raise ConfigError(_describe_no_records(records, launchers))
+        hosts = sorted({launcher.host for launcher in launchers if launcher.host != socket.gethostname()})
+        advice = f"Query on {', '.join(hosts)}." if hosts else "Pass the run folder of `dtrain launch`."
+        raise ConfigError(
+            f"explain_hang: {str(records)!r} has no records of ranks, and none of its launchers runs on this machine. {advice}"
+        )
     evidence = collect_evidence(records, ranks)
     world_size, timeout_s = (merged.world_size, merged.timeout_s) if merged is not None else (len(ranks), None)
     lines = explain_stall(evidence, world_size=world_size, timeout_s=timeout_s, report=report)
@@ -589,9 +571,3 @@ def _answer_time(records: Path, merged: LauncherRecord | None) -> float:
     written = [version[1] for path in list_matching(records, "rank-*") if (version := _file_version(path)) is not None]
     # Files may be removed after they were read.
     return max(written) / 1e9 if written else time.time()
-
-
-def _describe_no_records(records: Path, launchers: Sequence[LauncherAddress]) -> str:
-    hosts = sorted({launcher.host for launcher in launchers if launcher.host != socket.gethostname()})
-    advice = f"Query on {', '.join(hosts)}." if hosts else "Pass the run folder of `dtrain launch`."
-    return f"explain_hang: {str(records)!r} has no records of ranks, and none of its launchers runs on this machine. {advice}"

@@ -5,6 +5,7 @@ Templates name log files and prefixes. If a disk is full, lines are lost only wh
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import string
@@ -143,8 +144,10 @@ class JobOutput:
         Call after the end of the job, because a process outside of the job may hold a pipe open forever.
         """
         for stream in list(self._streams.values()):
-            for chunk in _read_remaining(stream.fd):
-                self._forward_chunk(stream, chunk)
+            # Either no data is available, or the descriptor cannot be read.
+            with contextlib.suppress(OSError):
+                while chunk := os.read(stream.fd, _CHUNK):
+                    self._forward_chunk(stream, chunk)
             self._close(stream)
 
     def finish(self, final_lines: Iterable[str], *, timeout_s: float, give_up: Callable[[], bool] = lambda: False) -> None:
@@ -202,15 +205,6 @@ class JobOutput:
             self._terminal.write(data)
         else:
             writer.write(data)
-
-
-def _read_remaining(fd: int) -> Iterable[bytes]:
-    try:
-        while chunk := os.read(fd, _CHUNK):
-            yield chunk
-    # Either no data is available, or the descriptor cannot be read.
-    except OSError:
-        return
 
 
 TEMPLATE_FIELDS = ("rank", "local_rank", "world_size", "local_world_size", "node_rank", "host")

@@ -20,7 +20,6 @@ import traceback
 import zipfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from types import FrameType
 from typing import Literal
@@ -34,13 +33,8 @@ _PR_SET_CHILD_SUBREAPER = 36
 _KILL_RETRY_S = 0.02
 
 
-@cache
-def _libc() -> ctypes.CDLL:
-    return ctypes.CDLL(None, use_errno=True)
-
-
 def _prctl(option: int, value: int) -> None:
-    if _libc().prctl(option, ctypes.c_ulong(value), 0, 0, 0) != 0:
+    if ctypes.CDLL(None, use_errno=True).prctl(option, ctypes.c_ulong(value), 0, 0, 0) != 0:
         number = ctypes.get_errno()
         raise OSError(number, f"prctl({option}): {os.strerror(number)}")
 
@@ -388,11 +382,8 @@ def find_shadowed_modules(folder: Path) -> list[str]:
     loaded = sys.modules.keys() - set(sys.builtin_module_names)
     # Check names first, because the folder may contain many files that are not modules.
     found = {name for entry in os.listdir(folder) if (name := entry.partition(".")[0]) in loaded and _is_module(folder / entry)}
-    return [name for name in sorted(found) if not _is_inside(folder, getattr(sys.modules[name], "__file__", None))]
-
-
-def _is_inside(folder: Path, file: str | None) -> bool:
-    return file is not None and folder in Path(os.path.realpath(file)).parents
+    files = {name: getattr(sys.modules[name], "__file__", None) for name in sorted(found)}
+    return [name for name, file in files.items() if file is None or folder not in Path(os.path.realpath(file)).parents]
 
 
 def _is_module(path: Path) -> bool:

@@ -75,7 +75,8 @@ def group_exceptions(failures: Sequence[RankFailure], first: RankFailure | None)
     """
     groups: dict[tuple[str, ...], list[RankFailure]] = {}
     for record in sorted(failures, key=lambda record: (record != first, record.at, record.rank)):
-        groups.setdefault(_signature(record), []).append(record)
+        frames = _FRAME_LOCATION.findall(record.short_traceback or record.traceback_text)
+        groups.setdefault((record.error_type, _NUMBER.sub("#", record.message), *map(":".join, frames)), []).append(record)
     return [
         DistinctException(failures=tuple(group))
         for group in groups.values()
@@ -95,11 +96,6 @@ def format_exceptions(exceptions: Sequence[DistinctException], *, full: bool) ->
         count = format_count(len(more), "more mistake")
         lines.append((more[0].first.rank, f"... and {count}; the logs of the ranks have the tracebacks"))
     return lines
-
-
-def _signature(failure: RankFailure) -> tuple[str, ...]:
-    locations = [f"{file}:{line}" for file, line in _FRAME_LOCATION.findall(failure.short_traceback or failure.traceback_text)]
-    return failure.error_type, _NUMBER.sub("#", failure.message), *locations
 
 
 def _truncate_message(message: str) -> str:
@@ -154,7 +150,7 @@ def summarize(
     """
     unkillable = _describe_unkillable(group)
     exceptions = _group_node_exceptions(group)
-    may_restart = group.requested_signal is None
+    may_restart = group.ending.requested_signal is None
     codes: dict[int, int | None] = dict(exit_codes or {rank: exit_.code for rank, exit_ in group.exits.items()})
     if len(codes) >= group.plan.layout.nproc and set(codes.values()) == {launch_protocol.PREEMPTED_EXIT_CODE}:
         return JobResult(code=launch_protocol.PREEMPTED_EXIT_CODE, lines=unkillable)
@@ -165,12 +161,12 @@ def summarize(
             line += f"; the process that serves the ranks' store had ended before ({failure.describe_exit(store_exit_code)})"
         lines = (*unkillable, line)
         return JobResult(code=code, lines=lines, may_restart=may_restart, failed_rank=cause.rank, exceptions=exceptions)
-    if group.launch_error:
-        lines = (*unkillable, *group.launch_error)
-        return JobResult(code=group.launch_error_code, lines=lines, may_restart=may_restart, exceptions=exceptions)
-    if group.requested_signal is not None:
-        lines = (*unkillable, failure.describe_interrupt(group.requested_signal))
-        return JobResult(code=failure.shell_exit_code(-group.requested_signal), lines=lines, exceptions=exceptions)
+    if group.launch_error is not None:
+        lines = (*unkillable, *group.launch_error.lines)
+        return JobResult(code=group.launch_error.code, lines=lines, may_restart=may_restart, exceptions=exceptions)
+    if group.ending.requested_signal is not None:
+        lines = (*unkillable, failure.describe_interrupt(group.ending.requested_signal))
+        return JobResult(code=failure.shell_exit_code(-group.ending.requested_signal), lines=lines, exceptions=exceptions)
     codes |= {rank: None for rank in group.stopped_ranks if codes.get(rank) != launch_protocol.PREEMPTED_EXIT_CODE}
     if launch_protocol.PREEMPTED_EXIT_CODE in codes.values():
         return JobResult(code=1, lines=(*unkillable, failure.describe_partial_preemption(codes)))
@@ -236,7 +232,7 @@ def _group_node_exceptions(group: WorkerGroup) -> tuple[DistinctException, ...]:
         record
         for record in group.read_failures()
         if record.exit_code != launch_protocol.PREEMPTED_EXIT_CODE
-        and not (record.error_type == "KeyboardInterrupt" and group.requested_signal is not None)
+        and not (record.error_type == "KeyboardInterrupt" and group.ending.requested_signal is not None)
     ]
     first = group.root_cause.failure if group.root_cause is not None else None
     return tuple(group_exceptions(failures, first))

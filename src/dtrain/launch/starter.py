@@ -55,7 +55,9 @@ def find_preload_modules(target: Target) -> PreloadModules:
     for text, folder in _program_sources(source):
         for name in _imported_names(text):
             top = name.partition(".")[0]
-            foreign = foreign or not (top in sys.stdlib_module_names or _is_program_module(folder, top))
+            foreign = foreign or not (
+                top in sys.stdlib_module_names or (folder / f"{top}.py").is_file() or (folder / top).is_dir()
+            )
             if top in _WORTH_LOADING:
                 found[name] = None
         if re.search(r"\bdtrain\b", text):
@@ -101,10 +103,6 @@ def _imported_names(text: str) -> list[str]:
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             names += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
     return names
-
-
-def _is_program_module(folder: Path, name: str) -> bool:
-    return (folder / f"{name}.py").is_file() or (folder / name).is_dir()
 
 
 def _dtrain_modules(text: str) -> list[str]:

@@ -170,7 +170,9 @@ class TailBuffer:
     def timed_lines(self) -> list[tuple[int, str]]:
         """Return the last lines with their times; a partial line is last."""
         lines = [*self._lines, *([(next(self._clock), self._partial)] if self._partial else [])]
-        return [(at, text) for at, line in lines if (text := _visible_text(line)).strip()]
+        # A progress bar redraws its line, whose final text counts.
+        texts = ((at, escape_controls(line.rstrip(b"\r").rpartition(b"\r")[2]).decode()) for at, line in lines)
+        return [(at, text) for at, text in texts if text.strip()]
 
 
 def merge_tails(tails: tuple[TailBuffer, TailBuffer], n: int) -> list[str]:
@@ -187,11 +189,6 @@ def merge_tails(tails: tuple[TailBuffer, TailBuffer], n: int) -> list[str]:
 
 def _line_time(line: tuple[int, str]) -> int:
     return line[0]
-
-
-def _visible_text(line: bytes) -> str:
-    """Return the final text of a line that a progress bar has redrawn."""
-    return escape_controls(line.rstrip(b"\r").rpartition(b"\r")[2]).decode()
 
 
 # Output beyond this limit is dropped.
@@ -325,14 +322,10 @@ def flush_writers(
             for writer in waiting:
                 writer.discard_pending()
         else:
-            _wait_writable(waiting, min(deadline - now, _POLL_INTERVAL_S))
-
-
-def _wait_writable(writers: Sequence[NonBlockingWriter], timeout_s: float) -> None:
-    poll = select.poll()
-    for writer in writers:
-        poll.register(writer.fd, select.POLLOUT)
-    poll.poll(timeout_s * 1000)
+            poll = select.poll()
+            for writer in waiting:
+                poll.register(writer.fd, select.POLLOUT)
+            poll.poll(min(deadline - now, _POLL_INTERVAL_S) * 1000)
 
 
 def _reopen_non_blocking(fd: int) -> int | None:
@@ -392,7 +385,9 @@ class LiveLineParser:
             rest.append(chunk[:start])
             self.text = chunk[start + len(_BEGIN) : end]
             chunk = chunk[end + len(_END) :]
-        kept = start if start >= 0 else len(chunk) - _begun(chunk)
+        # The end of the chunk may begin a live line.
+        begun = next((size for size in range(len(_BEGIN) - 1, 0, -1) if chunk.endswith(_BEGIN[:size])), 0)
+        kept = start if start >= 0 else len(chunk) - begun
         if len(chunk) - kept <= _MAX_BYTES:
             chunk, self._partial = chunk[:kept], chunk[kept:]
         return b"".join(rest) + chunk
@@ -401,11 +396,6 @@ class LiveLineParser:
         """Return the incomplete live line, which is other output. Mutates: this parser."""
         partial, self._partial = self._partial, b""
         return partial
-
-
-def _begun(chunk: bytes) -> int:
-    """Return the number of bytes at the end of ``chunk`` that may begin a live line."""
-    return next((size for size in range(len(_BEGIN) - 1, 0, -1) if chunk.endswith(_BEGIN[:size])), 0)
 
 
 class LiveTerminal:
