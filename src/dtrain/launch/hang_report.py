@@ -23,7 +23,6 @@ from dtrain.launch.rank_records import (
     CollectiveGroup,
     GroupHistory,
     IssuedCollective,
-    LauncherRecord,
     RankEvidence,
     RankRecord,
     collect_evidence,
@@ -148,6 +147,9 @@ def _find_culprits(by_rank: Mapping[int, RankEvidence], stops: Sequence[StalledC
     # At the end of a job all ranks exit, one after another.
     exited = [rank for rank, item in by_rank.items() if item.is_gone and any(not other.is_leaving for other in here)]
     silent = [item.rank for item in here if item.record is None]
+    # The ranks disagree about a collective.
+    mismatch = next((stop for stop in stops if stop.mismatched), None)
+    minority = [] if mismatch is None else sorted(min(mismatch.mismatched, mismatch.waiting, key=len))
     slowest = [item.rank for item in here if item.passed == min(other.passed for other in here)]
     for ranks, reason in (
         (past_block, "did not end after init_dist's block, no progress{time}"),
@@ -160,7 +162,7 @@ def _find_culprits(by_rank: Mapping[int, RankEvidence], stops: Sequence[StalledC
             "made no progress{time} (in the kernel: disk or driver)",
         ),
         (silent if len(silent) < len(here) else [], "made no progress{time} (no answer: something holds the interpreter)"),
-        (_mismatched_ranks(stops), "ran another collective than the others, no progress{time}"),
+        (minority, "ran another collective than the others, no progress{time}"),
         (_missing_ranks(stops, wait=False), "made no progress{time}, and others wait in a collective"),
         (_missing_ranks(stops, wait=True), "wait for each other in different collectives, no progress{time}"),
         (slowest if len(slowest) < len(here) else [], "made no progress{time}, after fewer steps than the others"),
@@ -179,14 +181,6 @@ def _early_ranks(here: Sequence[RankEvidence]) -> list[int]:
     return [item.rank for item in here if item.is_leaving] if inside and waiting else []
 
 
-def _mismatched_ranks(stops: Sequence[StalledCollective]) -> list[int]:
-    """Return the minority of the ranks that disagree about a collective."""
-    for stop in stops:
-        if stop.mismatched:
-            return sorted(stop.waiting if len(stop.waiting) < len(stop.mismatched) else stop.mismatched)
-    return []
-
-
 def _missing_ranks(stops: Sequence[StalledCollective], *, wait: bool) -> list[int]:
     """Return the ranks that other ranks wait for, limited to ranks that wait themselves (``wait``) or to ranks that do not."""
     waiting = {rank for stop in stops if stop.missing for rank in stop.waiting}
@@ -203,7 +197,11 @@ def _describe_stall(stop: StalledCollective, by_rank: Mapping[int, RankEvidence]
         return f"as collective #{pending.number} {group} {format_ranks(stop.waiting)} {run} {ours}, but {theirs}"
     if stop.missing:
         have = "has" if len(stop.missing) == 1 else "have"
-        where = _common_location(stop.missing, by_rank)
+        # Another line of the message has the path.
+        locations = {short_location(by_rank[rank].stacks) for rank in stop.missing}
+        location = locations.pop() if len(locations) == 1 else None
+        pronoun = "it is" if len(stop.missing) == 1 else "they are"
+        where = "" if location is None else f"; {pronoun} in {location}"
         return f"{format_ranks(stop.missing)} {have} not entered {pending} {group}, where {waiting}{where}"
     gone = [rank for rank in stop.unknown if rank in by_rank and by_rank[rank].is_gone]
     mute = [rank for rank in stop.unknown if rank in by_rank and not by_rank[rank].is_gone]
@@ -216,13 +214,6 @@ def _describe_stall(stop: StalledCollective, by_rank: Mapping[int, RankEvidence]
     # A query by a user may see a collective in transit.
     doubt = ": is the network between them sound?" if hang else ""
     return f"{waiting} in {pending} {group}, and all its ranks have come{doubt}"
-
-
-def _common_location(ranks: Collection[int], by_rank: Mapping[int, RankEvidence]) -> str:
-    """Return the source line of ``ranks`` if the line is the same for all ranks; another line of the message has the path."""
-    locations = {short_location(by_rank[rank].stacks) for rank in ranks}
-    location = locations.pop() if len(locations) == 1 else None
-    return "" if location is None else f"; {'it is' if len(ranks) == 1 else 'they are'} in {location}"
 
 
 def _describe_location(evidence: RankEvidence) -> str:
@@ -376,6 +367,15 @@ class LauncherAddress:
     host: str
     report: str
 
+    @classmethod
+    def parse(cls, text: str) -> LauncherAddress | None:
+        """Parse an announcement; None if the text is damaged."""
+        try:
+            launcher = cls(**json.loads(text))
+            return launcher if launcher.pid > 0 else None
+        except (ValueError, TypeError):
+            return None
+
     @property
     def is_here(self) -> bool:
         """Return True if the launcher runs on this machine. The start time excludes another process with the same pid."""
@@ -418,7 +418,7 @@ def explain_hang(path: str | os.PathLike[str] | None = None) -> str:
     launchers = [
         launcher
         for path in list_matching(records, "launcher-*.pid")
-        if (launcher := _parse_announcement(read_text(path))) is not None
+        if (launcher := LauncherAddress.parse(read_text(path))) is not None
     ]
     here = [launcher for launcher in launchers if launcher.is_here]
     if here:
@@ -471,32 +471,17 @@ def _find_record_folder(folder: str | os.PathLike[str] | None) -> Path:
         raise ConfigError(
             f"explain_hang: path must be an existing folder, got {str(run_dir)!r}. Pass the run folder of `dtrain launch`."
         )
-    launch = _find_launch_folder(run_dir)
-    for folder_of_launch in (run_dir, *([Path(launch)] if launch else [])):
+    attempts = list_matching(run_dir / run_layout.ATTEMPTS, "attempt-*.json")
+    last = max(attempts, key=lambda path: run_layout.parse_attempt(path.name) or 0, default=None)
+    launch = None
+    # The folder may belong to a training run, whose last attempt names the folder of its launch.
+    with contextlib.suppress(ValueError, KeyError, TypeError):
+        launch = None if last is None else json.loads(read_text(last))["launch"]["folder"]
+    for folder_of_launch in (run_dir, *([Path(launch)] if isinstance(launch, str) and launch else [])):
         records = launch_protocol.hang_folder(folder_of_launch)
         if records.is_dir():
             return records
     return run_dir
-
-
-def _find_launch_folder(folder: Path) -> str | None:
-    """Return the launcher's run folder of the last attempt of a training run in ``folder``."""
-    metadata = sorted(
-        list_matching(folder / run_layout.ATTEMPTS, "attempt-*.json"), key=lambda path: run_layout.parse_attempt(path.name) or 0
-    )
-    try:
-        launch = json.loads(read_text(metadata[-1]))["launch"]["folder"] if metadata else None
-    except (ValueError, KeyError, TypeError):
-        return None
-    return launch if isinstance(launch, str) else None
-
-
-def _parse_announcement(text: str) -> LauncherAddress | None:
-    try:
-        launcher = LauncherAddress(**json.loads(text))
-        return launcher if launcher.pid > 0 else None
-    except (ValueError, TypeError):
-        return None
 
 
 def _process_start_ticks(pid: int) -> str:
@@ -559,15 +544,9 @@ def _read_answer(records: Path, launchers: Sequence[LauncherAddress]) -> tuple[s
     evidence = collect_evidence(records, ranks)
     world_size, timeout_s = (merged.world_size, merged.timeout_s) if merged is not None else (len(ranks), None)
     lines = explain_stall(evidence, world_size=world_size, timeout_s=timeout_s, report=report)
-    at = _answer_time(records, merged)
+    versions = map(_file_version, list_matching(records, "rank-*"))
+    written = [version[1] / 1e9 for version in versions if version is not None]
+    # Files may be removed after they were read.
+    at = merged.at if merged is not None else max(written, default=time.time())
     write_hang_report(report, lines, evidence, queried_at=at)
     return "\n".join(lines), at
-
-
-def _answer_time(records: Path, merged: LauncherRecord | None) -> float:
-    """Return the time of the query, from the merged record or from the files of the ranks."""
-    if merged is not None:
-        return merged.at
-    written = [version[1] for path in list_matching(records, "rank-*") if (version := _file_version(path)) is not None]
-    # Files may be removed after they were read.
-    return max(written) / 1e9 if written else time.time()

@@ -13,9 +13,11 @@ import os
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
+
+import msgspec
 
 from dtrain.launch.addresses import find_interface, listen_for_nodes, resolve_address
 from dtrain.launch.launch_plan import NodeLayout, NodeRendezvous
@@ -143,47 +145,28 @@ def encode(message: Message) -> bytes:
 def decode(line: bytes) -> Message:
     """Decode one line. Text is escaped for a terminal, and truncated if too long.
 
+    Unknown fields are ignored, because later versions may add fields.
+
     Raises:
         InvalidMessageError: the line is not a valid message.
     """
     try:
         record = json.loads(line)
-        message: Message = _build(_MESSAGE_TYPES[record["kind"]], record)
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        message: Message = msgspec.convert(_escape_text(record), _MESSAGE_TYPES[record["kind"]], str_keys=True)
+    except (msgspec.MsgspecError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise InvalidMessageError(f"no message: {line[:80]!r}") from error
     return message
 
 
-def _build(kind: type[Any], record: Any) -> Any:
-    """Build a dataclass from a record. Unknown fields are ignored, because later versions may add fields."""
-    values = {field.name: _FIELD_PARSERS[str(field.type)](record[field.name]) for field in fields(kind) if field.name in record}
-    return kind(**values)
-
-
-def _parse_int(value: Any) -> int:
-    if type(value) is not int or abs(value) > 2**53:
-        raise TypeError("no whole number")
+def _escape_text(value: Any) -> Any:
+    """Escape and truncate the text in a JSON value, and refuse numbers that no message has."""
+    if isinstance(value, str):
+        return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in value[:_MAX_TEXT])
+    if isinstance(value, dict):
+        return {_escape_text(key): _escape_text(item) for key, item in value.items()}
+    if isinstance(value, int) and abs(value) > 2**53:
+        raise ValueError("no whole number of a message")
     return value
-
-
-def _parse_text(value: Any) -> str:
-    if type(value) is not str:
-        raise TypeError("no text")
-    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in value[:_MAX_TEXT])
-
-
-def _parse_exit_codes(value: Any) -> dict[int, int]:
-    return {int(key): _parse_int(code) for key, code in value.items()}
-
-
-_FIELD_PARSERS: dict[str, Callable[[Any], Any]] = {
-    "int": _parse_int,
-    "int | None": lambda value: None if value is None else _parse_int(value),
-    "str": _parse_text,
-    "Mapping[str, str]": lambda value: {_parse_text(key): _parse_text(text) for key, text in value.items()},
-    "Mapping[int, int]": _parse_exit_codes,
-    "NodeLayout": lambda value: _build(NodeLayout, value),
-}
 
 
 # An address that drops packets must not use up the time of the next address.

@@ -102,7 +102,11 @@ def _wait_for_supervisor(supervisor: int, watched: set[signal.Signals]) -> tuple
     kill_at: float | None = None
     killed = False
     while True:
-        number = _next_signal(watched, kill_at)
+        if kill_at is None:
+            number: int | None = signal.sigwait(watched)
+        else:
+            info = signal.sigtimedwait(watched, max(0.0, kill_at - time.monotonic()))
+            number = None if info is None else info.si_signo
         now = time.monotonic()
         if kill_at is not None and now >= kill_at:
             processes.send_signal(supervisor, signal.SIGKILL)
@@ -119,14 +123,6 @@ def _wait_for_supervisor(supervisor: int, watched: set[signal.Signals]) -> tuple
                 first = now, number
             elif now - first[0] > REPEATED_SIGNAL_S and kill_at is None and not killed:
                 kill_at = now + _FORCE_KILL_S
-
-
-def _next_signal(watched: set[signal.Signals], until: float | None) -> int | None:
-    """Return the next signal, or None if no signal arrives in time."""
-    if until is None:
-        return signal.sigwait(watched)
-    info = signal.sigtimedwait(watched, max(0.0, until - time.monotonic()))
-    return None if info is None else info.si_signo
 
 
 # seconds to wait for a slow reader of the output, after the job

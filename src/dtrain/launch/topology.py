@@ -127,7 +127,7 @@ def _merge_scheduler(args: LaunchArgs, scheduled: SchedulerInfo | None, *, nproc
     all_nodes, world_size = nodes or scheduled.nodes, resolved.world_size
     if all_nodes is not None and all_nodes > 1 and world_size is not None and world_size <= nproc:
         conflict = f"-n {nproc} makes --world-size {world_size} one node's, but {scheduled.name} says {all_nodes} nodes"
-        fewer = _suggest_fewer_ranks(world_size, all_nodes)
+        fewer = f", or -n {world_size // all_nodes}" if world_size % all_nodes == 0 else ""
         _raise_config_error(conflict, f"Pass --world-size {nproc * all_nodes}{fewer}, or --nnodes 1")
     return replace(
         resolved,
@@ -177,14 +177,10 @@ def _single_node_topology(args: LaunchArgs, resolved: _ResolvedArgs) -> Topology
     if world_size is not None and world_size != nproc:
         conflict = f"--nnodes 1 with -n {nproc} is {nproc} ranks, not --world-size {world_size}"
         _raise_config_error(conflict, f"Pass -n {world_size}, or --nnodes {-(-world_size // nproc)}")
-    for option, value, node in (
-        ("--node-rank", resolved.node_rank, resolved.node_rank),
-        ("--base-rank", resolved.base_rank, (resolved.base_rank or 0) // nproc),
-    ):
-        if value:
-            conflict = f"{option} {value} means several nodes, but -n {nproc}"
-            conflict += f" and --world-size {world_size} make this the only one" if world_size else " alone means one"
-            _raise_config_error(conflict, _suggest_several_nodes(world_size, nproc, (node or 0) + 1, option))
+    if resolved.node_rank:
+        _refuse_position("--node-rank", resolved.node_rank, resolved, nodes=resolved.node_rank + 1)
+    if resolved.base_rank:
+        _refuse_position("--base-rank", resolved.base_rank, resolved, nodes=resolved.base_rank // nproc + 1)
     notices = []
     if args.node_rank == 0 and args.world_size is not None and args.nnodes != "1" and nproc > 1:
         more = f"; for two nodes of {nproc // 2} ranks pass -n {nproc // 2}" if nproc % 2 == 0 else ""
@@ -194,16 +190,14 @@ def _single_node_topology(args: LaunchArgs, resolved: _ResolvedArgs) -> Topology
     return Topology(layout=NodeLayout.one_node(nproc), notices=tuple(notices))
 
 
-def _suggest_several_nodes(world_size: int | None, nproc: int, nodes: int, option: str) -> str:
-    """Suggest a change for a job that is meant for at least ``nodes`` nodes."""
-    nodes = max(nodes, 2)
+def _refuse_position(option: str, value: int, resolved: _ResolvedArgs, *, nodes: int) -> NoReturn:
+    """Refuse a position on another node than the first one, in a job of one node that is meant for at least ``nodes`` nodes."""
+    nproc, world_size, nodes = resolved.nproc, resolved.world_size, max(nodes, 2)
+    reason = f" and --world-size {world_size} make this the only one" if world_size else " alone means one"
+    advice = f"For {nodes} nodes pass --nnodes {nodes}, or remove {option}"
     if world_size is not None and world_size % nodes == 0:
-        return f"For {nodes} nodes pass -n {world_size // nodes}, or --world-size {nproc * nodes}"
-    return f"For {nodes} nodes pass --nnodes {nodes}, or remove {option}"
-
-
-def _suggest_fewer_ranks(world_size: int, nodes: int) -> str:
-    return f", or -n {world_size // nodes}" if world_size % nodes == 0 else ""
+        advice = f"For {nodes} nodes pass -n {world_size // nodes}, or --world-size {nproc * nodes}"
+    _raise_config_error(f"{option} {value} means several nodes, but -n {nproc}{reason}", advice)
 
 
 def _multi_node_topology(args: LaunchArgs, resolved: _ResolvedArgs) -> Topology:
@@ -267,7 +261,8 @@ def _with_ranks(resolved: _ResolvedArgs) -> _ResolvedArgs:
         if world_size % nproc:
             other = "--base-rank" if resolved.base_rank is None else "--node-rank"
             conflict = f"--world-size {world_size} is no multiple of -n {nproc}"
-            _raise_config_error(conflict, f"Pass -n {_largest_divisor(world_size, nproc)}, or {other}, too, if nodes differ")
+            divisor = max(number for number in range(1, nproc + 1) if world_size % number == 0)
+            _raise_config_error(conflict, f"Pass -n {divisor}, or {other}, too, if nodes differ")
         nodes = world_size // nproc
     node_rank, base_rank = resolved.node_rank, resolved.base_rank
     if node_rank is None and base_rank is not None:
@@ -283,20 +278,11 @@ def _with_ranks(resolved: _ResolvedArgs) -> _ResolvedArgs:
         and base_rank is not None
         and node_rank is not None
         and node_rank < nodes == (world_size or 0) // nproc
+        and base_rank != node_rank * nproc
     ):
-        _check_equal_nodes(node_rank, base_rank, nproc)
-    return replace(resolved, nodes=nodes, node_rank=node_rank, base_rank=base_rank)
-
-
-def _check_equal_nodes(node_rank: int, base_rank: int, nproc: int) -> None:
-    if base_rank != node_rank * nproc:
         conflict = f"--base-rank {base_rank} with --node-rank {node_rank}, but all nodes before it run -n {nproc} ranks too"
         _raise_config_error(conflict, f"Pass --base-rank {node_rank * nproc}, or remove --nnodes if nodes differ")
-
-
-def _largest_divisor(world_size: int, nproc: int) -> int:
-    """Return the largest number of ranks up to ``nproc`` that divides ``world_size``."""
-    return max(number for number in range(1, nproc + 1) if world_size % number == 0)
+    return replace(resolved, nodes=nodes, node_rank=node_rank, base_rank=base_rank)
 
 
 def _raise_config_error(problem: str, advice: str) -> NoReturn:
