@@ -200,13 +200,17 @@ def signal_name(number: int) -> str:
 def _describe_exception(failure: RankFailure | None) -> str:
     if failure is None:
         return ""
-    message = next(iter(failure.message.strip().splitlines()), "")
-    if len(message) > _MAX_MESSAGE_CHARS:
-        message = message[:_MAX_MESSAGE_CHARS] + "..."
+    message = shorten_message(failure.message)
     # sys.exit(3) has no information besides the exit code.
     if failure.error_type == "SystemExit":
         return "" if message.lstrip("-").isdecimal() else message
     return f"{failure.error_type}: {message}" if message else failure.error_type
+
+
+def shorten_message(message: str) -> str:
+    """Return the first line of an exception's message, cut if it is long."""
+    first = next(iter(message.strip().splitlines()), "")
+    return first if len(first) <= _MAX_MESSAGE_CHARS else first[:_MAX_MESSAGE_CHARS] + "..."
 
 
 def _name_ranks(ranks: Sequence[int]) -> str:

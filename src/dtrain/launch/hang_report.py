@@ -304,17 +304,9 @@ def _format_groups(evidence: Collection[RankEvidence]) -> Iterator[str]:
         yield f"group {group.name} ({group.backend}): {format_ranks(group.ranks)}"
         for rank in group.ranks:
             missing = "no collective yet" if rank in records else "wrote nothing down"
-            text = _format_history(by_rank[rank]) if rank in by_rank else missing
+            text = by_rank[rank].format_last() if rank in by_rank else missing
             yield f"  rank {rank}: {text}"
         yield ""
-
-
-def _format_history(history: GroupHistory) -> str:
-    """Format the last completed collective and the pending collectives."""
-    issued = [collective for _, collective in sorted(history.collectives.items())]
-    waiting = [str(collective) for collective in issued if collective.waits]
-    done = [str(collective) for collective in issued if not collective.waits]
-    return f"last done {done[-1] if done else 'not known'}" + (f"; waits in {', '.join(waiting)}" if waiting else "")
 
 
 def _format_ranks_section(evidence: Collection[RankEvidence]) -> Iterator[str]:

@@ -95,6 +95,13 @@ class GroupHistory:
     last: int
     collectives: Mapping[int, IssuedCollective]
 
+    def format_last(self) -> str:
+        """Format the last completed collective and the pending collectives."""
+        issued = [collective for _, collective in sorted(self.collectives.items())]
+        waiting = [str(collective) for collective in issued if collective.waits]
+        done = [str(collective) for collective in issued if not collective.waits]
+        return f"last done {done[-1] if done else 'not known'}" + (f"; waits in {', '.join(waiting)}" if waiting else "")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankRecord:

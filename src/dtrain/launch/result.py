@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from dtrain import launch_protocol
 from dtrain.arguments import format_count
 from dtrain.launch import failure
-from dtrain.launch.failure import RootCause
+from dtrain.launch.failure import RootCause, shorten_message
 from dtrain.launch.job_output import fill_template
 from dtrain.launch.processes import descendants
 from dtrain.launch.worker_group import WorkerGroup
@@ -22,7 +22,6 @@ from dtrain.launch_protocol import RankFailure
 _MAX_TRACEBACKS = 4
 # ranks whose message differs from the message of the first rank
 _MAX_MESSAGES = 8
-_MAX_MESSAGE_CHARS = 300  # characters
 # Numbers differ from rank to rank.
 _NUMBER = re.compile(r"0x[0-9a-f]+|[0-9]+(?:\.[0-9]+)?(?:e[-+]?[0-9]+)?")
 _FRAME_LOCATION = re.compile(r'^\s*File "(.*)", line ([0-9]+)', re.MULTILINE)
@@ -55,7 +54,7 @@ class DistinctException:
         others = [failure for failure in self.failures[1:] if failure.message != first.message]
         lines = [(first.rank, line) for line in trace]
         lines += [
-            (failure.rank, f"{failure.error_type}: {_truncate_message(failure.message)}") for failure in others[:_MAX_MESSAGES]
+            (failure.rank, f"{failure.error_type}: {shorten_message(failure.message)}") for failure in others[:_MAX_MESSAGES]
         ]
         if len(others) > _MAX_MESSAGES:
             more = format_count(len(others) - _MAX_MESSAGES, "more rank")
@@ -96,11 +95,6 @@ def format_exceptions(exceptions: Sequence[DistinctException], *, full: bool) ->
         count = format_count(len(more), "more mistake")
         lines.append((more[0].first.rank, f"... and {count}; the logs of the ranks have the tracebacks"))
     return lines
-
-
-def _truncate_message(message: str) -> str:
-    first = next(iter(message.strip().splitlines()), "")
-    return first if len(first) <= _MAX_MESSAGE_CHARS else first[:_MAX_MESSAGE_CHARS] + "..."
 
 
 # lines of the log of a rank without a traceback; half as many before a traceback

@@ -176,32 +176,19 @@ def describe_collective(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     kind = _OP_ARGUMENTS.get(func.name().removesuffix(".default"), _OpArguments(func.name()))
     tensors = list(_iter_tensors(list(arguments.values())[kind.tensor_argument]))
     size = sum(t.numel() * t.element_size() for t in tensors) * (group.size() if kind.per_rank else 1)
-    is_permute = func.name().startswith("_c10d_functional::all_to_all_single") and _is_permute(arguments)
+    # This rank sends all of its data to one rank, and receives from one rank.
+    splits = [arguments.get(name) for name in ("input_split_sizes", "output_split_sizes")]
+    to_one_rank = all(isinstance(sizes, (list, tuple)) and sum(map(bool, sizes)) == 1 for sizes in splits)
+    is_permute = func.name().startswith("_c10d_functional::all_to_all_single") and to_one_rank
+    # A group of a mesh is described by its axis.
+    description = "mesh_training" if group == dist.group.WORLD else group.group_desc
     yield CollectiveCall(
         op="permute" if is_permute else kind.op,
-        group=_group_name(group),
+        group=description.removeprefix("mesh_") if description.startswith("mesh_") else "other",
         group_size=group.size(),
         bytes=0 if kind.op == "barrier" else size,
         dtype=str(tensors[0].dtype).removeprefix("torch.") if tensors else "none",
     )
-
-
-def _is_permute(arguments: dict[str, Any]) -> bool:
-    """Return True if this rank sends all of its data to one rank, and receives from one rank."""
-    sizes = [arguments.get(name) for name in ("input_split_sizes", "output_split_sizes")]
-    return all(isinstance(each, (list, tuple)) and sum(bool(size) for size in each) == 1 for each in sizes)
-
-
-def _group_name(group: dist.ProcessGroup) -> str:
-    if group == dist.group.WORLD:
-        return "training"
-    return _mesh_axis(group)
-
-
-def _mesh_axis(group: dist.ProcessGroup) -> str:
-    """Return the axis of the mesh that ``group`` was created for, from the group's description."""
-    description = group.group_desc
-    return description.removeprefix("mesh_") if description.startswith("mesh_") else "other"
 
 
 def _iter_tensors(value: Any) -> Iterator[Tensor]:
@@ -337,17 +324,13 @@ def _classify_sync(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         # The number of written elements is read first, except if a single number of the host fills all of them.
         filled = args[2].numel() == 1 and args[2].device.type == "cpu"
         return "index_put" if _has_mask(args[1]) and not filled else None
-    if torch.Tag.dynamic_output_shape in func.tags and _reads_values(func, args, kwargs):
+    # An index by integers and a repeat of known size read no values.
+    is_index = func is torch.ops.aten.index.Tensor
+    reads_values = _has_mask(args[1]) if is_index else kwargs.get("output_size") is None
+    if torch.Tag.dynamic_output_shape in func.tags and reads_values:
         # For example, "unique" calls "_unique2".
         return str(func.name()).removeprefix("aten::").split(".")[0].strip("_2")
     return None
-
-
-def _reads_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return True if a tagged operation reads values in this call. An index by integers and a repeat of known size do not."""
-    if func is torch.ops.aten.index.Tensor:
-        return _has_mask(args[1])
-    return kwargs.get("output_size") is None
 
 
 def _has_mask(indices: Sequence[Tensor | None]) -> bool:
