@@ -231,7 +231,7 @@ class _RankProcess(Protocol):
 
     def kill(self) -> None: ...
 
-    def reap(self) -> None:
+    def reap(self) -> object:
         """Wait for the end of a killed process."""
 
 
