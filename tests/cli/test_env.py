@@ -9,13 +9,13 @@ import sys
 from dataclasses import replace
 
 import pytest
+from dtrain.machine import CpuCores, Gpu, Gpus, Hardware, HostMemory
+from dtrain.packages import Package
 
 from dtrain.cli import machine
-from dtrain.cli.env import RULES, check_machine, format_facts
+from dtrain.cli.env import RULES, MachineFacts, TorchBuild, check_machine, format_facts
 from dtrain.cli.env import env as env_command
-from dtrain.cli.machine import CpuCores, Gpu, Gpus, Hardware, HostMemory, MachineFacts, TorchBuild
 from dtrain.launch.addresses import NetworkInterface
-from dtrain.versions import Package
 
 FAST_TORCH = """
 from types import SimpleNamespace

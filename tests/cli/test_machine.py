@@ -7,9 +7,10 @@ import sys
 import threading
 
 import pytest
+from dtrain.machine import CommandOutput, read_output, start_query
 
-from dtrain.cli import machine
-from dtrain.cli.machine import CommandOutput, TorchBuild, read_output, start_query
+from dtrain.cli import env
+from dtrain.cli.env import TorchBuild
 from dtrain.launch import addresses
 
 
@@ -22,9 +23,9 @@ def write(root, files):
 
 
 def test_shm_size_is_none_without_dev_shm(tmp_path):
-    assert machine.read_shm_bytes(tmp_path) is None
+    assert env.read_shm_bytes(tmp_path) is None
     (tmp_path / "dev/shm").mkdir(parents=True)
-    assert machine.read_shm_bytes(tmp_path) > 0
+    assert env.read_shm_bytes(tmp_path) > 0
 
 
 def test_hardware_counts_gpu_device_files_and_names_os(tmp_path):
@@ -35,8 +36,8 @@ def test_hardware_counts_gpu_device_files_and_names_os(tmp_path):
         "dev/nvidia11": "",
         "dev/nvidiactl": "",
     }
-    found = machine.read_hardware(None, write(tmp_path, files))
-    assert found.gpus == machine.Gpus(listed=(), device_files=2, problem=None)
+    found = env.read_hardware(None, write(tmp_path, files))
+    assert found.gpus == env.Gpus(listed=(), device_files=2, problem=None)
     assert found.gpus.count == 2
     assert found.system.endswith(", Debian GNU/Linux 12")
 
@@ -46,8 +47,8 @@ SMI = {
     "two": (
         CommandOutput(code=0, out="NVIDIA H200, 143771, 580.1\nTesla, 40, A, [N/A], 580.1\n", err=""),
         (
-            machine.Gpu(name="NVIDIA H200", memory_bytes=143771 * 2**20, driver="580.1"),
-            machine.Gpu(name="Tesla, 40, A", memory_bytes=0, driver="580.1"),
+            env.Gpu(name="NVIDIA H200", memory_bytes=143771 * 2**20, driver="580.1"),
+            env.Gpu(name="Tesla, 40, A", memory_bytes=0, driver="580.1"),
         ),
         None,
     ),
@@ -58,7 +59,7 @@ SMI = {
 
 @pytest.mark.parametrize(("said", "listed", "problem"), SMI.values(), ids=SMI)
 def test_nvidia_smi_output_is_parsed(said, listed, problem):
-    assert machine.parse_gpus(said, 0) == machine.Gpus(listed=listed, device_files=0, problem=problem)
+    assert env.parse_gpus(said, 0) == env.Gpus(listed=listed, device_files=0, problem=problem)
 
 
 def test_interfaces_of_this_machine_include_loopback():
@@ -76,14 +77,14 @@ def test_ipv6_addresses_by_interface(tmp_path):
 
 
 def test_resolve_names_gives_no_address_for_unknown_name():
-    found = machine.resolve_names(["127.0.0.1", "no-such-host.invalid", "." * 3])
+    found = env.resolve_names(["127.0.0.1", "no-such-host.invalid", "." * 3])
     assert found == {"127.0.0.1": ("127.0.0.1",), "no-such-host.invalid": (), "...": ()}
 
 
 def test_resolve_names_does_not_wait_for_unresponsive_name_server(monkeypatch):
     answered, before = threading.Event(), set(threading.enumerate())
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: answered.wait(60) and [])
-    assert machine.resolve_names(["slow"], timeout_s=0.05) == {"slow": ()}
+    assert env.resolve_names(["slow"], timeout_s=0.05) == {"slow": ()}
     (asking,) = set(threading.enumerate()) - before
     assert asking.daemon  # it does not hold up the end of the process
     answered.set()
@@ -107,7 +108,7 @@ PROBED = {
 
 @pytest.mark.parametrize(("said", "expected"), PROBED.values(), ids=PROBED)
 def test_probe_output_is_parsed_as_facts_or_problem(said, expected):
-    assert machine.parse_probe_output(said) == expected
+    assert env.parse_probe_output(said) == expected
 
 
 def test_hanging_program_is_killed():
@@ -124,5 +125,5 @@ def test_invalid_utf8_output_is_replaced():
 
 def test_only_harmless_variables_are_shown_with_values():
     environ = {"RANK": "1", "NCCL_DEBUG": "INFO", "HF_TOKEN": "x", "PATH": "/bin", "MY_NCCL_KEY": "x", "http_proxy": "u:p@h"}
-    assert machine.visible_variables(environ) == {"NCCL_DEBUG": "INFO", "RANK": "1"}
-    assert machine.hidden_variable_names(environ) == ("HF_TOKEN", "http_proxy")
+    assert env.visible_variables(environ) == {"NCCL_DEBUG": "INFO", "RANK": "1"}
+    assert env.hidden_variable_names(environ) == ("HF_TOKEN", "http_proxy")

@@ -90,7 +90,7 @@ class Forked:
 @pytest.fixture
 def forked(monkeypatch: pytest.MonkeyPatch) -> Iterator[Forked]:
     """Forked ranks; a failed collective waits half a second for word from the others, which they inherit."""
-    monkeypatch.setattr("dtrain.dist.timeout_report.GRACE_S", 0.5)
+    monkeypatch.setattr("dtrain.dist.incident.GRACE_S", 0.5)
     ranks = Forked()
     yield ranks
     ranks.end()

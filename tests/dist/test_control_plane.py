@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from dtrain.dist import control_sockets
+from dtrain.dist import control_plane
 from dtrain.dist.collectives import all_gather_json, all_gather_numbers, broadcast_json, gather_json
 from dtrain.dist.context import current_context
 from dtrain.dist.control_plane import Channel
@@ -140,7 +140,7 @@ def test_ranks_that_cannot_use_unix_sockets_connect_over_tcp(forked, monkeypatch
 @pytest.mark.parametrize("late", [0, 1])
 def test_rank_that_cannot_connect_at_all_raises_on_all_ranks(forked, monkeypatch, late):
     """Rank 0 serves the store, and ends with its error."""
-    connect_all = control_sockets._connect_all
+    connect_all = control_plane._connect_all
 
     def refuse(*_: object) -> None:
         raise OSError("not here")
@@ -164,7 +164,7 @@ def test_rank_that_cannot_connect_at_all_raises_on_all_ranks(forked, monkeypatch
 
 
 def test_stranger_on_the_port_of_a_leader_is_turned_away(forked, monkeypatch):
-    real = control_sockets._report_outcome
+    real = control_plane._report_outcome
 
     def body(rank: int) -> list:
         pretend_nodes(rank, 1)
@@ -184,8 +184,8 @@ def test_stranger_on_the_port_of_a_leader_is_turned_away(forked, monkeypatch):
 
 
 def as_first_visitor(visit):
-    """Return ``control_sockets._listen`` that lets ``visit(address)`` come before this rank publishes its address."""
-    real = control_sockets._listen
+    """Return ``control_plane._listen`` that lets ``visit(address)`` come before this rank publishes its address."""
+    real = control_plane._listen
 
     @contextmanager
     def listen(layout):
@@ -232,8 +232,8 @@ def test_another_user_cannot_take_the_place_of_a_rank(forked, monkeypatch):
             for channel in range(2):
                 connections.append(socket.socket(socket.AF_UNIX))
                 connections[-1].connect(address["path"])
-                proof = control_sockets._proof(address["nonce"], 1, channel)
-                connections[-1].sendall(control_sockets._HELLO.pack(proof, 1, channel))
+                proof = control_plane._proof(address["nonce"], 1, channel)
+                connections[-1].sendall(control_plane._HELLO.pack(proof, 1, channel))
             os.write(ready[1], b"r")
             os.close(done[1])
             os.read(done[0], 1)
@@ -292,7 +292,7 @@ def test_secret_of_a_job_keeps_others_out_over_tcp(forked, monkeypatch):
             patch.delenv("DTRAIN_JOB_SECRET")
             for channel in range(2):
                 stranger = socket.create_connection(tuple(address["tcp"][0]))
-                stranger.sendall(control_sockets._HELLO.pack(control_sockets._proof(address["nonce"], 1, channel), 1, channel))
+                stranger.sendall(control_plane._HELLO.pack(control_plane._proof(address["nonce"], 1, channel), 1, channel))
                 kept.append(stranger)
 
     kept: list = []

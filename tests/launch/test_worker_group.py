@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 
-from dtrain.dist.store_calls import call_with_timeout
+from dtrain.dist.incident import call_with_timeout
 from dtrain.errors import DistError
 from dtrain.launch.launch_plan import LaunchPlan, NodeLayout, OutputPlan, Target
 from dtrain.launch.processes import descendants

@@ -14,10 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dtrain.data.batch_axes import batch_spec
-from dtrain.dist.differentiable import all_gather_with_grad
 from dtrain.dist.dtensor import full_tensor
 from dtrain.dist.init import get_dist_info
 from dtrain.dist.mesh import build_mesh
+from dtrain.dist.ragged import all_gather_with_grad
 from dtrain.errors import ConfigError, PeerError
 from dtrain.monitors.reduce_metrics import reduce_metrics
 from dtrain.shard.fsdp import shard_model

@@ -22,7 +22,7 @@ from torch import nn
 
 import dtrain as dt
 from dtrain import launch_protocol
-from dtrain.dist import timeout_report
+from dtrain.dist import incident
 from dtrain.dist.context import current_context
 from dtrain.launch.local_ranks import reserve_port
 from dtrain.launch.processes import die_with_parent
@@ -264,7 +264,7 @@ def _fork(fault: Fault, rank: int, world: int, port: int, grace_s: float | None)
     try:
         die_with_parent(parent)
         if grace_s is not None:
-            timeout_report.GRACE_S = grace_s
+            incident.GRACE_S = grace_s
         size = world // fault.nodes
         for name in (launch_protocol.RUN_DIR, launch_protocol.AGENT_STORE):
             os.environ.pop(name, None)

@@ -37,7 +37,7 @@ from dtrain.launch.launch_plan import (
 )
 from dtrain.launch.terminal import NonBlockingWriter, escape_controls
 from dtrain.launch.topology import LaunchArgs, Topology, infer_topology, read_scheduler
-from dtrain.open_files import raise_open_file_limit
+from dtrain.machine import raise_open_file_limit
 
 TORCHRUN_ADVICE = {
     "--log-dir": "Use --run-dir FOLDER, which keeps logs and failure records.",

@@ -22,10 +22,9 @@ from pathlib import Path
 from typing import Any
 
 import dtrain
-from dtrain import launch_protocol
-from dtrain.launch import host_resources
+from dtrain import launch_protocol, machine
 from dtrain.launch.addresses import NetworkInterface, list_interfaces
-from dtrain.versions import Package, check_packages
+from dtrain.packages import Package, check_packages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,7 +144,7 @@ def read_hardware(smi: subprocess.Popen[str] | None, root: Path = Path("/")) -> 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     return Hardware(
         system=_describe_system(root),
-        cores=CpuCores(present=os.cpu_count() or 1, usable=_count_usable_cores(), quota=host_resources.core_quota(root)),
+        cores=CpuCores(present=os.cpu_count() or 1, usable=_count_usable_cores(), quota=machine.core_quota(root)),
         memory=read_memory(root),
         shm_bytes=read_shm_bytes(root),
         open_files=(_finite_limit(soft), _finite_limit(hard)),
@@ -158,7 +157,7 @@ def read_memory(root: Path) -> HostMemory:
     lines = (root / "proc/meminfo").read_text().splitlines()
     kib = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines)}
     total = kib["MemTotal"] * 1024
-    limit = host_resources.memory_limit(root)
+    limit = machine.memory_limit(root)
     return HostMemory(
         total_bytes=total,
         available_bytes=kib["MemAvailable"] * 1024,

@@ -30,7 +30,7 @@ from dtrain.launch.node_messages import (
     RanksExited,
     Welcome,
 )
-from dtrain.versions import package_versions
+from dtrain.packages import package_versions
 
 HEARTBEAT_S = 1.0
 # heartbeat of a node that has left

@@ -25,7 +25,6 @@ from dtrain.launch.addresses import listen_for_nodes
 from dtrain.launch.agent import Agent, start_agent
 from dtrain.launch.failure import HANG_EXIT_CODE, describe_exit
 from dtrain.launch.heartbeats import ProgressDecoder, ProgressKind, ProgressRecord
-from dtrain.launch.host_resources import assign_cores, core_count, count_oom_kills, usable_cores
 from dtrain.launch.job_output import JobOutput
 from dtrain.launch.launch_dir import create_run_dir, write_launch_record
 from dtrain.launch.launch_plan import DEFAULT_SILENCE_S, LOOPBACK_ADDRESS, LaunchPlan, NodeRendezvous, build_rank_environment
@@ -43,6 +42,7 @@ from dtrain.launch.result import JobResult, describe_failures, summarize
 from dtrain.launch.starter import ProcessStarter, StartEvent
 from dtrain.launch.watchdog import Watchdog
 from dtrain.launch.worker_group import RestartPolicy, WorkerGroup
+from dtrain.machine import assign_cores, core_count, count_oom_kills, usable_cores
 
 _BACKLOG = 1024
 _CHUNK = 1 << 16

@@ -23,7 +23,7 @@ from typing import Any
 from dtrain import launch_protocol
 from dtrain.errors import ConfigError
 from dtrain.launch.launch_plan import LaunchPlan
-from dtrain.versions import git_commit, package_versions
+from dtrain.packages import git_commit, package_versions
 
 RUNS_FOLDER = "runs"
 # The path of a socket may have 107 bytes. A rank adds up to 24 characters for its folder, and 18 for the socket.

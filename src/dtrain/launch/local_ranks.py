@@ -197,7 +197,7 @@ def enter_rank(environment: Mapping[str, str]) -> None:
 def report_failure(rank: int, error: BaseException) -> dict[str, Any]:
     """Return the report of a rank about the exception that left its function, as plain data for ``find_first_failure``."""
     # Every process with process groups of dtrain has imported the module.
-    timeouts = sys.modules.get("dtrain.dist.timeout_report")
+    timeouts = sys.modules.get("dtrain.dist.incident")
     ours = any(kind.__name__ == "DistError" for kind in type(error).__mro__)
     follows = ours or (timeouts is not None and timeouts.is_collective_error(error))
     return {"failure": asdict(RankFailure.from_exception(rank, error)), "follows_peer": follows}

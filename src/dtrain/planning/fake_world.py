@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from dtrain.arguments import check_int
-from dtrain.dist.dispatch import is_collective
+from dtrain.dist.collective_replay import is_collective
 from dtrain.dist.dtensor import dtensor_dispatcher
 from dtrain.dist.init import DistInfo, fake_dist_info
 from dtrain.dist.mesh import build_mesh

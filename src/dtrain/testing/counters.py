@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dtrain.dist import dispatch
+from dtrain.dist import collective_replay
+from dtrain.dist.collective_replay import OpObserver, group_from_arguments, is_collective, named_arguments
 from dtrain.dist.context import current_context
 from dtrain.dist.control_plane import ChannelExchange, observe_exchanges
-from dtrain.dist.dispatch import OpObserver, group_from_arguments, is_collective, named_arguments
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -339,7 +339,7 @@ def _has_mask(indices: Sequence[Tensor | None]) -> bool:
 
 def _caller_location() -> str:
     """Return the innermost frame outside of torch and ``dtrain.testing``, else the innermost frame."""
-    hidden = (*(f"{Path(file).parent}{os.sep}" for file in (torch.__file__, __file__)), dispatch.__file__)
+    hidden = (*(f"{Path(file).parent}{os.sep}" for file in (torch.__file__, __file__)), collective_replay.__file__)
     frame = first = sys._getframe(2)
     while frame.f_code.co_filename.startswith(hidden) and frame.f_back is not None:
         frame = frame.f_back
