@@ -26,7 +26,7 @@ from dtrain.dist.dtensor import full_tensor
 from dtrain.memory.device_memory import get_device_memory
 from dtrain.shard.activation_checkpoint import checkpoint_activations, offload_activations
 from dtrain.testing import Ranks
-from dtrain.testing.memory_budgets import UNLIMITED, memory_budget
+from dtrain.testing.checks import UNLIMITED, memory_budget
 from measure import CPU, WALL, machine, paired
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))

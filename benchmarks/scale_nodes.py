@@ -23,13 +23,12 @@ import time
 from pathlib import Path
 from typing import TypeAlias
 
+from dtrain.launch.agent import Agent, start_agent
+from dtrain.launch.agent_main import make_hello
 from dtrain.launch.launch_plan import NodeRendezvous
-from dtrain.launch.nodes.agent import Agent, start_agent
-from dtrain.launch.nodes.agent_main import make_hello
-from dtrain.launch.nodes.messages import JobFinished, JoinAccepted, Message, RanksExited
-from dtrain.launch.nodes.node_session import NodeSession, SessionEnded
-from dtrain.launch.nodes.node_store import NodeStore
-from dtrain.launch.spawn_function import reserve_port
+from dtrain.launch.local_ranks import reserve_port
+from dtrain.launch.node_messages import JobFinished, JoinAccepted, Message, NodeStore, RanksExited
+from dtrain.launch.node_session import NodeSession, SessionEnded
 
 DRIVERS = 4
 RANKS = 8

@@ -16,13 +16,13 @@ import torch
 import leftovers
 import on_device
 import sampling
-from dtrain.launch.spawn_function import reserve_port
+from dtrain.launch.local_ranks import reserve_port
 from dtrain.testing import Ranks
 
 torch.set_num_threads(1)
 
 # What the fork server of all ranks imports: what dtrain.testing names, and what each rank would import at its first use.
-PRELOADED = ["dtrain.testing.rank_worker", "torch.distributed.fsdp", "torch.testing", "torch._dynamo"]
+PRELOADED = ["dtrain.testing.ranks", "torch.distributed.fsdp", "torch.testing", "torch._dynamo"]
 
 LEFT_BEHIND = 9  # the exit code of a run that leaves something behind
 BEFORE = pytest.StashKey[leftovers.Before]()

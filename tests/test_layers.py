@@ -22,10 +22,10 @@ LAYERS = [
     ["checkpoint"],
     ["run", "monitors", "loggers", "profiling/trace", "profiling"],
     ["transforms", "surgery", "optim"],
+    ["launch"],
     ["testing"],
     ["planning"],
     ["report"],
-    ["launch"],
     ["prove"],
     ["cli"],
 ]
@@ -50,10 +50,8 @@ TORCH_FREE = {
 WITH_NUMPY = {"report", "profiling/trace"}
 PROGRAMS_WITH_TORCH = {
     "cli.torch_probe",
-    "launch.elastic.agent_main",
-    "launch.nodes.agent_main",
-    "launch.spawn.forkserver_main",
-    "launch.spawn.store_main",
+    "launch.agent_main",
+    "launch.forkserver_main",
 }  # run in a process of their own, imported by nobody but each other
 
 

@@ -70,7 +70,7 @@ TOPICS = (
     Topic("monitors", "Monitors", "Measurements of a run. See [observing](../observing.md).", "monitors"),
     Topic("loggers", "Loggers", "Destinations of metrics. See [observing](../observing.md).", "loggers run.upload"),
     Topic("profiling", "Profiling", "Traces, snapshots, hangs. See [profiling](../profiling.md) and [hangs](../hangs.md).",
-          "profiling report launch.hang"),
+          "profiling report launch.hang_report"),
     Topic("testing", "Testing", "Tests of distributed code. See [testing](../testing.md).", "testing prove"),
     Topic("errors", "Errors", "The error tree. See [errors](../errors.md).", "errors"),
     Topic("types", "Types", "Names for batches, losses, metrics and call shapes.", "typing"),

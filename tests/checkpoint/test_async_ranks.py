@@ -15,7 +15,7 @@ from dtrain.checkpoint.verify_step import verify
 from dtrain.dist.collectives import all_gather_json
 from dtrain.dist.init import get_dist_info
 from dtrain.errors import DtrainError
-from dtrain.testing.collective_counter import count_collectives
+from dtrain.testing.counters import count_collectives
 
 
 def later(state):

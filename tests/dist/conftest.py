@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from dtrain import launch_protocol
+from dtrain.launch.local_ranks import reserve_port
 from dtrain.launch.processes import die_with_parent
-from dtrain.launch.spawn_function import reserve_port
 
 LONG_S = 300  # how long a busy test machine may take
 

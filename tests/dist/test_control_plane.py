@@ -20,8 +20,8 @@ from dtrain.dist.control_plane import Channel
 from dtrain.dist.flight_recorder import write_flight_record
 from dtrain.dist.init import get_dist_info, init_dist
 from dtrain.dist.step_sync import ForwardRecord, sync_after_backward, sync_before_forward
-from dtrain.launch.hang.explain import find_stalled
-from dtrain.launch.hang.rank_records import parse_rank_record
+from dtrain.launch.hang_report import find_stalled
+from dtrain.launch.rank_records import parse_rank_record
 from dtrain.testing import count_collectives
 
 TIMEOUT_S = 2.0

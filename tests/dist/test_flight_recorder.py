@@ -26,8 +26,8 @@ from dtrain.dist.flight_recorder import (
 )
 from dtrain.dist.init import get_dist_info, init_dist
 from dtrain.dist.mesh import build_mesh
-from dtrain.launch.hang.explain import find_stalled
-from dtrain.launch.hang.rank_records import find_user_frame, parse_main_thread, parse_rank_record
+from dtrain.launch.hang_report import find_stalled
+from dtrain.launch.rank_records import find_user_frame, parse_main_thread, parse_rank_record
 from dtrain.testing import run_ranks
 
 LONG_S = 300

@@ -11,10 +11,10 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from dtrain.launch.agent import Agent, detach_from_supervisor, start_agent
 from dtrain.launch.launch_plan import NodeRendezvous
-from dtrain.launch.nodes.agent import Agent, detach_from_supervisor, start_agent
-from dtrain.launch.nodes.messages import Message
-from dtrain.launch.spawn_function import reserve_port
+from dtrain.launch.local_ranks import reserve_port
+from dtrain.launch.node_messages import Message
 
 LONG_S = 300  # no promise: how long a busy test machine may take
 
@@ -74,7 +74,7 @@ class Nodes:
 
 def run_here(sock: socket.socket, parent: int) -> int:
     """Run the agent in this fork of the test process, which has imported torch already."""
-    from dtrain.launch.nodes import agent_main
+    from dtrain.launch import agent_main
 
     detach_from_supervisor(parent)
     for fd in map(int, os.listdir("/dev/fd")):

@@ -5,9 +5,9 @@ import select
 from collections.abc import Mapping
 from typing import Any
 
+from dtrain.launch.agent import start_agent
 from dtrain.launch.launch_plan import NodeRendezvous
-from dtrain.launch.nodes.agent import start_agent
-from dtrain.launch.nodes.messages import decode, encode
+from dtrain.launch.node_messages import decode, encode
 from hosts.agents import run_here
 
 

@@ -6,10 +6,9 @@ import sys
 from dataclasses import replace
 
 from dtrain.errors import ConfigError
-from dtrain.launch.nodes.agent import start_agent
-from dtrain.launch.nodes.messages import JobFinished, JoinAccepted, JoinRefused, RanksExited
-from dtrain.launch.schedulers import read_scheduler
-from dtrain.launch.topology import LaunchArgs, infer_topology
+from dtrain.launch.agent import start_agent
+from dtrain.launch.node_messages import JobFinished, JoinAccepted, JoinRefused, RanksExited
+from dtrain.launch.topology import LaunchArgs, infer_topology, read_scheduler
 
 
 def main() -> int:

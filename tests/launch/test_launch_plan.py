@@ -18,8 +18,8 @@ from dtrain.launch.launch_plan import (
     build_rank_command,
     build_rank_environment,
     count_gpus,
-    find_stale_variables,
 )
+from dtrain.launch.topology import find_stale_variables
 
 SCRIPT = Target(kind="script", name="a.py", args=("--lr", "1"))
 PLAN = LaunchPlan(target=SCRIPT, layout=NodeLayout.one_node(4), run_dir=Path("/runs/one"))

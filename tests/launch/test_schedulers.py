@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dtrain.launch.schedulers import expand_hostlist, read_scheduler
+from dtrain.launch.topology import expand_hostlist, read_scheduler
 
 STEP = {
     "SLURM_JOB_ID": "41",

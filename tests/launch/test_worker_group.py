@@ -76,7 +76,7 @@ def test_lost_connection_waits_for_the_news_of_another_node(attempt):
         record(attempt, rank, lost_peer())
         ended(attempt, rank, 1, now=10.0)
     attempt.advance(19.0)
-    assert (attempt.is_finished, attempt.stopping, attempt.awaits_news) == (True, False, True)
+    assert (attempt.is_finished, attempt.stopping, attempt.diagnosis.awaits_news) == (True, False, True)
     attempt.fail(["dtrain: launch: node 1 (n07) is gone (ranks 3-5): it was silent for 10 s"], 20.0)
     attempt.advance(20.0)
     assert end_of(attempt).lines == ("dtrain: launch: node 1 (n07) is gone (ranks 3-5): it was silent for 10 s",)
@@ -173,7 +173,7 @@ def test_saved_ranks_are_ended_after_grace_and_count_as_saved(attempt):
     assert not attempt.stopping
     assert attempt.deadlines() == [31.0]
     attempt.advance(31.0)
-    assert (attempt.stopping, attempt.root_cause, attempt.kill_at) == (True, None, 36.0)
+    assert (attempt.stopping, attempt.root_cause, attempt.ending.kill_at) == (True, None, 36.0)
     ended(attempt, 0, -signal.SIGTERM, now=31.1)
     ended(attempt, 1, -signal.SIGKILL, now=36.0)
     ended(attempt, 2, 75, now=36.0)
@@ -184,7 +184,7 @@ def test_saved_ranks_killed_after_signal_count_as_saved(attempt):
     attempt.request_stop(signal.SIGTERM, 1.0)
     for rank in range(3):
         attempt.record_script_exit(rank, 75, 2.0)
-    assert attempt.kill_at == 31.0
+    assert attempt.ending.kill_at == 31.0
     for rank in range(3):
         ended(attempt, rank, -signal.SIGKILL, now=31.0)
     assert end_of(attempt).code == 75
@@ -212,11 +212,11 @@ def test_rank_crashing_in_exit_handlers_after_save_is_a_failure(attempt):
 
 def test_first_signal_after_failure_keeps_grace_and_second_ends_it(attempt):
     ended(attempt, 1, -signal.SIGKILL, now=1.0)
-    assert (attempt.stopping, attempt.kill_at) == (True, 6.0)
+    assert (attempt.stopping, attempt.ending.kill_at) == (True, 6.0)
     attempt.request_stop(signal.SIGINT, 2.0)
-    assert attempt.kill_at == 6.0
+    assert attempt.ending.kill_at == 6.0
     attempt.request_stop(signal.SIGINT, 3.0)
-    assert attempt.kill_at == 3.0
+    assert attempt.ending.kill_at == 3.0
 
 
 def test_unstarted_ranks_are_dropped(attempt):

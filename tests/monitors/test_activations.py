@@ -17,7 +17,7 @@ from dtrain.monitors.activations import activation_stats
 from dtrain.monitors.reduce_metrics import reduce_metrics
 from dtrain.step.auto_microbatch import auto_microbatch
 from dtrain.testing import inject_fault
-from dtrain.testing.collective_counter import count_collectives
+from dtrain.testing.counters import count_collectives
 from dtrain.transforms.gradients.sam import sam
 from shard.copies import begin, loss, net, part, small, whole_batch
 

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from dtrain.launch.schedulers import read_scheduler
-from dtrain.launch.topology import LaunchArgs, infer_topology
+from dtrain.launch.topology import LaunchArgs, infer_topology, read_scheduler
 from pages.fences import DOCS, fences
 
 PAGE = DOCS / "nodes.md"

@@ -11,7 +11,7 @@ from dtrain.shard.activation_checkpoint import checkpoint_activations
 from dtrain.shard.fsdp import shard_model
 from dtrain.state import init_state
 from dtrain.step.microbatch_step import microbatch_step
-from dtrain.testing.memory_budgets import UNLIMITED, memory_budget
+from dtrain.testing.checks import UNLIMITED, memory_budget
 from dtrain.typing import LossSum
 
 DIM, BLOCKS, SAMPLES = 32, 8, 256

@@ -16,8 +16,8 @@ import torch._dynamo  # optimizers and FSDP2 load it: once here, not once in eve
 import torch.distributed.fsdp  # noqa: F401
 
 from dtrain import launch_protocol
+from dtrain.launch.local_ranks import reserve_port
 from dtrain.launch.processes import die_with_parent
-from dtrain.launch.spawn_function import reserve_port
 
 LONG_S = 300  # how long a busy test machine may take
 

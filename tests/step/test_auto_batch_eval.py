@@ -16,7 +16,7 @@ from dtrain.errors import ConfigError
 from dtrain.monitors.reduce_metrics import reduce_metrics
 from dtrain.shard.fsdp import shard_model
 from dtrain.step.evaluate import auto_batch_eval, evaluate
-from dtrain.testing.collective_counter import count_collectives
+from dtrain.testing.counters import count_collectives
 from dtrain.testing.fault_injection import inject_fault
 from dtrain.typing import LossSum
 

@@ -20,8 +20,8 @@ from dtrain.step.auto_microbatch import auto_microbatch, find_microbatch_size
 from dtrain.step.compose import Step, compose_step
 from dtrain.step.evaluate import auto_batch_eval
 from dtrain.step.microbatch_step import microbatch_step
+from dtrain.testing.checks import memory_budget
 from dtrain.testing.fault_injection import inject_fault
-from dtrain.testing.memory_budgets import memory_budget
 from dtrain.typing import LossSum
 from step.abandoned import batches, fingerprint
 from step.abandoned import start as start_small

@@ -17,8 +17,8 @@ from dtrain.state import TrainState
 from dtrain.step.auto_microbatch import auto_microbatch
 from dtrain.step.compose import compose_step
 from dtrain.step.microbatch_step import microbatch_step
+from dtrain.testing.checks import memory_budget
 from dtrain.testing.fault_injection import inject_fault
-from dtrain.testing.memory_budgets import memory_budget
 from dtrain.typing import LossSum
 
 SAMPLES = 12

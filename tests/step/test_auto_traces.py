@@ -19,7 +19,7 @@ from dtrain.step.auto_microbatch import auto_microbatch
 from dtrain.step.compose import Step, compose_step
 from dtrain.step.microbatch_step import microbatch_step
 from dtrain.step.oom_guard import StepGuard
-from dtrain.testing.collective_counter import count_collectives
+from dtrain.testing.counters import count_collectives
 from dtrain.testing.fault_injection import inject_fault
 from dtrain.typing import LossSum
 from helpers.gpt import Block

@@ -27,8 +27,8 @@ from dtrain.step.auto_microbatch import auto_microbatch
 from dtrain.step.compose import compose_step
 from dtrain.step.grad_cache import grad_cache_step
 from dtrain.step.microbatch_step import microbatch_step
-from dtrain.testing.collective_counter import count_collectives
-from dtrain.testing.memory_budgets import memory_budget
+from dtrain.testing.checks import memory_budget
+from dtrain.testing.counters import count_collectives
 from dtrain.typing import LossSum
 
 SAMPLES, WIDTH, DIM = 11, 5, 3

@@ -13,7 +13,7 @@ import dtrain as dt
 from dtrain.dist.dtensor import full_tensor
 from dtrain.dist.init import get_dist_info
 from dtrain.testing import inject_fault
-from dtrain.testing.loss_check import check_loss_fn
+from dtrain.testing.checks import check_loss_fn
 
 STRATEGIES = ("full_shard", "shard_grad_op", "hybrid_shard", "replicate")
 OUT_OF_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB.")

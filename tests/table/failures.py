@@ -24,8 +24,8 @@ import dtrain as dt
 from dtrain import launch_protocol
 from dtrain.dist import incident
 from dtrain.dist.context import current_context
+from dtrain.launch.local_ranks import reserve_port
 from dtrain.launch.processes import die_with_parent
-from dtrain.launch.spawn_function import reserve_port
 from dtrain.state import init_state
 from dtrain.step.microbatch_step import microbatch_step
 from dtrain.typing import LossSum

@@ -19,8 +19,8 @@ from dtrain.memory.device_memory import get_device_memory, is_out_of_memory
 from dtrain.shard.fsdp import shard_model
 from dtrain.shard.fsdp2_private import reset_iteration
 from dtrain.testing import count_collectives, count_host_syncs, inject_fault, memory_budget
+from dtrain.testing.checks import UNLIMITED, MemoryBudget
 from dtrain.testing.fault_injection import FAULT_POINTS, patch_calls
-from dtrain.testing.memory_budgets import UNLIMITED, MemoryBudget
 from testing.peaks import local_tensors, profiled_peak
 
 PLENTY = 1 << 40

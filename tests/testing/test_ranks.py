@@ -18,6 +18,7 @@ import torch.distributed as dist
 from dtrain.dist.collectives import all_gather_json, raise_if_any_failed
 from dtrain.dist.init import get_dist_info
 from dtrain.errors import ConfigError, DistError, RankError
+from dtrain.launch.local_ranks import LocalRanks
 from dtrain.testing import Ranks, inject_fault, ranks, run_ranks
 
 
@@ -86,20 +87,33 @@ def test_a_stuck_rank_is_named_with_its_stack():
             ranks.run(sleep_on_rank_1, timeout_s=2)
 
 
-def end_soon() -> None:
+def end_soon() -> int:
     import threading
 
     threading.Timer(0.2, os._exit, (9,)).start()
+    return os.getpid()
 
 
 def test_a_rank_that_dies_between_two_runs_is_named():
     with Ranks(2) as ranks:
-        ranks.run(end_soon)
-        for process in ranks._pool.processes:
-            process.join(60)
+        pids = ranks.run(end_soon)
+        assert wait_until(lambda: not any(map(alive, pids)))
         with pytest.raises(RankError, match=r"describe: rank 0 of 2 died with exit code 9"):
             ranks.run(describe, "a")
         assert len(ranks.run(describe, "again")) == 2
+
+
+def leave_on_rank_1() -> None:
+    if get_dist_info().rank == 1:
+        os._exit(0)
+    dist.barrier()
+
+
+def test_a_rank_that_leaves_with_exit_code_0_is_named():
+    with pytest.raises(
+        RankError, match=r"^run_ranks: leave_on_rank_1: rank 1 of 2 died with exit code 0\nrank 0 failed after it"
+    ):
+        run_ranks(leave_on_rank_1, 2)
 
 
 def test_non_importable_functions_are_refused():
@@ -326,8 +340,10 @@ def test_interpreter_exits_with_open_ranks(tmp_path):
 
 def _change_environment(monkeypatch, change):
     """Add the variables ``change(rank)`` to the environment of each rank."""
-    environment = ranks._rank_environment
-    monkeypatch.setattr(ranks, "_rank_environment", lambda rank, *rest: {**environment(rank, *rest), **change(rank)})
+    environment = LocalRanks.environment
+    monkeypatch.setattr(
+        LocalRanks, "environment", lambda self, rank, inherited: {**environment(self, rank, inherited), **change(rank)}
+    )
 
 
 def test_rank_that_dies_at_startup_is_named(monkeypatch):

@@ -20,8 +20,9 @@ from dtrain.arguments import format_count
 from dtrain.cli import launch_options as options
 from dtrain.cli.launch_options import list_ranks, parse_log_ranks, parse_modules, parse_nproc
 from dtrain.errors import ConfigError
-from dtrain.launch.elastic.agent_request import make_elastic_plan
+from dtrain.launch.coordinator import collect_node_facts
 from dtrain.launch.entrypoint import check_command, check_module, check_script
+from dtrain.launch.job_output import check_output_plan
 from dtrain.launch.launch_dir import claim_run_dir, create_run_dir, default_run_dir, write_launch_record
 from dtrain.launch.launch_plan import (
     DEFAULT_PREFIX,
@@ -34,13 +35,8 @@ from dtrain.launch.launch_plan import (
     count_gpus,
     find_binding_variable,
 )
-from dtrain.launch.nodes.compatibility import collect_node_facts
-from dtrain.launch.output.log_files import check_output_plan
-from dtrain.launch.output.non_blocking_writer import NonBlockingWriter
-from dtrain.launch.output.terminal_lines import escape_controls
-from dtrain.launch.schedulers import read_scheduler
-from dtrain.launch.topology import LaunchArgs, Topology, infer_topology
-from dtrain.launch_protocol import OMP_THREADS
+from dtrain.launch.terminal import NonBlockingWriter, escape_controls
+from dtrain.launch.topology import LaunchArgs, Topology, infer_topology, read_scheduler
 from dtrain.machine import raise_open_file_limit
 
 TORCHRUN_ADVICE = {
@@ -91,19 +87,14 @@ def resolve_rendezvous(args: LaunchArgs, *, standalone: bool, backend: str) -> L
             raise ConfigError(f"launch: --standalone is one node, not --nnodes {args.nnodes}. Remove one of them.")
         return one_node
     if backend not in ("", "c10d", "static"):
-        raise ConfigError(
-            f"launch: --rdzv-backend must be c10d or static, got {backend!r}. Use --rdzv-endpoint or --master-addr instead."
-        )
+        raise ConfigError(f"launch: --rdzv-backend must be c10d or static, got {backend!r}. Use --master-addr instead.")
     if (match := _ENDPOINT.fullmatch(args.rdzv_endpoint)) is None:
         return args
     host, port = match["host"], match["port"]
     if backend == "static":
         master_port = args.master_port or int(port or _DEFAULT_PORT)
         return replace(args, rdzv_endpoint="", master_addr=args.master_addr or host, master_port=master_port)
-    is_single = args.nnodes in ("", "1") or (args.nnodes == "1:1" and backend == "c10d")
-    if is_single and host in _LOOPBACK:
-        return one_node
-    return replace(args, rdzv_endpoint=f"{host}:{_DEFAULT_PORT}") if backend == "c10d" and port is None else args
+    return one_node if args.nnodes in ("", "1", "1:1") and host in _LOOPBACK else args
 
 
 def launch(
@@ -194,7 +185,7 @@ def _launch(
     rendezvous = _make_rendezvous(topology, target, timeout_s=join_timeout_s, paths=paths)
     layout = _expected_layout(topology, rendezvous)
     if rendezvous is not None and options["max_restarts"]:
-        raise ConfigError("launch: --max-restarts needs one node, or --nnodes MIN:MAX. Remove --max-restarts.")
+        raise ConfigError("launch: --max-restarts needs one node. Remove --max-restarts.")
     if log_ranks is not None:
         output = replace(output, shown=parse_log_ranks(log_ranks, layout.world_size))
     check_output_plan(output, layout)
@@ -213,10 +204,8 @@ def _launch(
         *([_describe_start(plan)] if rendezvous is None else []),
     )
     # Imported late, so that wrong options are reported sooner.
-    from dtrain.launch.launcher import launch_job
+    from dtrain.launch.supervisor import launch_job
 
-    if topology.elastic is not None:
-        plan = make_elastic_plan(plan, topology.elastic, threads=os.environ.get(OMP_THREADS, ""))
     code = launch_job(plan)
     if code == 0 and rendezvous is None:
         _print_notices(*_describe_results(plan))
@@ -291,8 +280,6 @@ def _count_gpus() -> int:
 
 def _expected_layout(topology: Topology, rendezvous: NodeRendezvous | None) -> NodeLayout:
     """Return the layout of this node as far as it is known before the rendezvous."""
-    if topology.elastic is not None:
-        return NodeLayout.one_node(topology.elastic.nproc)
     layout = topology.layout if rendezvous is None else rendezvous.expected_layout()
     assert layout is not None, "one node has a layout, several nodes have a rendezvous"
     return layout

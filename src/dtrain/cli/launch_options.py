@@ -197,7 +197,7 @@ Preload = Annotated[
 NoPreload = Annotated[bool, _option(RANKS, "--no-preload", "Start each rank as a new interpreter.")]
 Bind = Annotated[bool, _option(RANKS, "--bind", "Bind each rank to its own physical cores on one NUMA node.")]
 
-Nnodes = Annotated[str, _option(NODES, "--nnodes N|MIN:MAX", "Number of nodes; MIN:MAX for nodes that join and leave.")]
+Nnodes = Annotated[str, _option(NODES, "--nnodes N", "Number of nodes. Use torchrun for nodes that join and leave.")]
 WorldSize = Annotated[
     int | None,
     _option(
@@ -238,7 +238,7 @@ MasterPort = Annotated[
     ),
 ]
 RdzvEndpoint = Annotated[
-    str, _option(NODES, "--rdzv-endpoint --rdzv_endpoint HOST:PORT", "With MIN:MAX: address of the rendezvous.")
+    str, _option(NODES, "--rdzv-endpoint --rdzv_endpoint HOST:PORT", "torchrun's: node 0, with --rdzv-backend static.")
 ]
 RdzvId = Annotated[
     str, _option(NODES, "--rdzv-id --rdzv_id TEXT", "Name of the job; other jobs at the same address are refused.")

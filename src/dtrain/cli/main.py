@@ -25,7 +25,7 @@ from dtrain.cli.prove import EXAMPLES as PROVE_EXAMPLES
 from dtrain.cli.prove import prove
 from dtrain.cli.report import REPORT_EXAMPLES, TOP_EXAMPLES, report, top
 from dtrain.errors import ConfigError, DistError, DtrainError
-from dtrain.launch.output.non_blocking_writer import occupy_standard_streams
+from dtrain.launch.terminal import occupy_standard_streams
 
 _FAILED_EXIT_CODE = 1
 _USAGE_EXIT_CODE = 2
@@ -51,7 +51,7 @@ def hang(
 
     Exit codes: 0 shown; 1 the launcher does not answer; 2 there are no records.
     """
-    from dtrain.launch.hang.query import explain_hang
+    from dtrain.launch.hang_report import explain_hang
 
     try:
         typer.echo(explain_hang(run_dir))

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from dtrain.lazy_imports import attach
 
 if TYPE_CHECKING:
-    from dtrain.launch.hang.query import explain_hang as explain_hang
+    from dtrain.launch.hang_report import explain_hang as explain_hang
     from dtrain.launch.heartbeats import heartbeat as heartbeat
 
 __getattr__, __dir__ = attach(__name__, __file__)

@@ -131,7 +131,9 @@ def _find_spec(name: str) -> ModuleSpec | None:
     # Ranks search the current folder first. The launcher's own first entry is another folder.
     sys.path.insert(0, os.getcwd())
     try:
-        spec = _find_top_level_spec(first)
+        # Editable installs have finders of their own.
+        found = (finder.find_spec(first, None) for finder in sys.meta_path)
+        spec = next((spec for spec in found if spec is not None), None)
         for part in rest:
             if spec is None or spec.submodule_search_locations is None:
                 return None
@@ -140,15 +142,6 @@ def _find_spec(name: str) -> ModuleSpec | None:
     finally:
         sys.path[:] = before
     return spec
-
-
-def _find_top_level_spec(name: str) -> ModuleSpec | None:
-    # Editable installs have finders of their own.
-    for finder in sys.meta_path:
-        spec = finder.find_spec(name, None)
-        if spec is not None:
-            return spec
-    return None
 
 
 def _check_source(path: str, source: bytes) -> None:

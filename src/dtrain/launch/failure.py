@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from dtrain.launch_protocol import PREEMPTED_EXIT_CODE, RankFailure
@@ -71,7 +71,10 @@ def find_root_cause(exits: Sequence[RankExit], failures: Sequence[RankFailure]) 
         exit_of_rank = exited.get(failure.rank)
         if is_failed_exit(exit_of_rank) if exit_of_rank is not None else failure.exit_code != PREEMPTED_EXIT_CODE:
             recorded[failure.rank] = failure
-    earliest = _earliest(recorded.values())
+    in_time = sorted(recorded.values(), key=lambda failure: (failure.at, failure.rank))
+    close = [failure for failure in in_time if failure.at <= in_time[0].at + DETECTION_DELAY_S]
+    # A collective's record gives way to another kind of record.
+    earliest = min(close, key=lambda failure: failure.in_collective, default=None)
     silent = [
         exit_
         for exit_ in exits
@@ -94,15 +97,6 @@ def find_root_cause(exits: Sequence[RankExit], failures: Sequence[RankFailure]) 
     return RootCause(
         rank=earliest.rank, code=earliest.exit_code if exit_of_rank is None else exit_of_rank.code, failure=earliest
     )
-
-
-def _earliest(failures: Collection[RankFailure]) -> RankFailure | None:
-    """Return the earliest record. A collective's record gives way to another kind of record within ``DETECTION_DELAY_S``."""
-    in_time = sorted(failures, key=lambda failure: (failure.at, failure.rank))
-    if not in_time:
-        return None
-    close = [failure for failure in in_time if failure.at <= in_time[0].at + DETECTION_DELAY_S]
-    return next((failure for failure in close if not failure.in_collective), in_time[0])
 
 
 def is_certain_cause(cause: RootCause) -> bool:
@@ -150,7 +144,9 @@ def describe_failure(
     """
     rest = "; the other ranks were ended" if others_stopped else ""
     reason = _describe_exception(cause.failure)
-    if returned_early and _is_lost_peer(cause.failure):
+    # The absence of another rank causes such an exception.
+    lost = cause.failure is not None and (cause.failure.in_collective or cause.failure.error_type in _CONNECTION_ERRORS)
+    if returned_early and lost:
         pronoun = "it" if len(returned_early) == 1 else "them"
         early = f"{_name_ranks(returned_early)} of {world_size} left early, with exit code 0, while others needed {pronoun}"
         failed = f"rank {cause.rank} failed without {pronoun}, with exit code {shell_exit_code(cause.code)} ({location})"
@@ -201,21 +197,20 @@ def signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def _is_lost_peer(failure: RankFailure | None) -> bool:
-    """Return True if the absence of another rank causes such an exception."""
-    return failure is not None and (failure.in_collective or failure.error_type in _CONNECTION_ERRORS)
-
-
 def _describe_exception(failure: RankFailure | None) -> str:
     if failure is None:
         return ""
-    message = next(iter(failure.message.strip().splitlines()), "")
-    if len(message) > _MAX_MESSAGE_CHARS:
-        message = message[:_MAX_MESSAGE_CHARS] + "..."
+    message = shorten_message(failure.message)
     # sys.exit(3) has no information besides the exit code.
     if failure.error_type == "SystemExit":
         return "" if message.lstrip("-").isdecimal() else message
     return f"{failure.error_type}: {message}" if message else failure.error_type
+
+
+def shorten_message(message: str) -> str:
+    """Return the first line of an exception's message, cut if it is long."""
+    first = next(iter(message.strip().splitlines()), "")
+    return first if len(first) <= _MAX_MESSAGE_CHARS else first[:_MAX_MESSAGE_CHARS] + "..."
 
 
 def _name_ranks(ranks: Sequence[int]) -> str:

@@ -76,20 +76,13 @@ class ProgressDecoder:
         data, records = self._rest + data, []
         start = data.find(_MAGIC)
         while 0 <= start <= len(data) - RECORD_BYTES:
-            record = _decode_record(data[start : start + RECORD_BYTES])
-            if record is not None:
-                records.append(record)
-            start = data.find(_MAGIC, start + (len(_MAGIC) if record is None else RECORD_BYTES))
+            _, kind, rank, value, at, activity = _RECORD_STRUCT.unpack_from(data, start)
+            if kind in _PROGRESS_KINDS:
+                text = activity.rstrip(b"\0").decode(errors="replace")
+                records.append(ProgressRecord(kind=ProgressKind(kind), rank=rank, value=value, at=at, activity=text))
+            start = data.find(_MAGIC, start + (RECORD_BYTES if kind in _PROGRESS_KINDS else len(_MAGIC)))
         self._rest = data[start:] if start >= 0 else data[-len(_MAGIC) :]
         return records
-
-
-def _decode_record(data: bytes) -> ProgressRecord | None:
-    _, kind, rank, value, at, activity = _RECORD_STRUCT.unpack(data)
-    if kind not in _PROGRESS_KINDS:
-        return None
-    text = activity.rstrip(b"\0").decode(errors="replace")
-    return ProgressRecord(kind=ProgressKind(kind), rank=rank, value=value, at=at, activity=text)
 
 
 @dataclass(slots=True)

@@ -1,28 +1,34 @@
-"""Keep the state of a job across restarts, start its ranks and their store, and exchange exits with other nodes."""
+"""Run one job on this node: start its ranks and their store, relay their output, restart them, and talk to the other nodes.
+
+``Job`` has the state, which only the event loop changes: each event calls one method. Decisions about ranks are in
+``WorkerGroup``, about restarts in ``RestartPolicy``, about hangs in ``Watchdog``.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import selectors
+import signal
 import socket
 import sys
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import datetime
-from pathlib import Path
 from typing import Any
 
 from dtrain import launch_protocol
 from dtrain.errors import ConfigError
-from dtrain.launch.hang.watchdog import Watchdog
-from dtrain.launch.heartbeats import ProgressDecoder
+from dtrain.launch import processes
+from dtrain.launch.addresses import listen_for_nodes
+from dtrain.launch.agent import Agent, start_agent
+from dtrain.launch.failure import HANG_EXIT_CODE, describe_exit
+from dtrain.launch.heartbeats import ProgressDecoder, ProgressKind, ProgressRecord
+from dtrain.launch.job_output import JobOutput
 from dtrain.launch.launch_dir import create_run_dir, write_launch_record
-from dtrain.launch.launch_plan import LOOPBACK_ADDRESS, LaunchPlan, NodeRendezvous, build_rank_environment
-from dtrain.launch.nodes.addresses import listen_for_nodes
-from dtrain.launch.nodes.agent import Agent, start_agent
-from dtrain.launch.nodes.messages import (
+from dtrain.launch.launch_plan import DEFAULT_SILENCE_S, LOOPBACK_ADDRESS, LaunchPlan, NodeRendezvous, build_rank_environment
+from dtrain.launch.node_messages import (
     JobFinished,
     JoinAccepted,
     JoinRefused,
@@ -31,149 +37,539 @@ from dtrain.launch.nodes.messages import (
     RanksExited,
     RanksFailed,
 )
-from dtrain.launch.output.job_output import JobOutput
 from dtrain.launch.processes import STORE_ID, ProcessRequest
-from dtrain.launch.result import JobResult
-from dtrain.launch.spawn.starter import ProcessStarter, StartEvent
+from dtrain.launch.result import JobResult, describe_failures, summarize
+from dtrain.launch.starter import ProcessStarter, StartEvent
+from dtrain.launch.watchdog import Watchdog
 from dtrain.launch.worker_group import RestartPolicy, WorkerGroup
-from dtrain.machine import assign_cores, core_count, usable_cores
+from dtrain.machine import assign_cores, core_count, count_oom_kills, usable_cores
+
+_BACKLOG = 1024
+_CHUNK = 1 << 16
+_WILDCARD_ADDRESSES = ("0.0.0.0", "::")
+# seconds to wait for killed processes
+_REAP_S = 10.0
+# seconds for the last messages to other nodes, which read them at once or are lost
+_AGENT_EXIT_S = DEFAULT_SILENCE_S + 3.0
+
+
+class Events:
+    """Event loop of the supervisor: files to watch, and what to do when one is readable."""
+
+    def __init__(self) -> None:
+        self._selector = selectors.PollSelector()
+
+    def watch(self, file: Any, action: Callable[[], None]) -> None:
+        """Call ``action`` whenever ``file`` is readable, until ``unwatch``."""
+        self._selector.register(file, selectors.EVENT_READ, action)
+
+    def unwatch(self, file: Any) -> None:
+        self._selector.unregister(file)
+
+    def watch_pending(self, output: JobOutput) -> None:
+        """Watch the launcher's own streams for space only while output is pending; otherwise they are always writable."""
+        watched = self._selector.get_map()
+        for writer in output.writers:
+            if writer.has_pending and writer.fd not in watched:
+                self._selector.register(writer.fd, selectors.EVENT_WRITE, writer.flush_some)
+            elif not writer.has_pending and writer.fd in watched:
+                self._selector.unregister(writer.fd)
+
+    def handle(self, timeout_s: float | None) -> None:
+        """Wait for events, and call their actions."""
+        for key, _ in self._selector.select(timeout_s):
+            key.data()
+
+    def close(self) -> None:
+        self._selector.close()
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class RankStore:
+    """Store of the ranks of one attempt.
+
+    Attributes:
+        port: port of the store; on another node than node 0, the port on node 0.
+        listener: socket of the store, until a process serves it.
+        pid: process that serves the store.
+        exit_code: exit code of the process, if it exited before the ranks.
+    """
+
+    port: int = 0
+    listener: socket.socket | None = None
+    pid: int | None = None
+    exit_code: int | None = None
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class OtherNodes:
+    """State of the exchange with the launchers of other nodes.
+
+    Attributes:
+        agent: process that communicates with other nodes; None on a single node.
+        joined: True once all nodes have joined.
+        failure_reported: True once all nodes know of a failure.
+        finished: exits of the ranks of all nodes.
+    """
+
+    agent: Agent | None = None
+    joined: bool = False
+    failure_reported: bool = False
+    finished: JobFinished | None = None
+
+
+class SharedFiles:
+    """Descriptors that all ranks of the job get: the write end of the pipe for progress reports, and ``/dev/null``."""
+
+    def __init__(self) -> None:
+        self.progress_fd, self.pulse = os.pipe()
+        os.set_blocking(self.progress_fd, False)
+        self.devnull = os.open(os.devnull, os.O_RDONLY)
+        self._decoder = ProgressDecoder()
+
+    def read_progress(self) -> list[ProgressRecord]:
+        """Return the new progress reports."""
+        try:
+            return self._decoder.feed(os.read(self.progress_fd, _CHUNK))
+        except BlockingIOError:
+            return []
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Job:
-    """State of a job, which only the supervisor's loop changes.
+    """Job on this node.
 
     Attributes:
         plan: the launch.
-        selector: events of the supervisor's loop.
+        events: event loop of the supervisor.
         output: output of the ranks.
         starter: starter of processes.
         worker_group: the current attempt.
         restart_policy: restarts so far.
-        progress_pipe: pipe with the ranks' progress reports.
-        progress_decoder: decoder of progress reports.
-        devnull_fd: descriptor of ``/dev/null``.
+        files: descriptors that all ranks get.
+        store: store of the ranks.
+        nodes: exchange with other nodes.
+        watchdog: detector of hangs, while ranks run.
         initial_oom_kills: out-of-memory kills before the job.
-        store_listener: socket of the ranks' store, until a process serves the store.
-        store_pid: process that serves the store.
-        store_exit_code: exit code of the store process, if it exited before the ranks.
-        watchdog: detector of hangs.
-        agent: process that communicates with other nodes.
-        store_port: port of the ranks' store.
-        joined: True once all nodes have joined.
-        failure_reported: True once all nodes know of a failure.
-        job_finished: exits of the ranks of all nodes.
         launcher_gone: True once the launcher process has exited.
     """
 
     plan: LaunchPlan
-    selector: selectors.BaseSelector
+    events: Events
     output: JobOutput
     starter: ProcessStarter
     worker_group: WorkerGroup
     restart_policy: RestartPolicy
-    progress_pipe: tuple[int, int]
-    progress_decoder: ProgressDecoder
-    devnull_fd: int
-    initial_oom_kills: int | None
-    store_listener: socket.socket | None = None
-    store_pid: int | None = None
-    store_exit_code: int | None = None
+    files: SharedFiles = field(default_factory=SharedFiles)
+    store: RankStore = field(default_factory=RankStore)
+    nodes: OtherNodes = field(default_factory=OtherNodes)
     watchdog: Watchdog | None = None
-    agent: Agent | None = None
-    store_port: int = 0
-    joined: bool = False
-    failure_reported: bool = False
-    job_finished: JobFinished | None = None
+    initial_oom_kills: int | None = None
     launcher_gone: bool = False
 
-    def watch(self, file: Any, action: Callable[[], None]) -> None:
-        self.selector.register(file, selectors.EVENT_READ, action)
-
-
-_BACKLOG = 1024
-_WILDCARD_ADDRESSES = ("0.0.0.0", "::")
-
-
-def start_ranks(job: Job) -> None:
-    """Start all ranks of this node; their store is at ``job.store_port``."""
-    plan, layout = job.plan, job.plan.layout
-    for rank in layout.ranks:
-        _remove_stale_file(plan.failure_file(rank))
-    for mark in (launch_protocol.job_failed_file(plan.run_dir), launch_protocol.interrupted_file(plan.run_dir)):
-        _remove_stale_file(mark)
-    job.watchdog = Watchdog(
-        run_dir=plan.run_dir,
-        world_size=layout.world_size,
-        timeout_s=plan.hang_timeout_s,
-        node_rank=layout.node_rank,
-        ranks=layout.ranks,
-    )
-    cores, count = usable_cores(), core_count()
-    shares = assign_cores(cores, layout.nproc) if plan.bind else [[]] * layout.nproc
-    for rank, share in zip(layout.ranks, shares, strict=True):
-        environment = build_rank_environment(
-            plan, rank, port=job.store_port, cores=count, inherited=os.environ, restart_count=job.restart_policy.total
+    @classmethod
+    def of_plan(cls, plan: LaunchPlan) -> Job:
+        """Return the job of ``plan`` before the start of its processes."""
+        job = cls(
+            plan=plan,
+            events=Events(),
+            output=JobOutput(plan.output, plan.layout, plan.run_dir),
+            starter=ProcessStarter(target=plan.target),
+            worker_group=WorkerGroup(plan=plan, services=set()),
+            restart_policy=RestartPolicy(max_fruitless=plan.max_restarts),
+            initial_oom_kills=count_oom_kills(),
         )
-        try:
-            request = _rank_request(job, rank, environment, share)
-        except OSError as error:
-            _fail_start(job, rank, error.strerror)
+        job.events.watch(job.files.progress_fd, job.read_progress)
+        return job
+
+    # The loop.
+
+    def run_attempts(self) -> JobResult:
+        """Start the ranks, restart them as the restart policy allows, and return the result of the last attempt."""
+        while True:
+            if not self.worker_group.stopping:
+                if self.nodes.agent is None:
+                    self._open_store(listen_on_loopback())
+                self.start_ranks()
+            self.run_loop(lambda: self.worker_group.diagnosis.awaits_news and not self.worker_group.stopping)
+            result = self._summarize()
+            self._close_worker_group()
+            self._wait_for_all_nodes(result)
+            delay_s = self.restart_policy.delay_s
+            if not result.may_restart or delay_s is None or self.launcher_gone or self.nodes.agent is not None:
+                return self._summarize()
+            for line in self.final_lines(result):
+                self.output.write_line(line)
+            self.output.write_line(f"dtrain: launch: {self.restart_policy.describe_next()}")
+            self.restart_policy, self.store = self.restart_policy.after_restart(), RankStore()
+            self.worker_group = WorkerGroup(plan=self.plan, services=self.worker_group.services)
+            begin_at = time.monotonic() + delay_s
+            self.run_loop(lambda at=begin_at: time.monotonic() < at, wake_at=begin_at)  # type: ignore[misc]
+            # A stop was requested between two attempts.
+            if self.worker_group.ending.requested_signal is not None:
+                return self._summarize()
+
+    def run_loop(self, condition: Callable[[], bool] = lambda: False, *, wake_at: float | None = None) -> None:
+        """Handle events until no process of the attempt runs and ``condition`` is false, or until the end is forced."""
+        while True:
+            now, group = time.monotonic(), self.worker_group
+            group.record_exits(processes.reap_children()[0], now)
+            self._check_store(now)
+            group.advance(now)
+            self._check_hang(now)
+            self._report_failure_to_nodes()
+            if group.stopping and any(pid is None for pid in group.pids.values()):
+                self._drop_unstarted_ranks()
+            waiting = group.ending.kill_at is None and condition()
+            if (group.is_finished and not waiting) or group.has_given_up(now):
+                return
+            self.events.watch_pending(self.output)
+            due = group.deadlines() + ([] if wake_at is None else [wake_at])
+            if self.watchdog is not None and not group.stopping and (poll_at := self.watchdog.deadline()) is not None:
+                due.append(poll_at)
+            self.events.handle(max(0.0, min(due) - now) if due else None)
+
+    def _check_hang(self, now: float) -> None:
+        group = self.worker_group
+        if self.watchdog is None or group.stopping or group.diagnosis.decide_at is not None:
+            # A failure explains more than the silence that follows it.
             return
-        job.worker_group.pids[rank] = None
-        handle_start_events(job, job.starter.start(request))
+        exit_codes = {rank: exit_.code for rank, exit_ in group.exits.items()}
+        report = self.watchdog.poll(now, pids=group.running_pids(), exit_codes=exit_codes)
+        group.diagnosis.hung = self.watchdog.is_hang_found
+        if report is not None and report.is_hang:
+            group.fail(report.lines, now, code=HANG_EXIT_CODE)
+        elif report is not None:
+            for line in report.lines:
+                self.output.write_line(line)
 
+    def handle_signal(self, number: int) -> None:
+        """End the job, or forward a signal to the ranks, or dump their stacks."""
+        has_no_receiver = number == self.plan.stop_signal and not self.worker_group.running_pids()
+        if number in launch_protocol.ENDING_SIGNALS or has_no_receiver:
+            self.worker_group.request_stop(number, time.monotonic())
+        elif number in launch_protocol.FORWARDED_SIGNALS:
+            self.worker_group.forward_signal(number)
+        elif number == launch_protocol.STACKS_SIGNAL and self.watchdog is not None:
+            self.watchdog.request_dump()
 
-def _remove_stale_file(file: Path) -> None:
-    """Remove a file of an earlier attempt, if possible. A file that cannot be removed hardly exists."""
-    with contextlib.suppress(OSError):
-        file.unlink()
+    def read_progress(self) -> None:
+        """Pass the ranks' progress reports to the watchdog, the restart policy and the worker group."""
+        for record in self.files.read_progress():
+            if self.watchdog is not None:
+                self.watchdog.record_progress(record)
+            if record.kind == ProgressKind.COMMITTED:
+                self.restart_policy = self.restart_policy.after_commit(record.value)
+            if record.kind == ProgressKind.CLOSED:
+                self.worker_group.diagnosis.closed_ranks.add(record.rank)
+            if record.kind == ProgressKind.FAILED:
+                self.worker_group.record_script_exit(record.rank, record.value, time.monotonic())
 
+    # The ranks.
 
-def _rank_request(job: Job, rank: int, environment: dict[str, str], cores: list[int]) -> ProcessRequest:
-    out, out_write = os.pipe()
-    try:
-        err, err_write = os.pipe()
-    except OSError:
-        os.close(out)
-        os.close(out_write)
-        raise
-    job.output.open(rank, out, err)
-    for fd in (out, err):
-        os.set_blocking(fd, False)
-        job.watch(fd, lambda fd=fd: relay_output(job, fd))  # type: ignore[misc]
-    # Several ranks would compete for the same input.
-    stdin = 0 if job.plan.layout.nproc == 1 else job.devnull_fd
-    fds = {"stdin": stdin, "stdout": out_write, "stderr": err_write, "pulse": job.progress_pipe[1]}
-    if job.watchdog is not None:
-        fds["ask"] = job.watchdog.ask_fd
-    owned = frozenset({"stdout", "stderr"})
-    return ProcessRequest(id=rank, kind="rank", fds=fds, owned=owned, environment=environment, cores=cores)
+    def start_ranks(self) -> None:
+        """Start all ranks of this node; their store is at ``store.port``."""
+        plan, layout = self.plan, self.plan.layout
+        marks = (launch_protocol.job_failed_file(plan.run_dir), launch_protocol.interrupted_file(plan.run_dir))
+        for file in (*map(plan.failure_file, layout.ranks), *marks):
+            # A file of an earlier attempt that cannot be removed hardly exists.
+            with contextlib.suppress(OSError):
+                file.unlink()
+        self.watchdog = Watchdog(
+            run_dir=plan.run_dir,
+            world_size=layout.world_size,
+            timeout_s=plan.hang_timeout_s,
+            node_rank=layout.node_rank,
+            ranks=layout.ranks,
+        )
+        count = core_count()
+        shares = assign_cores(usable_cores(), layout.nproc) if plan.bind else [[]] * layout.nproc
+        for rank, cores in zip(layout.ranks, shares, strict=True):
+            environment = build_rank_environment(
+                plan, rank, port=self.store.port, cores=count, inherited=os.environ, restart_count=self.restart_policy.total
+            )
+            try:
+                fds = self._open_streams(rank) | {"pulse": self.files.pulse, "ask": self.watchdog.ask_fd}
+            except OSError as error:
+                self._fail_start(rank, error.strerror)
+                return
+            self.worker_group.pids[rank] = None
+            owned = frozenset({"stdout", "stderr"})
+            request = ProcessRequest(id=rank, kind="rank", fds=fds, owned=owned, environment=environment, cores=cores)
+            self._handle_start_events(self.starter.start(request))
 
+    def _open_streams(self, rank: int) -> dict[str, int]:
+        """Open the standard streams of a rank, and relay its output.
 
-def relay_output(job: Job, fd: int) -> None:
-    """Relay the output of a rank from one descriptor."""
-    # The descriptor may be closed below.
-    job.selector.unregister(fd)
-    if job.output.relay(fd):
-        job.watch(fd, lambda: relay_output(job, fd))
+        Raises:
+            OSError: the limit of files is reached.
+        """
+        out, out_write = os.pipe()
+        try:
+            err, err_write = os.pipe()
+        except OSError:
+            os.close(out)
+            os.close(out_write)
+            raise
+        self.output.open(rank, out, err)
+        for fd in (out, err):
+            self.events.watch(fd, lambda fd=fd: self._relay_output(fd))  # type: ignore[misc]
+        # Several ranks would compete for the same input.
+        stdin = 0 if self.plan.layout.nproc == 1 else self.files.devnull
+        return {"stdin": stdin, "stdout": out_write, "stderr": err_write}
 
+    def _relay_output(self, fd: int) -> None:
+        # The descriptor may be closed below.
+        self.events.unwatch(fd)
+        if self.output.relay(fd):
+            self.events.watch(fd, lambda: self._relay_output(fd))
 
-def _fail_start(job: Job, rank: int, reason: str | None) -> None:
-    world = job.plan.layout.world_size
-    line = f"dtrain: launch: rank {rank} of {world} could not be started: {reason}; use fewer"
-    job.worker_group.fail([line], time.monotonic())
+    def _fail_start(self, rank: int, reason: str | None) -> None:
+        world = self.plan.layout.world_size
+        line = f"dtrain: launch: rank {rank} of {world} could not be started: {reason}; use fewer"
+        self.worker_group.fail([line], time.monotonic())
 
+    def watch_starter(self) -> None:
+        """Watch the fork server, if one runs."""
+        if self.starter.forkserver is not None:
+            self.worker_group.services.add(self.starter.forkserver.pid)
+            self.events.watch(self.starter.forkserver.channel, self._read_starter)
 
-def open_store(job: Job, listener: socket.socket) -> None:
-    """Use a listening socket for the ranks' store.
+    def _read_starter(self) -> None:
+        forkserver = self.starter.forkserver
+        assert forkserver is not None, "the channel is watched while the fork server is known"
+        # The channel may be closed below.
+        self.events.unwatch(forkserver.channel)
+        events = self.starter.read_events()
+        if self.starter.forkserver is not None:
+            self.events.watch(forkserver.channel, self._read_starter)
+        self._handle_start_events(events)
 
-    The store process starts when the first rank connects. Programs without process groups need no store, and with plain
-    interpreters the process imports torch.
-    """
-    job.store_listener = listener
-    job.store_port = int(listener.getsockname()[1])
-    job.watch(listener, lambda: _start_store(job))
+    def _handle_start_events(self, events: Iterable[StartEvent]) -> None:
+        for event in events:
+            if event.id is None:
+                self.output.write_line(f"dtrain: launch: {event.error}")
+            elif event.id == STORE_ID and event.error is None:
+                self.store.pid = event.pid
+                self.worker_group.services.add(event.pid)
+            elif event.error is None:
+                self.worker_group.record_start(event.id, event.pid, time.monotonic())
+            elif event.id == STORE_ID:
+                line = f"dtrain: launch: the process for the ranks' store could not be started: {event.error}; use fewer ranks"
+                self.worker_group.fail([line], time.monotonic())
+            elif event.id in self.worker_group.pids:
+                del self.worker_group.pids[event.id]
+                self._fail_start(event.id, event.error)
+
+    def _drop_unstarted_ranks(self) -> None:
+        """Drop the ranks that have not started. Ranks that the fork server is forking get SIGTERM on arrival."""
+        if self.starter.forkserver is not None and self.starter.forkserver.is_ready:
+            self.worker_group.drop_ranks(self.starter.withdraw_pending())
+            return
+        # The fork server may import modules for a long time.
+        if self.starter.forkserver is not None:
+            self.events.unwatch(self.starter.forkserver.channel)
+            self.starter.stop_forkserver()
+        self.worker_group.drop_ranks([rank for rank, pid in self.worker_group.pids.items() if pid is None])
+
+    # The store of the ranks.
+
+    def _open_store(self, listener: socket.socket) -> None:
+        """Use a listening socket for the ranks' store.
+
+        The store process starts when the first rank connects. Programs without process groups need no store, and with plain
+        interpreters the process imports torch.
+        """
+        self.store.listener, self.store.port = listener, int(listener.getsockname()[1])
+        self.events.watch(listener, self._start_store)
+
+    def _start_store(self) -> None:
+        listener = self._take_store_listener()
+        if listener is None:
+            return
+        address, port = listener.getsockname()[:2]
+        if address in _WILDCARD_ADDRESSES:
+            # The store connects to itself as a client.
+            address = "localhost"
+        fds = {"stdin": self.files.devnull, "listener": listener.detach()}
+        request = ProcessRequest(
+            id=STORE_ID, kind="store", fds=fds, owned=frozenset({"listener"}), environment={}, address=address, port=port
+        )
+        self._handle_start_events(self.starter.start(request))
+
+    def _take_store_listener(self) -> socket.socket | None:
+        listener, self.store.listener = self.store.listener, None
+        if listener is not None:
+            self.events.unwatch(listener)
+        return listener
+
+    def _check_store(self, now: float) -> None:
+        """End the job if the store process has exited, because ranks would notice much later, with unrelated errors."""
+        pid, group = self.store.pid, self.worker_group
+        if pid is None or pid not in group.unclaimed or self.store.exit_code is not None:
+            return
+        self.store.exit_code = group.unclaimed[pid].code
+        exit_text = describe_exit(self.store.exit_code)
+        line = (
+            f"dtrain: launch: the process that serves the ranks' store ended early ({exit_text}, pid {pid}); ranks were ended"
+        )
+        if group.alive:
+            group.fail([line], now)
+
+    # Other nodes.
+
+    def join_nodes(self, config: NodeRendezvous) -> None:
+        """Join the other nodes, which determines the ranks of this node. If the join fails, the job fails.
+
+        Mutates: this job, whose plan is then complete; the run folder, whose name comes from node 0.
+        """
+        try:
+            if config.node_rank == 0:
+                listener, notice = listen_for_nodes(config.addr, 0, fallback=config.fallback_addr)
+                if notice:
+                    self.output.write_line(f"dtrain: {notice}")
+                self._open_store(listener)
+                config = replace(config, store_port=self.store.port)
+            agent = self.nodes.agent = start_agent(config)
+        except OSError as error:
+            self._fail_join(
+                f"launch: cannot reach the other nodes at {config.addr}: {error.strerror}; is it an address of node 0?"
+            )
+            return
+        self.worker_group.services.add(agent.pid)
+        self.events.watch(agent, lambda: self._read_agent(agent))
+        self.run_loop(lambda: not self.nodes.joined)
+
+    def _read_agent(self, agent: Agent) -> None:
+        messages = agent.read()
+        if agent.has_exited:
+            self.events.unwatch(agent)
+        for message in messages:
+            match message:
+                case Notice():
+                    self.output.write_line(f"dtrain: {message.line}")
+                case JoinAccepted():
+                    self._apply_layout(message)
+                case JoinRefused():
+                    self._fail_join(message.line)
+                case NodeFailed():
+                    self.nodes.failure_reported = True
+                    self.worker_group.fail([f"dtrain: launch: {message.line}"], time.monotonic(), code=message.code)
+                case JobFinished():
+                    self.nodes.finished = message
+
+    def _fail_join(self, line: str) -> None:
+        """Fail the job because the nodes could not join. No rank starts."""
+        self.nodes.failure_reported = True
+        self.worker_group.fail([f"dtrain: {line}"], time.monotonic(), code=1)
+
+    def _apply_layout(self, joined: JoinAccepted) -> None:
+        run_dir = self.plan.run_dir
+        # Without --run-dir, the folder gets its name from node 0.
+        if joined.layout.node_rank > 0 and not run_dir.exists():
+            try:
+                run_dir = create_run_dir(None, now=datetime.now(), name=joined.run_name)
+            except ConfigError as error:
+                self.worker_group.fail([f"dtrain: {error}"], time.monotonic())
+                return
+        self.plan = replace(self.plan, layout=replace(joined.layout, interface=joined.interface), run_dir=run_dir)
+        self.worker_group.plan, self.nodes.joined = self.plan, True
+        self.store.port = joined.store_port
+        self.output.set_layout(joined.layout, run_dir)
+        warning = write_launch_record(self.plan, command=sys.argv, variables=os.environ, now=datetime.now().astimezone())
+        if warning is not None:
+            self.output.write_line(f"dtrain: {warning}")
+
+    def _report_failure_to_nodes(self) -> None:
+        """Report a failure of this node's ranks to the other nodes as soon as it is known, so that they need not wait."""
+        group, nodes = self.worker_group, self.nodes
+        if nodes.agent is not None and not nodes.failure_reported and (group.root_cause or group.launch_error):
+            result = self._summarize()
+            self._send_failure(nodes.agent, result, -1 if result.failed_rank is None else result.failed_rank)
+
+    def _send_failure(self, agent: Agent, result: JobResult, rank: int) -> None:
+        self.nodes.failure_reported = True
+        # The common prefix of all lines is omitted.
+        line = result.lines[-1].removeprefix("dtrain: launch: ") if result.lines else "ended"
+        agent.send(RanksFailed(rank=rank, code=result.code, line=line))
+
+    def _wait_for_all_nodes(self, result: JobResult) -> None:
+        """Wait until the ranks of all nodes have exited, or a node has failed. The ranks of this node have exited."""
+        agent, group = self.nodes.agent, self.worker_group
+        if agent is None or self.nodes.failure_reported or self.launcher_gone:
+            return
+        if group.ending.requested_signal is not None and result.code != launch_protocol.PREEMPTED_EXIT_CODE:
+            self._send_failure(agent, result, -1)
+            return
+        agent.send(RanksExited(exit_codes={exit_.rank: exit_.code for exit_ in group.exits.values()}))
+        self.run_loop(lambda: self.nodes.finished is None)
+
+    # The end.
+
+    def _summarize(self) -> JobResult:
+        if self.store.pid is not None and self.store.pid in self.worker_group.unclaimed:
+            self.store.exit_code = self.worker_group.unclaimed[self.store.pid].code
+        oom_kills = count_oom_kills()
+        return summarize(
+            self.worker_group,
+            host=socket.gethostname(),
+            # The control group has counted a kill since the start of the job.
+            oom_killed=oom_kills is not None and self.initial_oom_kills is not None and oom_kills > self.initial_oom_kills,
+            exit_codes=None if self.nodes.finished is None else self.nodes.finished.exit_codes,
+            store_exit_code=self.store.exit_code,
+        )
+
+    def final_lines(self, result: JobResult) -> list[str]:
+        """Return the lines about a finished attempt: exceptions, then the summary."""
+        full, is_shown, read_tail = self.plan.output.full_traceback, self.output.is_shown, self.output.read_tail
+        lines = describe_failures(self.worker_group, result, is_shown=is_shown, read_tail=read_tail, full=full)
+        return [*lines, *result.lines]
+
+    def _close_worker_group(self) -> None:
+        """Relay the rest of the output and stop the store process, after the exit of the last rank."""
+        for fd in self.output.fds():
+            self.events.unwatch(fd)
+        self.output.drain()
+        for record in self.worker_group.read_failures():
+            if not record.already_printed and record.error_type != "SystemExit":
+                self.output.append_to_log(record.rank, record.traceback_text)
+        # The last commit of a rank may arrive together with its exit.
+        self.read_progress()
+        if self.watchdog is not None:
+            self.watchdog.close()
+            self.watchdog = None
+        listener = self._take_store_listener()
+        if listener is not None:
+            listener.close()
+        if self.store.pid is not None:
+            self._kill_service(self.store.pid)
+            self.store.pid = None
+
+    def stop_services(self) -> None:
+        """Stop the fork server and the agent at the end of the job."""
+        forkserver, agent = self.starter.forkserver, self.nodes.agent
+        if forkserver is not None:
+            self.events.unwatch(forkserver.channel)
+            self.starter.stop_forkserver()
+            self._kill_service(forkserver.pid)
+        if agent is not None:
+            if not agent.has_exited:
+                self.events.unwatch(agent)
+            agent.close()
+            self._wait_for_service(agent.pid, _AGENT_EXIT_S)
+            self._kill_service(agent.pid)
+
+    def _kill_service(self, pid: int) -> None:
+        if pid not in self.worker_group.unclaimed:
+            processes.send_signal(pid, signal.SIGKILL)
+            self._wait_for_service(pid, _REAP_S)
+        self.worker_group.services.discard(pid)
+
+    def _wait_for_service(self, pid: int, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        while pid not in self.worker_group.unclaimed and time.monotonic() < deadline:
+            self.worker_group.record_exits(processes.reap_children()[0], time.monotonic())
+            time.sleep(0.001)
 
 
 def listen_on_loopback() -> socket.socket:
@@ -182,169 +578,3 @@ def listen_on_loopback() -> socket.socket:
     listener.bind((LOOPBACK_ADDRESS, 0))
     listener.listen(_BACKLOG)
     return listener
-
-
-def _start_store(job: Job) -> None:
-    listener = take_store_listener(job)
-    if listener is None:
-        return
-    address, port = listener.getsockname()[:2]
-    if address in _WILDCARD_ADDRESSES:
-        # The store connects to itself as a client.
-        address = "localhost"
-    fds = {"stdin": job.devnull_fd, "listener": listener.detach()}
-    request = ProcessRequest(
-        id=STORE_ID, kind="store", fds=fds, owned=frozenset({"listener"}), environment={}, address=address, port=port
-    )
-    handle_start_events(job, job.starter.start(request))
-
-
-def take_store_listener(job: Job) -> socket.socket | None:
-    listener, job.store_listener = job.store_listener, None
-    if listener is not None:
-        job.selector.unregister(listener)
-    return listener
-
-
-def watch_starter(job: Job) -> None:
-    if job.starter.forkserver is not None:
-        job.worker_group.services.add(job.starter.forkserver.pid)
-        channel = job.starter.forkserver.channel
-        job.watch(channel, lambda: _read_starter(job, channel))
-
-
-def _read_starter(job: Job, channel: socket.socket) -> None:
-    # The channel may be closed below.
-    job.selector.unregister(channel)
-    events = job.starter.read_events()
-    if job.starter.forkserver is not None:
-        job.watch(channel, lambda: _read_starter(job, channel))
-    handle_start_events(job, events)
-
-
-def handle_start_events(job: Job, events: Iterable[StartEvent]) -> None:
-    for event in events:
-        if event.id is None:
-            job.output.write_line(f"dtrain: launch: {event.error}")
-        elif event.id == STORE_ID and event.error is None:
-            job.store_pid = event.pid
-            job.worker_group.services.add(event.pid)
-        elif event.error is None:
-            job.worker_group.record_start(event.id, event.pid, time.monotonic())
-        elif event.id == STORE_ID:
-            line = f"dtrain: launch: the process for the ranks' store could not be started: {event.error}; use fewer ranks"
-            job.worker_group.fail([line], time.monotonic())
-        elif event.id in job.worker_group.pids:
-            del job.worker_group.pids[event.id]
-            _fail_start(job, event.id, event.error)
-
-
-WaitWhile = Callable[[Callable[[], bool]], None]
-"""Function that runs the loop while a condition is true, or until the user forces the end of the job."""
-
-
-def join_nodes(job: Job, config: NodeRendezvous, wait: WaitWhile) -> None:
-    """Join the other nodes, which determines the ranks of this node. If the join fails, the job fails.
-
-    Mutates: ``job``, whose plan is then complete; the run folder, whose name comes from node 0.
-    """
-    try:
-        if config.node_rank == 0:
-            listener, notice = listen_for_nodes(config.addr, 0, fallback=config.fallback_addr)
-            if notice:
-                job.output.write_line(f"dtrain: {notice}")
-            open_store(job, listener)
-            config = replace(config, store_port=job.store_port)
-        job.agent = start_agent(config)
-    except OSError as error:
-        _fail_join(job, f"launch: cannot reach the other nodes at {config.addr}: {error.strerror}; is it an address of node 0?")
-        return
-    job.worker_group.services.add(job.agent.pid)
-    job.watch(job.agent, lambda: _read_agent_messages(job))
-    wait(lambda: not job.joined)
-
-
-def _read_agent_messages(job: Job) -> None:
-    assert job.agent is not None
-    messages = job.agent.read()
-    if job.agent.has_exited:
-        job.selector.unregister(job.agent)
-    for message in messages:
-        match message:
-            case Notice():
-                job.output.write_line(f"dtrain: {message.line}")
-            case JoinAccepted():
-                _apply_layout(job, message)
-            case JoinRefused():
-                _fail_join(job, message.line)
-            case NodeFailed():
-                job.failure_reported = True
-                job.worker_group.fail([f"dtrain: launch: {message.line}"], time.monotonic(), code=message.code)
-            case JobFinished():
-                job.job_finished = message
-
-
-def _fail_join(job: Job, line: str) -> None:
-    """Fail the job because the nodes could not join. No rank starts."""
-    job.failure_reported = True
-    job.worker_group.fail([f"dtrain: {line}"], time.monotonic(), code=1)
-
-
-def _apply_layout(job: Job, joined: JoinAccepted) -> None:
-    run_dir = job.plan.run_dir
-    # Without --run-dir, the folder gets its name from node 0.
-    if joined.layout.node_rank > 0 and not run_dir.exists():
-        try:
-            run_dir = create_run_dir(None, now=datetime.now(), name=joined.run_name)
-        except ConfigError as error:
-            job.worker_group.fail([f"dtrain: {error}"], time.monotonic())
-            return
-    job.plan = replace(job.plan, layout=replace(joined.layout, interface=joined.interface), run_dir=run_dir)
-    job.worker_group.plan, job.joined = job.plan, True
-    job.store_port = joined.store_port
-    job.output.set_layout(joined.layout, run_dir)
-    warning = write_launch_record(job.plan, command=sys.argv, variables=os.environ, now=datetime.now().astimezone())
-    if warning is not None:
-        job.output.write_line(f"dtrain: {warning}")
-
-
-def report_failure_to_nodes(job: Job, conclude: Callable[[], JobResult]) -> None:
-    """Report a failure of this node's ranks to the other nodes as soon as it is known, so that they need not wait."""
-    group = job.worker_group
-    if job.agent is None or job.failure_reported or not (group.root_cause or group.launch_error):
-        return
-    job.failure_reported = True
-    result = conclude()
-    failed_rank = -1 if result.failed_rank is None else result.failed_rank
-    job.agent.send(RanksFailed(rank=failed_rank, code=result.code, line=_cause_line(result)))
-
-
-def wait_for_all_nodes(job: Job, result: JobResult, wait: WaitWhile) -> None:
-    """Wait until the ranks of all nodes have exited, or a node has failed. The ranks of this node have exited.
-
-    Mutates: ``job.job_finished``.
-    """
-    if job.agent is None or job.failure_reported or job.launcher_gone:
-        return
-    codes = {exit_.rank: exit_.code for exit_ in job.worker_group.exits.values()}
-    if job.worker_group.requested_signal is not None and result.code != launch_protocol.PREEMPTED_EXIT_CODE:
-        job.failure_reported = True
-        job.agent.send(RanksFailed(rank=-1, code=result.code, line=_cause_line(result)))
-        return
-    job.agent.send(RanksExited(exit_codes=codes))
-    wait(lambda: job.job_finished is None)
-
-
-def leave_nodes(job: Job) -> int | None:
-    """Disconnect from the other nodes, and return the pid of the agent, which the caller waits for."""
-    if job.agent is None:
-        return None
-    if not job.agent.has_exited:
-        job.selector.unregister(job.agent)
-    job.agent.close()
-    return job.agent.pid
-
-
-def _cause_line(result: JobResult) -> str:
-    """Return the launcher's line about the cause, without the common prefix of all lines."""
-    return result.lines[-1].removeprefix("dtrain: launch: ") if result.lines else "ended"

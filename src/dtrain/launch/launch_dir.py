@@ -176,7 +176,10 @@ def write_launch_record(plan: LaunchPlan, *, command: Sequence[str], variables: 
 def _build_record(plan: LaunchPlan, command: Sequence[str], variables: Iterable[str], now: datetime) -> dict[str, Any]:
     options = {name: value for name, value in asdict(plan).items() if name not in ("target", "layout", "run_dir", "output")}
     shown = plan.output.shown
-    folder = _current_folder()
+    folder = ""
+    # The current folder may be deleted.
+    with suppress(OSError):
+        folder = os.getcwd()
     return {
         "target": asdict(plan.target),
         "layout": asdict(plan.layout),
@@ -189,11 +192,3 @@ def _build_record(plan: LaunchPlan, command: Sequence[str], variables: Iterable[
         "versions": {**package_versions(), "interpreter": sys.executable},
         "environment": sorted(variables),
     }
-
-
-def _current_folder() -> str:
-    try:
-        return os.getcwd()
-    # The current folder was deleted.
-    except OSError:
-        return ""

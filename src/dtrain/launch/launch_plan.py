@@ -13,8 +13,7 @@ from typing import Literal
 from dtrain import launch_protocol
 from dtrain.arguments import check_int, check_number
 from dtrain.errors import ConfigError
-from dtrain.launch.schedulers import read_scheduler
-from dtrain.launch.spawn.interpreter import inherited_flags
+from dtrain.launch.processes import inherited_flags
 from dtrain.machine import count_gpu_files
 
 # No machine has so many GPUs, and each rank costs the launcher two pipes and two files.
@@ -109,7 +108,6 @@ class LaunchPlan:
         hang_timeout_s: seconds without progress that count as a hang; None disables the watchdog.
         stop_signal: signal besides SIGTERM that asks ranks to save and stop.
         bind: if True, each rank is bound to its own cores.
-        reports_own_exit: if True, the only process is a launcher itself, and prints its own summary.
         rendezvous: rendezvous with launchers of other nodes, which completes the layout.
         output: destinations of the ranks' output.
 
@@ -126,7 +124,6 @@ class LaunchPlan:
     hang_timeout_s: float | None = None
     stop_signal: int | None = None
     bind: bool = False
-    reports_own_exit: bool = False
     rendezvous: NodeRendezvous | None = None
     output: OutputPlan = field(default_factory=OutputPlan)
 
@@ -210,7 +207,7 @@ def build_common_environment(plan: LaunchPlan, inherited: Mapping[str, str]) -> 
     if plan.hang_timeout_s is not None:
         # torch reads this number of recorded collectives when a process group is created.
         ours |= {name: inherited.get(name) or FLIGHT_RECORDER_ENTRIES for name in launch_protocol.FLIGHT_RECORDER}
-    return {name: value for name, value in inherited.items() if not _is_launch_variable(name)} | ours
+    return {name: value for name, value in inherited.items() if not is_launch_variable(name)} | ours
 
 
 def build_rank_environment(
@@ -248,17 +245,7 @@ def find_binding_variable(plan: LaunchPlan, inherited: Mapping[str, str]) -> str
     return next((name for name in names if inherited.get(name)), None)
 
 
-def find_stale_variables(inherited: Mapping[str, str]) -> list[str]:
-    """Return variables of an outer launch, which this launch replaces, without the scheduler's variables of this launch."""
-    rank_variables = launch_protocol.rank_environment(
-        rank=0, world_size=1, local_rank=0, local_world_size=1, node_rank=0, nodes=1, addr=LOOPBACK_ADDRESS, port=1
-    )
-    scheduler = read_scheduler(inherited)
-    ours = () if scheduler is None else scheduler.variables
-    return sorted(name for name in inherited if (name in rank_variables or _is_launch_variable(name)) and name not in ours)
-
-
-def _is_launch_variable(name: str) -> bool:
+def is_launch_variable(name: str) -> bool:
     # Whoever starts the launchers of several nodes gives all of them one secret.
     return name.startswith(launch_protocol.OWNED_PREFIXES) and name != launch_protocol.JOB_SECRET
 
@@ -271,7 +258,7 @@ def build_rank_command(target: Target) -> list[str]:
     """
     if target.kind == "command":
         return [shutil.which(target.name) or target.name, *target.args]
-    bootstrap = Path(__file__).parent / "spawn" / "rank_main.py"
+    bootstrap = Path(__file__).parent / "rank_main.py"
     return [sys.executable, *inherited_flags(), os.fspath(bootstrap), target.kind, target.name, *target.args]
 
 

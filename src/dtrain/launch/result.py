@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from dtrain import launch_protocol
 from dtrain.arguments import format_count
 from dtrain.launch import failure
-from dtrain.launch.failure import RootCause
-from dtrain.launch.output.log_files import fill_template
+from dtrain.launch.failure import RootCause, shorten_message
+from dtrain.launch.job_output import fill_template
 from dtrain.launch.processes import descendants
 from dtrain.launch.worker_group import WorkerGroup
 from dtrain.launch_protocol import RankFailure
@@ -22,7 +22,6 @@ from dtrain.launch_protocol import RankFailure
 _MAX_TRACEBACKS = 4
 # ranks whose message differs from the message of the first rank
 _MAX_MESSAGES = 8
-_MAX_MESSAGE_CHARS = 300  # characters
 # Numbers differ from rank to rank.
 _NUMBER = re.compile(r"0x[0-9a-f]+|[0-9]+(?:\.[0-9]+)?(?:e[-+]?[0-9]+)?")
 _FRAME_LOCATION = re.compile(r'^\s*File "(.*)", line ([0-9]+)', re.MULTILINE)
@@ -55,7 +54,7 @@ class DistinctException:
         others = [failure for failure in self.failures[1:] if failure.message != first.message]
         lines = [(first.rank, line) for line in trace]
         lines += [
-            (failure.rank, f"{failure.error_type}: {_truncate_message(failure.message)}") for failure in others[:_MAX_MESSAGES]
+            (failure.rank, f"{failure.error_type}: {shorten_message(failure.message)}") for failure in others[:_MAX_MESSAGES]
         ]
         if len(others) > _MAX_MESSAGES:
             more = format_count(len(others) - _MAX_MESSAGES, "more rank")
@@ -75,7 +74,8 @@ def group_exceptions(failures: Sequence[RankFailure], first: RankFailure | None)
     """
     groups: dict[tuple[str, ...], list[RankFailure]] = {}
     for record in sorted(failures, key=lambda record: (record != first, record.at, record.rank)):
-        groups.setdefault(_signature(record), []).append(record)
+        frames = _FRAME_LOCATION.findall(record.short_traceback or record.traceback_text)
+        groups.setdefault((record.error_type, _NUMBER.sub("#", record.message), *map(":".join, frames)), []).append(record)
     return [
         DistinctException(failures=tuple(group))
         for group in groups.values()
@@ -95,16 +95,6 @@ def format_exceptions(exceptions: Sequence[DistinctException], *, full: bool) ->
         count = format_count(len(more), "more mistake")
         lines.append((more[0].first.rank, f"... and {count}; the logs of the ranks have the tracebacks"))
     return lines
-
-
-def _signature(failure: RankFailure) -> tuple[str, ...]:
-    locations = [f"{file}:{line}" for file, line in _FRAME_LOCATION.findall(failure.short_traceback or failure.traceback_text)]
-    return failure.error_type, _NUMBER.sub("#", failure.message), *locations
-
-
-def _truncate_message(message: str) -> str:
-    first = next(iter(message.strip().splitlines()), "")
-    return first if len(first) <= _MAX_MESSAGE_CHARS else first[:_MAX_MESSAGE_CHARS] + "..."
 
 
 # lines of the log of a rank without a traceback; half as many before a traceback
@@ -154,25 +144,23 @@ def summarize(
     """
     unkillable = _describe_unkillable(group)
     exceptions = _group_node_exceptions(group)
-    may_restart = group.requested_signal is None
+    may_restart = group.ending.requested_signal is None
     codes: dict[int, int | None] = dict(exit_codes or {rank: exit_.code for rank, exit_ in group.exits.items()})
     if len(codes) >= group.plan.layout.nproc and set(codes.values()) == {launch_protocol.PREEMPTED_EXIT_CODE}:
         return JobResult(code=launch_protocol.PREEMPTED_EXIT_CODE, lines=unkillable)
     if (cause := group.root_cause) is not None:
         code = failure.shell_exit_code(cause.code)
-        if group.plan.reports_own_exit and cause.code >= 0:
-            return JobResult(code=code, lines=unkillable)
         line = _describe_cause(group, cause, exceptions, host=host, oom_killed=oom_killed)
         if store_exit_code is not None:
             line += f"; the process that serves the ranks' store had ended before ({failure.describe_exit(store_exit_code)})"
         lines = (*unkillable, line)
         return JobResult(code=code, lines=lines, may_restart=may_restart, failed_rank=cause.rank, exceptions=exceptions)
-    if group.launch_error:
-        lines = (*unkillable, *group.launch_error)
-        return JobResult(code=group.launch_error_code, lines=lines, may_restart=may_restart, exceptions=exceptions)
-    if group.requested_signal is not None:
-        lines = (*unkillable, failure.describe_interrupt(group.requested_signal))
-        return JobResult(code=failure.shell_exit_code(-group.requested_signal), lines=lines, exceptions=exceptions)
+    if group.launch_error is not None:
+        lines = (*unkillable, *group.launch_error.lines)
+        return JobResult(code=group.launch_error.code, lines=lines, may_restart=may_restart, exceptions=exceptions)
+    if group.ending.requested_signal is not None:
+        lines = (*unkillable, failure.describe_interrupt(group.ending.requested_signal))
+        return JobResult(code=failure.shell_exit_code(-group.ending.requested_signal), lines=lines, exceptions=exceptions)
     codes |= {rank: None for rank in group.stopped_ranks if codes.get(rank) != launch_protocol.PREEMPTED_EXIT_CODE}
     if launch_protocol.PREEMPTED_EXIT_CODE in codes.values():
         return JobResult(code=1, lines=(*unkillable, failure.describe_partial_preemption(codes)))
@@ -238,7 +226,7 @@ def _group_node_exceptions(group: WorkerGroup) -> tuple[DistinctException, ...]:
         record
         for record in group.read_failures()
         if record.exit_code != launch_protocol.PREEMPTED_EXIT_CODE
-        and not (record.error_type == "KeyboardInterrupt" and group.requested_signal is not None)
+        and not (record.error_type == "KeyboardInterrupt" and group.ending.requested_signal is not None)
     ]
     first = group.root_cause.failure if group.root_cause is not None else None
     return tuple(group_exceptions(failures, first))

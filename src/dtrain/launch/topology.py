@@ -1,5 +1,7 @@
 """Infer this node's ranks and the rendezvous of the nodes from the command line and the scheduler. No side effects.
 
+``infer_topology`` merges the options with ``SchedulerInfo``: the facts of Slurm, OpenMPI, Kubernetes or plain variables.
+
 Ranks are numbered node by node. If all nodes run the same number of ranks, node rank and base rank follow from each other.
 Otherwise both are set, or they follow from the rendezvous.
 """
@@ -7,13 +9,14 @@ Otherwise both are set, or they follow from the rendezvous.
 from __future__ import annotations
 
 import re
+import zlib
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import NoReturn
 
 from dtrain import launch_protocol
 from dtrain.errors import ConfigError
-from dtrain.launch.launch_plan import NodeLayout, NodeRendezvous, check_nproc
-from dtrain.launch.schedulers import SchedulerInfo
+from dtrain.launch.launch_plan import LOOPBACK_ADDRESS, NodeLayout, NodeRendezvous, check_nproc, is_launch_variable
 
 MAX_NODES = 4096
 
@@ -34,23 +37,11 @@ class LaunchArgs:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ElasticConfig:
-    """Elastic job, whose number of nodes may change while torch's own agents run it."""
-
-    min_nodes: int
-    max_nodes: int
-    nproc: int
-    endpoint: str
-    run_id: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Topology:
-    """One of ``layout`` for one node, ``rendezvous`` for several nodes, and ``elastic`` for a changing number of nodes."""
+    """Either ``layout``, for one node, or ``rendezvous``, for several nodes."""
 
     layout: NodeLayout | None = None
     rendezvous: NodeRendezvous | None = None
-    elastic: ElasticConfig | None = None
     notices: tuple[str, ...] = ()
 
 
@@ -83,10 +74,7 @@ def infer_topology(args: LaunchArgs, scheduled: SchedulerInfo | None, *, gpus: i
         notice = f"launch: -n {scheduled.nproc}, as {launch_protocol.LOCAL_WORLD_SIZE} says"
         return replace(topology, notices=(notice, *topology.notices))
     nproc = check_nproc(gpus if args.nproc is None else args.nproc)
-    smallest, largest = _parse_nodes(args.nnodes)
-    if smallest != largest or args.rdzv_endpoint:
-        return _elastic_topology(args, nproc, smallest, largest)
-    resolved = _merge_scheduler(args, scheduled, nproc=nproc, nodes=smallest)
+    resolved = _merge_scheduler(args, scheduled, nproc=nproc, nodes=_parse_nodes(args))
     if resolved.world_size is not None and resolved.nproc > resolved.world_size:
         _raise_config_error(
             f"-n {nproc} is more than all ranks, --world-size {resolved.world_size}", f"Pass -n {resolved.world_size} or less"
@@ -96,46 +84,26 @@ def infer_topology(args: LaunchArgs, scheduled: SchedulerInfo | None, *, gpus: i
     return _multi_node_topology(args, resolved)
 
 
-def _parse_nodes(text: str) -> tuple[int | None, int | None]:
-    """Parse the minimum and the maximum number of nodes."""
-    if text in ("", "-1"):
-        return None, None
-    match = re.fullmatch(r"([0-9]{1,9})(?::([0-9]{1,9}))?", text.strip())
-    if match is None:
-        _raise_config_error(f"--nnodes must be N or MIN:MAX, got {text!r}", "Pass the number of nodes")
-    smallest, largest = int(match[1]), int(match[2] or match[1])
-    if not 1 <= smallest <= largest <= MAX_NODES:
+def _parse_nodes(args: LaunchArgs) -> int | None:
+    """Parse the number of nodes; None if unset. A changing number of nodes is a job for torch's own agents."""
+    text = args.nnodes.strip()
+    match = re.fullmatch(r"([0-9]{1,9})(?::([0-9]{1,9}))?", text)
+    if match is None and text not in ("", "-1"):
+        _raise_config_error(f"--nnodes must be a number, got {args.nnodes!r}", "Pass the number of nodes")
+    smallest, largest = (int(match[1]), int(match[2] or match[1])) if match else (None, None)
+    if smallest is not None and largest is not None and not 1 <= smallest <= largest <= MAX_NODES:
+        _raise_config_error(f"--nnodes must be from 1 to {MAX_NODES}, got {text}", "Pass the number of nodes")
+    torchrun = f"torchrun --nnodes {text or 'MIN:MAX'} --rdzv-backend c10d --rdzv-endpoint {args.rdzv_endpoint or 'HOST:PORT'}"
+    if smallest != largest:
         _raise_config_error(
-            f"--nnodes must be from 1 to {MAX_NODES}, the smaller number first, got {text}", "Pass the number of nodes"
+            f"--nnodes must be one number, got {text}", f"For nodes that join and leave, run {torchrun} with the same script"
         )
-    return smallest, largest
-
-
-def _elastic_topology(args: LaunchArgs, nproc: int, smallest: int | None, largest: int | None) -> Topology:
-    conflicting = [
-        option
-        for option, value in (
-            ("--world-size", args.world_size),
-            ("--base-rank", args.base_rank),
-            ("--node-rank", args.node_rank),
-        )
-        if value is not None
-    ]
-    if smallest is None or largest is None:
+    if args.rdzv_endpoint:
         _raise_config_error(
-            "--rdzv-endpoint needs --nnodes", "Pass --nnodes MIN:MAX, or --master-addr and --master-port instead"
+            f"--rdzv-endpoint {args.rdzv_endpoint} is for torch's agents",
+            f"Pass --master-addr and --master-port instead, or run {torchrun} with the same script",
         )
-    if conflicting:
-        option = conflicting[0]
-        _raise_config_error(f"{option} cannot be chosen with --rdzv-endpoint or --nnodes MIN:MAX", f"Remove {option}")
-    if not re.fullmatch(r".+:[0-9]{1,5}", args.rdzv_endpoint):
-        got = repr(args.rdzv_endpoint) if args.rdzv_endpoint else "none"
-        _raise_config_error(
-            f"--nnodes {args.nnodes} needs --rdzv-endpoint HOST:PORT, got {got}", "Name one node's host and a free port"
-        )
-    run_id = args.rdzv_id or "dtrain"
-    elastic = ElasticConfig(min_nodes=smallest, max_nodes=largest, nproc=nproc, endpoint=args.rdzv_endpoint, run_id=run_id)
-    return Topology(elastic=elastic)
+    return smallest
 
 
 def _merge_scheduler(args: LaunchArgs, scheduled: SchedulerInfo | None, *, nproc: int, nodes: int | None) -> _ResolvedArgs:
@@ -159,7 +127,7 @@ def _merge_scheduler(args: LaunchArgs, scheduled: SchedulerInfo | None, *, nproc
     all_nodes, world_size = nodes or scheduled.nodes, resolved.world_size
     if all_nodes is not None and all_nodes > 1 and world_size is not None and world_size <= nproc:
         conflict = f"-n {nproc} makes --world-size {world_size} one node's, but {scheduled.name} says {all_nodes} nodes"
-        fewer = _suggest_fewer_ranks(world_size, all_nodes)
+        fewer = f", or -n {world_size // all_nodes}" if world_size % all_nodes == 0 else ""
         _raise_config_error(conflict, f"Pass --world-size {nproc * all_nodes}{fewer}, or --nnodes 1")
     return replace(
         resolved,
@@ -209,14 +177,10 @@ def _single_node_topology(args: LaunchArgs, resolved: _ResolvedArgs) -> Topology
     if world_size is not None and world_size != nproc:
         conflict = f"--nnodes 1 with -n {nproc} is {nproc} ranks, not --world-size {world_size}"
         _raise_config_error(conflict, f"Pass -n {world_size}, or --nnodes {-(-world_size // nproc)}")
-    for option, value, node in (
-        ("--node-rank", resolved.node_rank, resolved.node_rank),
-        ("--base-rank", resolved.base_rank, (resolved.base_rank or 0) // nproc),
-    ):
-        if value:
-            conflict = f"{option} {value} means several nodes, but -n {nproc}"
-            conflict += f" and --world-size {world_size} make this the only one" if world_size else " alone means one"
-            _raise_config_error(conflict, _suggest_several_nodes(world_size, nproc, (node or 0) + 1, option))
+    if resolved.node_rank:
+        _refuse_position("--node-rank", resolved.node_rank, resolved, nodes=resolved.node_rank + 1)
+    if resolved.base_rank:
+        _refuse_position("--base-rank", resolved.base_rank, resolved, nodes=resolved.base_rank // nproc + 1)
     notices = []
     if args.node_rank == 0 and args.world_size is not None and args.nnodes != "1" and nproc > 1:
         more = f"; for two nodes of {nproc // 2} ranks pass -n {nproc // 2}" if nproc % 2 == 0 else ""
@@ -226,16 +190,14 @@ def _single_node_topology(args: LaunchArgs, resolved: _ResolvedArgs) -> Topology
     return Topology(layout=NodeLayout.one_node(nproc), notices=tuple(notices))
 
 
-def _suggest_several_nodes(world_size: int | None, nproc: int, nodes: int, option: str) -> str:
-    """Suggest a change for a job that is meant for at least ``nodes`` nodes."""
-    nodes = max(nodes, 2)
+def _refuse_position(option: str, value: int, resolved: _ResolvedArgs, *, nodes: int) -> NoReturn:
+    """Refuse a position on another node than the first one, in a job of one node that is meant for at least ``nodes`` nodes."""
+    nproc, world_size, nodes = resolved.nproc, resolved.world_size, max(nodes, 2)
+    reason = f" and --world-size {world_size} make this the only one" if world_size else " alone means one"
+    advice = f"For {nodes} nodes pass --nnodes {nodes}, or remove {option}"
     if world_size is not None and world_size % nodes == 0:
-        return f"For {nodes} nodes pass -n {world_size // nodes}, or --world-size {nproc * nodes}"
-    return f"For {nodes} nodes pass --nnodes {nodes}, or remove {option}"
-
-
-def _suggest_fewer_ranks(world_size: int, nodes: int) -> str:
-    return f", or -n {world_size // nodes}" if world_size % nodes == 0 else ""
+        advice = f"For {nodes} nodes pass -n {world_size // nodes}, or --world-size {nproc * nodes}"
+    _raise_config_error(f"{option} {value} means several nodes, but -n {nproc}{reason}", advice)
 
 
 def _multi_node_topology(args: LaunchArgs, resolved: _ResolvedArgs) -> Topology:
@@ -299,7 +261,8 @@ def _with_ranks(resolved: _ResolvedArgs) -> _ResolvedArgs:
         if world_size % nproc:
             other = "--base-rank" if resolved.base_rank is None else "--node-rank"
             conflict = f"--world-size {world_size} is no multiple of -n {nproc}"
-            _raise_config_error(conflict, f"Pass -n {_largest_divisor(world_size, nproc)}, or {other}, too, if nodes differ")
+            divisor = max(number for number in range(1, nproc + 1) if world_size % number == 0)
+            _raise_config_error(conflict, f"Pass -n {divisor}, or {other}, too, if nodes differ")
         nodes = world_size // nproc
     node_rank, base_rank = resolved.node_rank, resolved.base_rank
     if node_rank is None and base_rank is not None:
@@ -315,21 +278,225 @@ def _with_ranks(resolved: _ResolvedArgs) -> _ResolvedArgs:
         and base_rank is not None
         and node_rank is not None
         and node_rank < nodes == (world_size or 0) // nproc
+        and base_rank != node_rank * nproc
     ):
-        _check_equal_nodes(node_rank, base_rank, nproc)
-    return replace(resolved, nodes=nodes, node_rank=node_rank, base_rank=base_rank)
-
-
-def _check_equal_nodes(node_rank: int, base_rank: int, nproc: int) -> None:
-    if base_rank != node_rank * nproc:
         conflict = f"--base-rank {base_rank} with --node-rank {node_rank}, but all nodes before it run -n {nproc} ranks too"
         _raise_config_error(conflict, f"Pass --base-rank {node_rank * nproc}, or remove --nnodes if nodes differ")
-
-
-def _largest_divisor(world_size: int, nproc: int) -> int:
-    """Return the largest number of ranks up to ``nproc`` that divides ``world_size``."""
-    return max(number for number in range(1, nproc + 1) if world_size % number == 0)
+    return replace(resolved, nodes=nodes, node_rank=node_rank, base_rank=base_rank)
 
 
 def _raise_config_error(problem: str, advice: str) -> NoReturn:
     raise ConfigError(f"launch: {problem}. {advice}.")
+
+
+def find_stale_variables(inherited: Mapping[str, str]) -> list[str]:
+    """Return variables of an outer launch, which this launch replaces, without the scheduler's variables of this launch."""
+    rank_variables = launch_protocol.rank_environment(
+        rank=0, world_size=1, local_rank=0, local_world_size=1, node_rank=0, nodes=1, addr=LOOPBACK_ADDRESS, port=1
+    )
+    scheduler = read_scheduler(inherited)
+    ours = () if scheduler is None else scheduler.variables
+    return sorted(name for name in inherited if (name in rank_variables or is_launch_variable(name)) and name not in ours)
+
+
+# below the range of ports for outgoing connections
+_PORT_RANGE = range(12_000, 28_000)
+# limit of the expansion of a node list
+_MAX_HOSTS = 65_536
+_PLAIN_NAME = "the environment"
+_NODE_RANK, _BASE_RANK, _PET_NODE_RANK, _PET_NODES = "NODE_RANK", "BASE_RANK", "PET_NODE_RANK", "PET_NNODES"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerInfo:
+    """Facts of a scheduler about the job. Unknown facts are None or "".
+
+    Attributes:
+        name: the scheduler.
+        node_rank: this node.
+        base_rank: first rank of this node.
+        nproc: ranks of this node.
+        nodes: number of nodes.
+        world_size: ranks of the job.
+        master_addr: address of the first node.
+        fallback_addr: address of the first node if the name ``master_addr`` does not resolve.
+        master_port: port on the first node.
+        token: identifier of the job, equal on all its nodes.
+        hosts: hosts by node rank, if listed.
+        refusal: reason that the facts cannot be used; only an error if the command line needs the facts.
+        variables: variables with the facts, if they may be left over from another program.
+    """
+
+    name: str
+    node_rank: int | None = None
+    base_rank: int | None = None
+    nproc: int | None = None
+    nodes: int | None = None
+    world_size: int | None = None
+    master_addr: str = ""
+    fallback_addr: str = ""
+    master_port: int | None = None
+    token: str = ""
+    hosts: tuple[str, ...] = ()
+    refusal: str = ""
+    variables: tuple[str, ...] = ()
+
+
+def read_scheduler(env: Mapping[str, str]) -> SchedulerInfo | None:
+    """Read the scheduler's facts in ``env``; None without a scheduler, or in a rank of another launch."""
+    if launch_protocol.RUN_ID in env:
+        return None
+    results = (read(env) for read in _READERS)
+    return next((result for result in results if result is not None), None)
+
+
+def _read_openmpi(env: Mapping[str, str]) -> SchedulerInfo | None:
+    """Read the variables of ``mpirun``, one process per node. Its ``..._NODE_RANK`` counts processes on a node."""
+    rank, size = _read_number(env, "OMPI_COMM_WORLD_RANK"), _read_number(env, "OMPI_COMM_WORLD_SIZE")
+    if rank is None or size is None:
+        return None
+    on_node = _read_number(env, "OMPI_COMM_WORLD_LOCAL_SIZE")
+    several = on_node is not None and on_node > 1
+    job = env.get("PMIX_NAMESPACE") or env.get("OMPI_MCA_ess_base_jobid") or ""
+    return SchedulerInfo(
+        name="OpenMPI",
+        node_rank=rank,
+        nodes=size,
+        master_addr=env.get(launch_protocol.MASTER_ADDR, ""),
+        master_port=_read_master_port(env) or (_derive_port(f"openmpi {job}") if job else None),
+        token=job and f"openmpi {job}",
+        refusal=f"mpirun started {on_node} launchers on this node. Start one, with --map-by ppr:1:node" if several else "",
+    )
+
+
+def _read_slurm(env: Mapping[str, str]) -> SchedulerInfo | None:
+    """Read the variables of a Slurm step (``srun``). A batch script has no step and runs on one node."""
+    listed, rank = env.get("SLURM_STEP_NODELIST"), _read_number(env, "SLURM_NODEID")
+    if not listed or rank is None:
+        return None
+    hosts = tuple(expand_hostlist(listed))
+    nodes = _read_number(env, "SLURM_STEP_NUM_NODES") or _read_number(env, "SLURM_NNODES") or len(hosts)
+    tasks = _read_number(env, "SLURM_STEP_NUM_TASKS") or _read_number(env, "SLURM_NTASKS") or nodes
+    job = f"slurm {env.get('SLURM_CLUSTER_NAME', '')} {env.get('SLURM_JOB_ID', '')}.{env.get('SLURM_STEP_ID', '')}"
+    return SchedulerInfo(
+        name="Slurm",
+        node_rank=rank,
+        nodes=nodes,
+        master_addr=env.get(launch_protocol.MASTER_ADDR, "") or (hosts[0] if hosts else ""),
+        fallback_addr=env.get("SLURM_LAUNCH_NODE_IPADDR", ""),
+        master_port=_read_master_port(env) or _derive_port(job),
+        token=job,
+        hosts=hosts if len(hosts) == nodes else (),
+        refusal=f"srun started {tasks} tasks on {nodes} node{'s' * (nodes > 1)}. Start one launcher per node, "
+        f"with srun --ntasks-per-node=1 --ntasks={nodes}"
+        if tasks != nodes
+        else "",
+    )
+
+
+def _read_kubernetes(env: Mapping[str, str]) -> SchedulerInfo | None:
+    """Read the variables of an Indexed Job, or of Kubeflow's trainer.
+
+    An Indexed Job has neither the number of nodes nor an address, so the job's author sets them. Without an address, the job is
+    an array of independent jobs.
+    """
+    kubeflow, index = _read_number(env, _PET_NODE_RANK), _read_number(env, "JOB_COMPLETION_INDEX")
+    rank = index if kubeflow is None else kubeflow
+    if rank is None:
+        return None
+    host = env.get("HOSTNAME", "")
+    job = host.removesuffix(f"-{rank}") if host.endswith(f"-{rank}") else ""
+    return SchedulerInfo(
+        name="Kubernetes",
+        node_rank=rank,
+        nodes=_read_number(env, _PET_NODES),
+        master_addr=env.get("PET_MASTER_ADDR", "") or env.get(launch_protocol.MASTER_ADDR, ""),
+        master_port=_read_number(env, "PET_MASTER_PORT")
+        or _read_master_port(env)
+        or (_derive_port(f"kubernetes {job}") if job else None),
+        token=job and f"kubernetes {job}",
+    )
+
+
+def _read_plain_variables(env: Mapping[str, str]) -> SchedulerInfo | None:
+    """Read the variables of other launchers. With a variable that only ranks have, they are left over from a rank.
+
+    A multi-node job needs all variables: a position, the number of ranks, address and port. The ranks per node may be set
+    alone.
+    """
+    if env.keys() & {launch_protocol.RANK, launch_protocol.LOCAL_RANK}:
+        return None
+    node_rank, base_rank, world_size = (
+        _read_number(env, name) for name in (_NODE_RANK, _BASE_RANK, launch_protocol.WORLD_SIZE)
+    )
+    # The variable is 0 on a node without GPUs.
+    nproc = _read_number(env, launch_protocol.LOCAL_WORLD_SIZE) or None
+    here = (launch_protocol.LOCAL_WORLD_SIZE,) if nproc else ()
+    addr, port = env.get(launch_protocol.MASTER_ADDR, ""), _read_master_port(env)
+    if (node_rank is None and base_rank is None) or not world_size or not addr or port is None:
+        return SchedulerInfo(name=_PLAIN_NAME, nodes=1, nproc=nproc, variables=here) if nproc else None
+    position = (name for name, value in ((_NODE_RANK, node_rank), (_BASE_RANK, base_rank)) if value is not None)
+    return SchedulerInfo(
+        name=_PLAIN_NAME,
+        node_rank=node_rank,
+        base_rank=base_rank,
+        nproc=nproc,
+        world_size=world_size,
+        master_addr=addr,
+        master_port=port,
+        variables=(*here, *position, launch_protocol.WORLD_SIZE, launch_protocol.MASTER_ADDR, launch_protocol.MASTER_PORT),
+    )
+
+
+_READERS: tuple[Callable[[Mapping[str, str]], SchedulerInfo | None], ...] = (
+    # mpirun may itself have been started by Slurm, so OpenMPI comes first.
+    _read_openmpi,
+    _read_slurm,
+    _read_kubernetes,
+    _read_plain_variables,
+)
+
+
+def expand_hostlist(nodes: str) -> Iterator[str]:
+    """Yield the names in a node list of Slurm.
+
+    >>> list(expand_hostlist("n[1-3,07],m5"))
+    ['n1', 'n2', 'n3', 'n07', 'm5']
+    """
+    found = (name for entry in re.findall(r"(?:[^,\[\]]|\[[^\]]*\])+", nodes) for name in _expand_hostlist_entry(entry.strip()))
+    for count, name in enumerate(found):
+        if count == _MAX_HOSTS:
+            return
+        yield name
+
+
+def _expand_hostlist_entry(entry: str) -> Iterator[str]:
+    before, bracket, rest = entry.partition("[")
+    if not bracket:
+        yield entry
+        return
+    inside, _, after = rest.partition("]")
+    for part in inside.split(","):
+        first, dash, last = part.strip().partition("-")
+        if dash and first.isdecimal() and last.isdecimal():
+            numbers: Iterator[str] = (str(number).zfill(len(first)) for number in range(int(first), int(last) + 1))
+        else:
+            numbers = iter((first,))
+        for number in numbers:
+            for tail in _expand_hostlist_entry(after):
+                yield f"{before}{number}{tail}"
+
+
+def _derive_port(job: str) -> int:
+    """Return a port for ``job``: the same port on every node, and very likely another port for another job."""
+    return _PORT_RANGE[zlib.crc32(job.encode()) % len(_PORT_RANGE)]
+
+
+def _read_master_port(env: Mapping[str, str]) -> int | None:
+    return _read_number(env, launch_protocol.MASTER_PORT)
+
+
+def _read_number(env: Mapping[str, str], name: str) -> int | None:
+    """Return a non-negative integer of ``env``; None if the variable is missing or not an integer."""
+    text = env.get(name, "").strip()
+    return int(text) if re.fullmatch(r"[0-9]{1,9}", text) else None

@@ -34,6 +34,61 @@ _GIVE_UP_S = 10.0
 
 
 @dataclass(slots=True, kw_only=True)
+class Diagnosis:
+    """Signs of a failure, until the root cause is determined.
+
+    Attributes:
+        decide_at: time at which the root cause is determined; None without a failure.
+        leave_deadline: time until which the determination waits for the exit of a rank that has left its peers.
+        closed_ranks: ranks that have left ``init_dist``'s block.
+        awaits_news: if True, the root cause is determined at ``decide_at`` even if no rank is left, because another node may
+            report the cause before.
+        hung: True while a hang is explained, so exits meanwhile are not failures.
+        exit_deadline: time by which a rank that raised an exception must have exited.
+        preempted_ranks: ranks whose script ended as preempted, after a save.
+        preemption_deadline: time by which all ranks must have exited after the first save.
+    """
+
+    decide_at: float | None = None
+    leave_deadline: float = 0.0
+    closed_ranks: set[int] = field(default_factory=set)
+    awaits_news: bool = False
+    hung: bool = False
+    exit_deadline: float | None = None
+    preempted_ranks: set[int] = field(default_factory=set)
+    preemption_deadline: float | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class Ending:
+    """Requests to end the ranks, and the deadlines that follow.
+
+    Attributes:
+        requested_signal: signal that requested the end of the job.
+        requested_at: time of the request.
+        force_requested: True after a repeated request.
+        orphans_signalled: True once processes without ranks got SIGTERM.
+        kill_at: time of SIGKILL.
+        give_up_at: time after which survivors of SIGKILL are ignored.
+    """
+
+    requested_signal: int | None = None
+    requested_at: float = 0.0
+    force_requested: bool = False
+    orphans_signalled: bool = False
+    kill_at: float | None = None
+    give_up_at: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchError:
+    """Failure that is not a rank's exit: lines for the user, and the exit code of the launcher."""
+
+    lines: tuple[str, ...]
+    code: int = 1
+
+
+@dataclass(slots=True, kw_only=True)
 class WorkerGroup:
     """State of the ranks of this node in one attempt.
 
@@ -44,26 +99,12 @@ class WorkerGroup:
         exits: exits by rank.
         unclaimed: exits by pid of processes that are not known as ranks.
         root_cause: the failure that caused all other failures.
-        launch_error: lines about a failure that is not a rank's exit.
-        launch_error_code: exit code for ``launch_error``.
-        requested_signal: signal that requested the end of the job.
-        requested_at: time of the request.
-        force_requested: True after a repeated request.
+        launch_error: failure that is not a rank's exit.
         stopping: True once the ranks were asked to end, so later exits are not failures.
         stopped_ranks: ranks that ran until they were asked to end.
-        orphans_signalled: True once processes without ranks got SIGTERM.
-        decide_at: time at which the root cause is determined.
-        leave_deadline: time until which the determination waits for the exit of a rank that has left its peers.
-        closed_ranks: ranks that have left ``init_dist``'s block.
-        awaits_news: if True, the root cause is determined at ``decide_at`` even if no rank is left, because another node may
-            report the cause before.
-        hung: True while a hang is explained, so exits meanwhile are not failures.
-        exit_deadline: time by which a rank that raised an exception must have exited.
-        preempted_ranks: ranks whose script ended as preempted, after a save.
-        preemption_deadline: time by which all ranks must have exited after the first save.
-        kill_at: time of SIGKILL.
-        give_up_at: time after which survivors of SIGKILL are ignored.
         remaining_pids: processes that run after all ranks exited.
+        diagnosis: signs of a failure.
+        ending: requests to end, and their deadlines.
     """
 
     plan: LaunchPlan
@@ -72,25 +113,12 @@ class WorkerGroup:
     exits: dict[int, RankExit] = field(default_factory=dict)
     unclaimed: dict[int, RankExit] = field(default_factory=dict)
     root_cause: RootCause | None = None
-    launch_error: tuple[str, ...] = ()
-    launch_error_code: int = 1
-    requested_signal: int | None = None
-    requested_at: float = 0.0
-    force_requested: bool = False
+    launch_error: LaunchError | None = None
     stopping: bool = False
     stopped_ranks: frozenset[int] = frozenset()
-    orphans_signalled: bool = False
-    decide_at: float | None = None
-    leave_deadline: float = 0.0
-    closed_ranks: set[int] = field(default_factory=set)
-    awaits_news: bool = False
-    hung: bool = False
-    exit_deadline: float | None = None
-    preempted_ranks: set[int] = field(default_factory=set)
-    preemption_deadline: float | None = None
-    kill_at: float | None = None
-    give_up_at: float | None = None
     remaining_pids: list[int] = field(default_factory=list)
+    diagnosis: Diagnosis = field(default_factory=Diagnosis)
+    ending: Ending = field(default_factory=Ending)
 
     @property
     def alive(self) -> list[int]:
@@ -108,7 +136,7 @@ class WorkerGroup:
 
     def has_given_up(self, now: float) -> bool:
         """Return True if some processes survived SIGKILL for too long."""
-        return self.give_up_at is not None and now >= self.give_up_at
+        return self.ending.give_up_at is not None and now >= self.ending.give_up_at
 
     def record_start(self, rank: int, pid: int, now: float) -> None:
         """Record the pid of a rank. If the attempt is stopping, the rank gets SIGTERM."""
@@ -125,7 +153,7 @@ class WorkerGroup:
         for pid, code in ended:
             if pid in ranks:
                 rank = ranks[pid]
-                ended_after_save = self.stopping and rank in self.preempted_ranks
+                ended_after_save = self.stopping and rank in self.diagnosis.preempted_ranks
                 self.exits[rank] = RankExit(
                     rank=rank, code=launch_protocol.PREEMPTED_EXIT_CODE if ended_after_save else code, at=now
                 )
@@ -134,25 +162,26 @@ class WorkerGroup:
 
     def advance(self, now: float) -> None:
         """Take every step that is due: determine the root cause, ask ranks to end, kill processes."""
-        if not self.stopping and not self.hung:
+        ending = self.ending
+        if not self.stopping and not self.diagnosis.hung:
             self._detect_failure(now)
         alive = self.alive
         self.remaining_pids = [] if alive else [pid for pid in processes.descendants() if pid not in self.services]
-        if self.remaining_pids and not self.orphans_signalled:
-            self.orphans_signalled = True
+        if self.remaining_pids and not ending.orphans_signalled:
+            ending.orphans_signalled = True
             self._signal_all(signal.SIGTERM)
-            if self.kill_at is None:
-                self.kill_at = now + self.plan.grace_after_failure_s
-        if self.kill_at is not None and now >= self.kill_at and not self.is_finished:
+            if ending.kill_at is None:
+                ending.kill_at = now + self.plan.grace_after_failure_s
+        if ending.kill_at is not None and now >= ending.kill_at and not self.is_finished:
             self._signal_all(signal.SIGKILL)
-            self.kill_at = now + _KILL_RETRY_S
-            if self.give_up_at is None:
-                self.give_up_at = now + _GIVE_UP_S
+            ending.kill_at = now + _KILL_RETRY_S
+            if ending.give_up_at is None:
+                ending.give_up_at = now + _GIVE_UP_S
 
     def fail(self, lines: Sequence[str], now: float, *, code: int = 1) -> None:
         """End the ranks because of a failure that is not a rank's exit."""
         if not self.stopping:
-            self.launch_error, self.launch_error_code = tuple(lines), code
+            self.launch_error = LaunchError(lines=tuple(lines), code=code)
             self._mark_as_failed()
             self.stop(now, signal.SIGTERM, self.plan.grace_after_failure_s)
 
@@ -163,7 +192,7 @@ class WorkerGroup:
         self.forward_signal(number)
         # A stopped process does not handle other signals.
         self.forward_signal(signal.SIGCONT)
-        self.kill_at = now + grace_s
+        self.ending.kill_at = now + grace_s
 
     def record_script_exit(self, rank: int, code: int, now: float) -> None:
         """Record that an exception ended a rank's script, and the resulting exit code.
@@ -171,10 +200,10 @@ class WorkerGroup:
         The process may take long to exit, or never exit, because of its threads and exit handlers.
         """
         if code == launch_protocol.PREEMPTED_EXIT_CODE:
-            self.preempted_ranks.add(rank)
+            self.diagnosis.preempted_ranks.add(rank)
             self._start_preemption_grace(now)
-        elif self.exit_deadline is None:
-            self.exit_deadline = now + self.plan.grace_after_failure_s
+        elif self.diagnosis.exit_deadline is None:
+            self.diagnosis.exit_deadline = now + self.plan.grace_after_failure_s
 
     def drop_ranks(self, ranks: Iterable[int]) -> None:
         """Drop ranks that were requested and will not start."""
@@ -188,55 +217,60 @@ class WorkerGroup:
 
     def request_stop(self, number: int, now: float) -> None:
         """Handle a request to end the job: forward the first request, kill at once after the second request."""
-        if self.requested_signal is None and self.alive:
-            self.requested_signal, self.requested_at = number, now
+        ending = self.ending
+        if ending.requested_signal is None and self.alive:
+            ending.requested_signal, ending.requested_at = number, now
             # After Ctrl-C the ranks do not print their tracebacks.
             if number == signal.SIGINT:
                 self._touch(launch_protocol.interrupted_file(self.plan.run_dir))
             # A rank that had failed before the request is the cause.
-            if self.decide_at is not None and not self.stopping:
+            if self.diagnosis.decide_at is not None and not self.stopping:
                 self.root_cause = self._find_root_cause()
             if self.stopping:
                 self.forward_signal(number)
             else:
                 self.stop(now, number, self.plan.grace_after_signal_s)
-        elif self.requested_signal is None or now - self.requested_at > REPEATED_SIGNAL_S:
-            self.force_requested = self.requested_signal is not None
-            self.requested_signal = self.requested_signal or number
-            self.stopping, self.kill_at = True, now
+        elif ending.requested_signal is None or now - ending.requested_at > REPEATED_SIGNAL_S:
+            ending.force_requested = ending.requested_signal is not None
+            ending.requested_signal = ending.requested_signal or number
+            self.stopping, ending.kill_at = True, now
 
     def kill_now(self) -> None:
         """Kill all processes without a request to end."""
-        self.stopping, self.kill_at = True, 0.0
+        self.stopping, self.ending.kill_at = True, 0.0
 
     def deadlines(self) -> list[float]:
         """Return the times of the next steps."""
-        due = [self.kill_at, self.give_up_at]
-        if not self.stopping and not self.hung:
-            due += [self.decide_at, self.exit_deadline, *([self.preemption_deadline] if self.alive else [])]
+        ending, signs = self.ending, self.diagnosis
+        due = [ending.kill_at, ending.give_up_at]
+        if not self.stopping and not signs.hung:
+            due += [signs.decide_at, signs.exit_deadline, *([signs.preemption_deadline] if self.alive else [])]
         return [at for at in due if at is not None]
 
     def _detect_failure(self, now: float) -> None:
         """Detect a failure of the ranks; if there is a failure, determine the root cause and ask the other ranks to end."""
-        exits, alive = self.exits.values(), self.alive
-        if self.decide_at is None and any(map(failure.is_failed_exit, exits)):
+        signs, exits, alive = self.diagnosis, self.exits.values(), self.alive
+        if signs.decide_at is None and any(map(failure.is_failed_exit, exits)):
             first = self._find_root_cause()
-            self.decide_at = now if first is not None and failure.is_certain_cause(first) else now + _FAILURE_COLLECT_S
-            self.leave_deadline = now + _LEAVING_S
-        if self.decide_at is not None and self.decide_at <= now < self.leave_deadline and self._is_rank_leaving():
-            self.decide_at = min(now + _FAILURE_COLLECT_S, self.leave_deadline)
-        if self.decide_at is not None and (now >= self.decide_at or not alive) and not self.awaits_news:
-            self._await_news(now)
-        if self.decide_at is None and self.exit_deadline is not None and now >= self.exit_deadline:
-            self.decide_at, self.exit_deadline = now if self._find_root_cause() is not None else None, None
+            signs.decide_at = now if first is not None and failure.is_certain_cause(first) else now + _FAILURE_COLLECT_S
+            signs.leave_deadline = now + _LEAVING_S
+        if signs.decide_at is not None and signs.decide_at <= now < signs.leave_deadline and self._is_rank_leaving():
+            signs.decide_at = min(now + _FAILURE_COLLECT_S, signs.leave_deadline)
+        if signs.decide_at is not None and (now >= signs.decide_at or not alive) and not signs.awaits_news:
+            cause = self._find_root_cause()
+            # The ranks of this node have only lost a connection, and other nodes may know the cause.
+            if self.plan.layout.nodes > 1 and cause is not None and failure.may_be_of_another_node(cause):
+                signs.decide_at, signs.awaits_news = now + NODE_NEWS_S, True
+        if signs.decide_at is None and signs.exit_deadline is not None and now >= signs.exit_deadline:
+            signs.decide_at, signs.exit_deadline = now if self._find_root_cause() is not None else None, None
         # Some programs exit as preempted without an announcement.
         if any(exit_.code == launch_protocol.PREEMPTED_EXIT_CODE for exit_ in exits):
             self._start_preemption_grace(now)
-        if self.decide_at is not None and (now >= self.decide_at or not (alive or self.awaits_news)):
+        if signs.decide_at is not None and (now >= signs.decide_at or not (alive or signs.awaits_news)):
             self.root_cause = self._find_root_cause()
             self._mark_as_failed()
             self.stop(now, signal.SIGTERM, self.plan.grace_after_failure_s)
-        elif self.decide_at is None and self.preemption_deadline is not None and now >= self.preemption_deadline and alive:
+        elif signs.decide_at is None and signs.preemption_deadline is not None and now >= signs.preemption_deadline and alive:
             self.stop(now, signal.SIGTERM, self.plan.grace_after_failure_s)
 
     def _is_rank_leaving(self) -> bool:
@@ -247,18 +281,12 @@ class WorkerGroup:
         cause = self._find_root_cause()
         if cause is None or cause.failure is None or not cause.failure.maybe_from_peer:
             return False
-        return bool(self.closed_ranks.intersection(self.alive) - {record.rank for record in self.read_failures()})
-
-    def _await_news(self, now: float) -> None:
-        """Wait for the news of other nodes if the ranks of this node have only lost a connection."""
-        cause = self._find_root_cause()
-        if self.plan.layout.nodes > 1 and cause is not None and failure.may_be_of_another_node(cause):
-            self.decide_at, self.awaits_news = now + NODE_NEWS_S, True
+        return bool(self.diagnosis.closed_ranks.intersection(self.alive) - {record.rank for record in self.read_failures()})
 
     def _start_preemption_grace(self, now: float) -> None:
         """Set the deadline of a stop for all ranks, from the exit of the first rank that has saved."""
-        if self.preemption_deadline is None:
-            self.preemption_deadline = now + self.plan.grace_after_signal_s
+        if self.diagnosis.preemption_deadline is None:
+            self.diagnosis.preemption_deadline = now + self.plan.grace_after_signal_s
 
     def _mark_as_failed(self) -> None:
         """Mark the job as failed, so that ranks that save on a stop request know that some ranks are missing."""

@@ -30,7 +30,7 @@ from dtrain.dist.rng import rng_state, set_rng_state
 from dtrain.errors import ConfigError
 from dtrain.planning.step_work import WorkCounter
 from dtrain.run_context import AsyncScalar
-from dtrain.testing.collective_counter import CollectiveCall, describe_collective
+from dtrain.testing.counters import CollectiveCall, describe_collective
 
 MAX_WORLD_SIZE = 4096
 """Largest number of simulated ranks, covered by tests."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from dtrain.monitors.flops import operation_flops
 
 if TYPE_CHECKING:
-    from dtrain.testing.collective_counter import CollectiveCall
+    from dtrain.testing.counters import CollectiveCall
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

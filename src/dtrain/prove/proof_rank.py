@@ -15,6 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TextIO
 
+from dtrain.launch.local_ranks import enter_rank
 from dtrain.launch.processes import die_with_parent
 from dtrain.prove.run_config import RunConfig
 
@@ -32,8 +33,7 @@ def run_rank(config_path: str, environment: Mapping[str, str]) -> None:
     """
     os.setsid()
     die_with_parent(os.getppid())
-    os.environ.clear()
-    os.environ.update(environment)
+    enter_rank(environment)
     rank, config = int(os.environ["RANK"]), RunConfig.read(Path(config_path))
     _redirect_output(Path(config.folder), rank)
     os.chdir(config.work_folder)
@@ -68,7 +68,6 @@ def _run(config: RunConfig, rank: int) -> int:
     from dtrain.prove.recording import RankRecorder
     from dtrain.prove.torch_hooks import observe_torch
 
-    torch.set_num_threads(1)
     # All ranks are forks of one process, whose generators would be equal. A script without a seed must show as one.
     torch.default_generator.seed()
     np.random.seed()

@@ -7,26 +7,19 @@ is ended with the run. Every run has a current folder of its own, which is a cop
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import shutil
 import signal
-import socket
-import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache
-from multiprocessing import forkserver
-from multiprocessing.connection import wait
 from multiprocessing.forkserver import ForkServer
 from multiprocessing.util import Finalize
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 from dtrain import launch_protocol
+from dtrain.launch.local_ranks import LocalRanks, wait_for_exits
 from dtrain.prove.proof_rank import run_rank
 from dtrain.prove.run_config import RunConfig
 
@@ -92,20 +85,10 @@ def _is_output(folder: Path) -> bool:
 @dataclass(slots=True, eq=False)
 class _Running:
     config: RunConfig
-    processes: list[Any]
-    reserved: socket.socket
+    ranks: LocalRanks
     started: float
-    codes: dict[int, int] = field(default_factory=dict)
-    deadline: float = 0.0
+    deadline: float
     timed_out: bool = False
-
-    def end(self) -> None:
-        for process in self.processes:
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.kill()
-            process.join()
-        self.reserved.close()
 
 
 def run_all(
@@ -135,39 +118,55 @@ def run_all(
                 running.append(_start(config, timeout_s))
                 used += config.ranks
             _wait(running)
-            for run in [run for run in running if len(run.codes) == len(run.processes)]:
+            for run in [run for run in running if not run.ranks.running]:
                 running.remove(run)
-                run.end()
+                run.ranks.end()
                 outcome = _outcome(run)
                 outcomes[run.config.name] = outcome
                 on_end(outcome)
     finally:
         for run in running:
-            run.end()
+            run.ranks.end()
     return outcomes
+
+
+def _start(config: RunConfig, timeout_s: float) -> _Running:
+    path, ranks = config.write(), LocalRanks(config.ranks)
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(launch_protocol.OWNED_PREFIXES)}
+    inherited |= {
+        launch_protocol.OMP_THREADS: "1",
+        # Compilation takes longer than the run, and changes rounding.
+        "TORCHDYNAMO_DISABLE": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
+    for rank in range(config.ranks):
+        ranks.fork_from_server(run_rank, str(path), ranks.environment(rank, inherited), server=_fork_server())
+    now = time.monotonic()
+    return _Running(config=config, ranks=ranks, started=now, deadline=now + timeout_s)
+
+
+@cache
+def _fork_server() -> ForkServer:
+    """Return the server of this process whose forks are the ranks of all proofs."""
+    server = ForkServer()
+    server.set_forkserver_preload(["dtrain.prove.preload"])
+    Finalize(None, server._stop, exitpriority=10)  # type: ignore[attr-defined]
+    return server
 
 
 def _wait(running: list[_Running]) -> None:
     """Wait for the exit of a rank, or for the deadline of a run, whose ranks are killed then."""
-    sentinels = {
-        process.sentinel: (run, rank) for run in running for rank, process in enumerate(run.processes) if rank not in run.codes
-    }
-    left = min(run.deadline for run in running) - time.monotonic()
-    for sentinel in wait(list(sentinels), timeout=max(0.0, left)):
-        run, rank = sentinels[sentinel]
-        run.processes[rank].join()
-        run.codes[rank] = code = run.processes[rank].exitcode
-        if code:
-            # The peers wait for this rank.
-            run.deadline = min(run.deadline, time.monotonic() + (0.5 if run.config.kill_after is not None else _SETTLE_S))
+    earliest = min(run.deadline for run in running)
+    wait_for_exits([run.ranks for run in running], max(0.0, earliest - time.monotonic()))
     for run in running:
-        if time.monotonic() >= run.deadline and len(run.codes) < len(run.processes):
-            run.timed_out = not any(run.codes.values())
-            for rank, process in enumerate(run.processes):
-                if rank not in run.codes:
-                    with suppress(ProcessLookupError, PermissionError):
-                        os.killpg(process.pid, signal.SIGKILL)
-                    process.kill()
+        now = time.monotonic()
+        if any(exit_.code for exit_ in run.ranks.exits.values()):
+            # The peers wait for this rank.
+            run.deadline = min(run.deadline, now + (0.5 if run.config.kill_after is not None else _SETTLE_S))
+        if now >= run.deadline and run.ranks.running:
+            run.timed_out = not any(exit_.code for exit_ in run.ranks.exits.values())
+            run.ranks.kill()
 
 
 def _outcome(run: _Running) -> RunOutcome:
@@ -183,7 +182,7 @@ def _outcome(run: _Running) -> RunOutcome:
         text = f"{first['error']} (rank {first['rank']}{', ' + first['where'] if first['where'] else ''})"
     return RunOutcome(
         config=run.config,
-        codes=tuple(run.codes[rank] for rank in range(len(run.processes))),
+        codes=tuple(run.ranks.exits[rank].code for rank in range(run.config.ranks)),
         error=text,
         timed_out=run.timed_out,
         seconds=time.monotonic() - run.started,
@@ -197,67 +196,3 @@ def _last_error_line(folder: Path) -> str | None:
         if written := [line for line in lines if line.strip()]:
             return written[-1].strip()[:300]
     return None
-
-
-def _start(config: RunConfig, timeout_s: float) -> _Running:
-    path = config.write()
-    context = multiprocessing.get_context("forkserver")
-    reserved = socket.socket()
-    # The socket is bound but does not listen: no other process gets the port, and rank 0 can still listen on it.
-    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    reserved.bind(("127.0.0.1", 0))
-    processes = []
-    for rank in range(config.ranks):
-        # The processes have children (loader workers), so they are no daemons.
-        process = context.Process(
-            target=run_rank, args=(str(path), _environment(rank, config.ranks, reserved.getsockname()[1])), daemon=False
-        )
-        with _own_fork_server():
-            process.start()
-        processes.append(process)
-    now = time.monotonic()
-    return _Running(config=config, processes=processes, reserved=reserved, started=now, deadline=now + timeout_s)
-
-
-@cache
-def _fork_server() -> ForkServer:
-    """Return the server of this process whose forks are the ranks of all proofs."""
-    server = ForkServer()
-    server.set_forkserver_preload(["dtrain.prove.preload"])
-    Finalize(None, server._stop, exitpriority=10)  # type: ignore[attr-defined]
-    return server
-
-
-@contextmanager
-def _own_fork_server() -> Iterator[None]:
-    """Start processes as forks of the proofs' own server. Mutates: ``multiprocessing``, and the main module, in the context.
-
-    The server of ``multiprocessing`` may run already, with other modules. A fork would import the main module, which has
-    nothing to do with the script.
-    """
-    connect, main = forkserver.connect_to_new_process, sys.modules["__main__"]
-    forkserver.connect_to_new_process = _fork_server().connect_to_new_process
-    sys.modules["__main__"] = ModuleType("__main__")
-    try:
-        yield
-    finally:
-        sys.modules["__main__"] = main
-        forkserver.connect_to_new_process = connect
-
-
-def _environment(rank: int, ranks: int, port: int) -> dict[str, str]:
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith(launch_protocol.OWNED_PREFIXES)}
-    rank_environment = launch_protocol.rank_environment(
-        rank=rank, world_size=ranks, local_rank=rank, local_world_size=ranks, node_rank=0, nodes=1, addr="127.0.0.1", port=port
-    )
-    return {
-        **inherited,
-        **rank_environment,
-        launch_protocol.LOOPBACK: "1",
-        launch_protocol.GLOO_INTERFACE: "lo0" if sys.platform == "darwin" else "lo",
-        launch_protocol.OMP_THREADS: "1",
-        # Compilation takes longer than the run, and changes rounding.
-        "TORCHDYNAMO_DISABLE": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-        "PYTHONDONTWRITEBYTECODE": "1",
-    }

@@ -17,17 +17,17 @@ from typing import TYPE_CHECKING
 from dtrain.lazy_imports import attach
 
 if TYPE_CHECKING:
-    from dtrain.testing.collective_counter import CollectiveCall as CollectiveCall
-    from dtrain.testing.collective_counter import CollectiveRecords as CollectiveRecords
-    from dtrain.testing.collective_counter import count_collectives as count_collectives
+    from dtrain.testing.checks import MemoryBudget as MemoryBudget
+    from dtrain.testing.checks import check_loss_fn as check_loss_fn
+    from dtrain.testing.checks import memory_budget as memory_budget
+    from dtrain.testing.counters import CollectiveCall as CollectiveCall
+    from dtrain.testing.counters import CollectiveRecords as CollectiveRecords
+    from dtrain.testing.counters import HostSync as HostSync
+    from dtrain.testing.counters import HostSyncRecords as HostSyncRecords
+    from dtrain.testing.counters import count_collectives as count_collectives
+    from dtrain.testing.counters import count_host_syncs as count_host_syncs
     from dtrain.testing.fault_injection import FaultPoint as FaultPoint
     from dtrain.testing.fault_injection import inject_fault as inject_fault
-    from dtrain.testing.host_syncs import HostSync as HostSync
-    from dtrain.testing.host_syncs import HostSyncRecords as HostSyncRecords
-    from dtrain.testing.host_syncs import count_host_syncs as count_host_syncs
-    from dtrain.testing.loss_check import check_loss_fn as check_loss_fn
-    from dtrain.testing.memory_budgets import MemoryBudget as MemoryBudget
-    from dtrain.testing.memory_budgets import memory_budget as memory_budget
     from dtrain.testing.ranks import Ranks as Ranks
     from dtrain.testing.ranks import run_ranks as run_ranks
 

@@ -119,7 +119,12 @@ def inject_fault(
 
     def fire() -> None:
         if point._count_call(call):
-            _perform(action, error or OSError(errno.EIO, f"injected fault at {at}, call {point.calls}"), seconds)
+            if action == "raise":
+                raise error or OSError(errno.EIO, f"injected fault at {at}, call {point.calls}")
+            if action == "delay":
+                time.sleep(seconds)
+            else:
+                os.kill(os.getpid(), signal.SIGKILL if action == "kill" else signal.SIGSTOP)
 
     with _hook_optimizer_step(fire, when) if at == _OPTIMIZER else patch_calls(path, **{when: fire}):
         yield point
@@ -144,15 +149,6 @@ def _check_arguments(
     if error is not None and not isinstance(error, BaseException):
         raise ConfigError(f"inject_fault: error must be an exception, got {error!r}. Write error=OSError('disk full').")
     check_number("inject_fault", "seconds", seconds, minimum=0, advice="Or use 'stop'.")
-
-
-def _perform(action: FaultAction, error: BaseException, seconds: float) -> None:
-    if action == "raise":
-        raise error
-    if action == "delay":
-        time.sleep(seconds)
-    else:
-        os.kill(os.getpid(), signal.SIGKILL if action == "kill" else signal.SIGSTOP)
 
 
 @contextmanager
@@ -182,7 +178,14 @@ def patch_calls(
     owner, names = _find_owner(path)
     own = names[0] in getattr(owner, "__dict__", {})
     original = inspect.getattr_static(owner, names[0], None)
-    _set_attribute(owner, names[0], _make_replacement(owner, names, before or _do_nothing, after or _do_nothing), path)
+    replacement = _make_replacement(owner, names, before or _do_nothing, after or _do_nothing)
+    try:
+        setattr(owner, names[0], replacement)
+    except (TypeError, AttributeError):
+        raise ConfigError(
+            f"inject_fault: {path!r} belongs to {getattr(owner, '__name__', owner)}, which is built in and cannot be changed. "
+            "Use a function that calls it."
+        ) from None
     try:
         yield
     finally:
@@ -278,16 +281,6 @@ def _call_around(function: Callable[..., Any], before: Callable[[], None], after
         return result
 
     return wrapper
-
-
-def _set_attribute(owner: Any, name: str, value: Any, path: str) -> None:
-    try:
-        setattr(owner, name, value)
-    except (TypeError, AttributeError):
-        raise ConfigError(
-            f"inject_fault: {path!r} belongs to {getattr(owner, '__name__', owner)}, which is built in and cannot be changed. "
-            "Use a function that calls it."
-        ) from None
 
 
 def _do_nothing() -> None:

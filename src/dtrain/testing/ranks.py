@@ -7,26 +7,31 @@ are forked from a server process that has imported torch and nothing else, so a 
 
 from __future__ import annotations
 
+import faulthandler
+import importlib.util
 import json
 import multiprocessing
 import os
-import socket
+import shutil
+import signal
 import sys
 import tempfile
 import time
 import weakref
-from collections.abc import Callable, Collection
-from contextlib import suppress
-from dataclasses import dataclass, field
-from multiprocessing.connection import Connection, wait
+from collections.abc import Callable, Collection, Mapping
+from contextlib import nullcontext, suppress
+from dataclasses import replace
+from multiprocessing.connection import Connection
 from pathlib import Path
-from types import TracebackType
+from types import ModuleType, TracebackType
 from typing import Any
 
 from dtrain import launch_protocol
 from dtrain.arguments import check_int
+from dtrain.dist.init import init_dist
 from dtrain.errors import ConfigError, RankError
-from dtrain.testing.rank_worker import STACK_SIGNAL, kill_orphaned_ranks, run_worker
+from dtrain.launch.failure import RootCause, is_failed_exit
+from dtrain.launch.local_ranks import LocalRanks, enter_rank, find_first_failure, report_failure, wait_for_exits
 from dtrain.typing import Plain
 
 RankFn = Callable[..., Plain]
@@ -100,7 +105,7 @@ class Ranks:
     def __init__(self, world_size: int, *, device: str | None = None) -> None:
         self.world_size = check_int("Ranks", "world_size", world_size)
         self.device = device
-        self._pool: RankProcesses | None = None
+        self._pool: _RankPool | None = None
         self._end: weakref.finalize[..., Ranks] | None = None
 
     def __enter__(self) -> Ranks:
@@ -112,9 +117,12 @@ class Ranks:
     def run(self, fn: RankFn, *args: Plain, timeout_s: float = 120.0) -> list[Any]:
         """Run ``fn(*args)`` on every rank and return the results by rank; see ``run_ranks``."""
         task = _encode_task({**_function_address(fn), "args": args}, fn.__qualname__)
-        pool = self._open()
+        if self._pool is None:
+            self._pool = _RankPool(self.world_size, self.device)
+            # Ranks that are not closed would keep the interpreter from exiting.
+            self._end = weakref.finalize(self, self._pool.end, kill=True)
         try:
-            return _TaskRun(pool, fn.__qualname__, timeout_s).results(task)
+            return self._pool.run(task, fn.__qualname__, timeout_s)
         except BaseException:
             self.close(kill=True)
             raise
@@ -125,97 +133,6 @@ class Ranks:
         if pool is not None and self._end is not None:
             self._end.detach()
             pool.end(kill=kill)
-
-    def _open(self) -> RankProcesses:
-        if self._pool is None:
-            self._pool = RankProcesses.start(self.world_size, self.device)
-            # Ranks that are not closed would keep the interpreter from exiting.
-            self._end = weakref.finalize(self, self._pool.end, kill=True)
-        return self._pool
-
-
-_DIED, _RAISED, _PEER_LOST = range(3)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _RankFailure:
-    """Failure of one rank.
-
-    ``order`` sorts failures by their probable cause: a death first, then an error, then an error out of a collective; then by
-    time (of the system's monotonic clock, which all processes share).
-    """
-
-    rank: int
-    order: tuple[int, float]
-    text: str
-
-    @property
-    def is_root_cause(self) -> bool:
-        return self.order[0] < _PEER_LOST
-
-
-class _TaskRun:
-    """Run of one function on all ranks of a pool, with its results or failures."""
-
-    def __init__(self, pool: RankProcesses, name: str, timeout_s: float) -> None:
-        self._pool, self._name, self._timeout_s = pool, name, timeout_s
-        self._waiting = dict(enumerate(pool.pipes))
-        self._results: dict[int, Any] = {}
-        self._failures: list[_RankFailure] = []
-
-    def results(self, task: bytes) -> list[Any]:
-        for rank, pipe in enumerate(self._pool.pipes):
-            try:
-                pipe.send_bytes(task)
-            except BrokenPipeError:
-                raise RankError(f"{self._describe_rank(rank)} {self._pool.describe_exit(rank)}") from None
-        self._collect(time.monotonic() + self._timeout_s)
-        if self._failures:
-            raise self._failure_error()
-        if self._waiting:
-            raise self._timeout_error()
-        return [self._results[rank] for rank in range(len(self._results))]
-
-    def _collect(self, deadline: float) -> None:
-        """Read answers until all arrived, the time is over, or the root cause of a failure is known."""
-        while self._waiting:
-            ready = wait(list(self._waiting.values()), timeout=max(0.0, deadline - time.monotonic()))
-            if not ready:
-                return
-            for rank in [r for r, pipe in self._waiting.items() if pipe in ready]:
-                self._receive(rank)
-            if self._failures:
-                settled = any(failure.is_root_cause for failure in self._failures)
-                deadline = min(deadline, time.monotonic() + (SETTLE_S if settled else ROOT_CAUSE_WAIT_S))
-
-    def _receive(self, rank: int) -> None:
-        try:
-            answer = json.loads(self._waiting.pop(rank).recv_bytes())
-        except (EOFError, ConnectionResetError):
-            order = (_DIED, time.monotonic())
-            self._failures.append(_RankFailure(rank=rank, order=order, text=self._pool.describe_exit(rank)))
-            return
-        if "error" in answer:
-            order = (_PEER_LOST if answer["peer_lost"] else _RAISED, answer["at"])
-            self._failures.append(_RankFailure(rank=rank, order=order, text=f"raised\n{answer['error']}"))
-        else:
-            self._results[rank] = answer["result"]
-
-    def _failure_error(self) -> RankError:
-        first, *others = sorted(self._failures, key=lambda failure: failure.order)
-        lines = [f"{self._describe_rank(first.rank)} {first.text.rstrip()}"]
-        lines += [f"rank {other.rank} failed after it: {other.text.splitlines()[-1]}" for other in others]
-        if self._waiting and not first.is_root_cause:
-            lines.append(f"ranks {sorted(self._waiting)} had not finished:\n{self._pool.describe_stacks(self._waiting)}")
-        return RankError("\n".join(lines))
-
-    def _timeout_error(self) -> RankError:
-        waiting = f"ranks {sorted(self._waiting)} of {len(self._pool.pipes)}"
-        stacks = self._pool.describe_stacks(self._waiting)
-        return RankError(f"run_ranks: {self._name}: {waiting} did not finish within {self._timeout_s:g} s\n{stacks}")
-
-    def _describe_rank(self, rank: int) -> str:
-        return f"run_ranks: {self._name}: rank {rank} of {len(self._pool.pipes)}"
 
 
 def _function_address(fn: RankFn) -> dict[str, str]:
@@ -240,104 +157,170 @@ START_TIMEOUT_S = 120.0
 STACK_TIMEOUT_S = 5.0
 # Time for the last collective and for closing the process groups. Seconds.
 END_TIMEOUT_S = 30.0
+# Time until the exit of a rank whose pipe has closed. Seconds.
+_EXIT_TIMEOUT_S = 10.0
+# Modules of the server that ranks are forked from.
+_PRELOADED = ["dtrain.testing.ranks", "torch.distributed.fsdp", "torch.testing"]
 
 
-@dataclass(slots=True, eq=False)
-class RankProcesses:
-    """Rank processes with an open process group, a pipe to each, and the reaper that ends them if the caller is killed."""
+class _RankPool:
+    """Rank processes with an open process group, a pipe to each, and the reaper that ends them if the caller is killed.
 
-    stack_folder: tempfile.TemporaryDirectory[str]
-    processes: list[Any] = field(default_factory=list)
-    pipes: list[Connection[Any, Any]] = field(default_factory=list)
-    reaper: tuple[Any, Connection[Any, Any]] | None = None
+    Raises:
+        RankError: a rank died, or did not start in time; no process is left then.
+    """
 
-    @classmethod
-    def start(cls, world_size: int, device: str | None) -> RankProcesses:
-        """Start ``world_size`` ranks and wait until they are ready.
-
-        Raises:
-            RankError: a rank died, or did not start in time; no process is left then.
-        """
-        pool = cls(tempfile.TemporaryDirectory(prefix="dtrain-ranks-"))
+    def __init__(self, world_size: int, device: str | None) -> None:
+        self._stack_folder = tempfile.TemporaryDirectory(prefix="dtrain-ranks-")
+        self._ranks = LocalRanks(world_size)
+        self._pipes: list[Connection[Any, Any]] = []
+        self._reaper: tuple[Any, Connection[Any, Any]] | None = None
         try:
-            pool._start(world_size, device)
-        except BaseException:
-            pool.end(kill=True)
-            raise
-        return pool
-
-    def _start(self, world_size: int, device: str | None) -> None:
-        context = _forkserver_context()
-        with socket.socket() as reserved:
-            # The socket is bound but does not listen: no other process gets the port, and rank 0 can still listen on it.
-            reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            reserved.bind(("127.0.0.1", 0))
-            for rank in range(world_size):
-                env = _rank_environment(rank, world_size, reserved.getsockname()[1])
-                process, pipe = _start_process(context, run_worker, env, str(self._stack_file(rank)), device)
-                self.processes.append(process)
-                self.pipes.append(pipe)
-            self.reaper = _start_process(
-                context, kill_orphaned_ranks, [process.pid for process in self.processes], self.stack_folder.name
-            )
+            self._start(device)
             self._await_ready()
+        except BaseException:
+            self.end(kill=True)
+            raise
+
+    def _start(self, device: str | None) -> None:
+        context: Any = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(_PRELOADED)
+        # The fork server keeps the environment of its own start, so the current one is passed on.
+        inherited = {name: value for name, value in os.environ.items() if name != launch_protocol.AGENT_STORE}
+        for rank in range(self._ranks.world_size):
+            environment = self._ranks.environment(rank, {**inherited, launch_protocol.OMP_THREADS: "1"})
+            ours, theirs = context.Pipe()
+            self._pipes.append(ours)
+            with theirs:
+                self._ranks.fork_from_server(run_worker, theirs, environment, str(self._stack_file(rank)), device)
+        ours, theirs = context.Pipe()
+        pids = [process.pid for process in self._ranks.processes]
+        with theirs:
+            reaper = context.Process(target=kill_orphaned_ranks, args=(theirs, pids, self._stack_folder.name))
+            reaper.start()
+        self._reaper = reaper, ours
 
     def _await_ready(self) -> None:
         deadline = time.monotonic() + START_TIMEOUT_S
-        waiting = dict(enumerate(self.pipes))
+        waiting = dict(enumerate(self._pipes))
         while waiting:
-            ready = wait(list(waiting.values()), timeout=max(0.0, deadline - time.monotonic()))
-            if not ready:
+            if time.monotonic() >= deadline:
                 raise RankError(
-                    f"run_ranks: ranks {sorted(waiting)} of {len(self.pipes)} did not start within {START_TIMEOUT_S:g} s. "
+                    f"run_ranks: ranks {sorted(waiting)} of {len(self._pipes)} did not start within {START_TIMEOUT_S:g} s. "
                     "Run fewer ranks on a busy machine."
                 )
-            for rank in [r for r, pipe in waiting.items() if pipe in ready]:
-                try:
-                    waiting.pop(rank).recv_bytes()
-                except EOFError:
+            for rank, message in self._receive(waiting, deadline):
+                if message is None:
                     raise RankError(
-                        f"run_ranks: rank {rank} of {len(self.pipes)} {self.describe_exit(rank)} before it was ready. See its "
-                        "output."
-                    ) from None
+                        f"run_ranks: rank {rank} of {len(self._pipes)} {self._describe_exit(rank)} before it was ready. See "
+                        "its output."
+                    )
+
+    def run(self, task: bytes, name: str, timeout_s: float) -> list[Any]:
+        """Run a task on all ranks and return the results by rank.
+
+        Raises:
+            RankError: a rank raised, died, or did not finish in time.
+        """
+        for rank, pipe in enumerate(self._pipes):
+            try:
+                pipe.send_bytes(task)
+            except BrokenPipeError:
+                raise RankError(f"run_ranks: {name}: rank {rank} of {len(self._pipes)} {self._describe_exit(rank)}") from None
+        waiting, answers = dict(enumerate(self._pipes)), dict[int, dict[str, Any]]()
+        died: set[int] = set()
+        cause: RootCause | None = None
+        deadline = time.monotonic() + timeout_s
+        while waiting and time.monotonic() < deadline:
+            for rank, message in self._receive(waiting, deadline):
+                if message is None:
+                    died.add(rank)
+                else:
+                    answers[rank] = json.loads(message)
+            cause = self._find_cause(died, answers)
+            if cause is not None:
+                settle_s = ROOT_CAUSE_WAIT_S if _follows_peer(cause, answers) else SETTLE_S
+                deadline = min(deadline, time.monotonic() + settle_s)
+        if cause is not None:
+            raise RankError(f"run_ranks: {name}: {self._describe_failures(cause, died, answers, waiting)}")
+        if waiting:
+            ranks, stacks = f"ranks {sorted(waiting)} of {len(self._pipes)}", self._describe_stacks(waiting)
+            raise RankError(f"run_ranks: {name}: {ranks} did not finish within {timeout_s:g} s\n{stacks}")
+        return [answers[rank]["result"] for rank in range(len(self._pipes))]
+
+    def _receive(self, waiting: dict[int, Connection[Any, Any]], deadline: float) -> list[tuple[int, bytes | None]]:
+        """Wait for messages of ranks, and return them with their ranks; None for a rank that has died.
+
+        Mutates: ``waiting``, which loses these ranks.
+        """
+        ready = wait_for_exits([self._ranks], max(0.0, deadline - time.monotonic()), waiting.values())
+        messages: list[tuple[int, bytes | None]] = []
+        for rank in [rank for rank, pipe in waiting.items() if pipe in ready or rank in self._ranks.exits]:
+            pipe = waiting.pop(rank)
+            try:
+                # A process of a dead rank may keep the pipe open.
+                messages.append((rank, pipe.recv_bytes() if pipe.poll() else None))
+            except (EOFError, ConnectionResetError):
+                messages.append((rank, None))
+        return messages
+
+    def _find_cause(self, died: Collection[int], answers: Mapping[int, dict[str, Any]]) -> RootCause | None:
+        for rank in died:
+            self._await_exit(rank)
+        exits = [self._ranks.exits[rank] for rank in died if rank in self._ranks.exits]
+        # A rank that leaves with code 0 in the middle of a task has failed, too.
+        return find_first_failure([exit_ if is_failed_exit(exit_) else replace(exit_, code=1) for exit_ in exits], answers)
+
+    def _describe_failures(
+        self, cause: RootCause, died: Collection[int], answers: Mapping[int, dict[str, Any]], waiting: Collection[int]
+    ) -> str:
+        texts = {rank: self._describe_exit(rank) for rank in died}
+        texts |= {
+            rank: f"raised\n{answer['failure']['traceback_text']}" for rank, answer in answers.items() if "failure" in answer
+        }
+        lines = [f"rank {cause.rank} of {len(self._pipes)} {texts.pop(cause.rank).rstrip()}"]
+        lines += [f"rank {rank} failed after it: {text.splitlines()[-1]}" for rank, text in texts.items()]
+        if waiting and _follows_peer(cause, answers):
+            lines.append(f"ranks {sorted(waiting)} had not finished:\n{self._describe_stacks(waiting)}")
+        return "\n".join(lines)
 
     def end(self, *, kill: bool = False) -> None:
         """End the processes: close their process groups first, or kill them at once if ``kill`` is True."""
-        for pipe in self.pipes:
+        for pipe in self._pipes:
             pipe.close()
-        deadline = time.monotonic() + (0.0 if kill else END_TIMEOUT_S)
-        for process in self.processes:
-            process.join(max(0.0, deadline - time.monotonic()))
-        for process in self.processes:
-            # A kill also ends a stopped process, and does nothing to one that has ended.
-            process.kill()
-            process.join()
-        if self.reaper is not None:
-            process, pipe = self.reaper
+        if not kill:
+            self._ranks.wait_until_exit(END_TIMEOUT_S)
+        self._ranks.end()
+        if self._reaper is not None:
+            process, pipe = self._reaper
             # The reaper may have been killed, too.
             with suppress(BrokenPipeError):
                 pipe.send_bytes(b"done")
             process.join()
             pipe.close()
-        self.stack_folder.cleanup()
+        self._stack_folder.cleanup()
 
-    def describe_exit(self, rank: int) -> str:
-        """Return the exit of a rank whose pipe has closed: ``"died with exit code 3"``."""
-        process = self.processes[rank]
-        process.join(10)
-        return f"died with exit code {process.exitcode}"
+    def _describe_exit(self, rank: int) -> str:
+        """Describe the exit of a rank whose pipe has closed: ``died with exit code 3``."""
+        self._await_exit(rank)
+        return f"died with exit code {self._ranks.exits[rank].code if rank in self._ranks.exits else None}"
 
-    def describe_stacks(self, ranks: Collection[int]) -> str:
+    def _await_exit(self, rank: int) -> None:
+        deadline = time.monotonic() + _EXIT_TIMEOUT_S
+        while rank not in self._ranks.exits and (rest_s := deadline - time.monotonic()) > 0:
+            wait_for_exits([self._ranks], rest_s)
+
+    def _describe_stacks(self, ranks: Collection[int]) -> str:
         """Return the call stacks of ranks that do not answer, or that a signal has stopped them."""
         for rank in ranks:
             # The rank may have just died.
             with suppress(ProcessLookupError):
-                os.kill(self.processes[rank].pid, STACK_SIGNAL)
+                os.kill(self._ranks.processes[rank].pid, STACK_SIGNAL)
         deadline = time.monotonic() + STACK_TIMEOUT_S
         return "\n".join(f"rank {rank}:\n{self._describe_stack(rank, deadline)}" for rank in ranks)
 
     def _describe_stack(self, rank: int, deadline: float) -> str:
-        if _is_stopped(self.processes[rank].pid):
+        if _is_stopped(self._ranks.processes[rank].pid):
             return "(stopped by a signal, so it runs no code)"
         text = None
         while time.monotonic() < deadline:
@@ -349,40 +332,12 @@ class RankProcesses:
         return text or "(no stack)"
 
     def _stack_file(self, rank: int) -> Path:
-        return Path(self.stack_folder.name) / f"rank-{rank}.txt"
+        return Path(self._stack_folder.name) / f"rank-{rank}.txt"
 
 
-def _start_process(context: Any, target: Any, *args: Any) -> tuple[Any, Connection[Any, Any]]:
-    """Start a process that runs ``target(pipe, *args)``, and return it with the caller's end of the pipe."""
-    ours, theirs = context.Pipe()
-    # A rank may have children (loader workers), so it is no daemon.
-    process = context.Process(target=target, args=(theirs, *args), daemon=False)
-    process.start()
-    theirs.close()
-    return process, ours
-
-
-def _forkserver_context() -> Any:
-    """Return a context whose processes are forked from one clean process with torch loaded and a single thread."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["dtrain.testing.rank_worker", "torch.distributed.fsdp", "torch.testing"])
-    return context
-
-
-def _rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
-    rank_env = launch_protocol.rank_environment(
-        rank=rank, world_size=world_size, local_rank=rank, local_world_size=world_size, node_rank=0, nodes=1,
-        addr="127.0.0.1", port=port,
-    )  # fmt: skip
-    loopback = "lo0" if sys.platform == "darwin" else "lo"
-    # The fork server keeps the environment of its own start, so the current one is passed on.
-    return {
-        **os.environ,
-        **rank_env,
-        launch_protocol.LOOPBACK: "1",
-        launch_protocol.GLOO_INTERFACE: loopback,
-        launch_protocol.OMP_THREADS: "1",
-    }
+def _follows_peer(cause: RootCause, answers: Mapping[int, dict[str, Any]]) -> bool:
+    """Return True if the first failure so far is that of a rank that only lost a peer."""
+    return cause.rank in answers and bool(answers[cause.rank]["follows_peer"])
 
 
 def _is_stopped(pid: int) -> bool:
@@ -392,3 +347,88 @@ def _is_stopped(pid: int) -> bool:
     except OSError:
         return False
     return after_name.split()[0] in ("T", "t")
+
+
+# A signal that no tested code uses.
+STACK_SIGNAL = getattr(signal, "SIGRTMAX", signal.SIGUSR2)
+
+
+def run_worker(pipe: Connection[Any, Any], environment: dict[str, str], stack_file: str, device: str | None) -> None:
+    """Run a rank: open the process group, then run tasks until the pipe closes. ``STACK_SIGNAL`` writes the call stacks.
+
+    If ``device`` is not None, tensors that a task makes are on the rank's device.
+    """
+    enter_rank(environment)
+    with (
+        init_dist(device=device or "cpu", backend="gloo", init_timeout_s=120) as info,
+        open(stack_file, "w") as stacks,
+        nullcontext() if device is None else info.device,
+    ):
+        # Stacks are written on a signal. faulthandler's timer would read running threads, which has crashed slow ranks.
+        faulthandler.register(STACK_SIGNAL, file=stacks)
+        pipe.send_bytes(b"ready")
+        while True:
+            try:
+                task = json.loads(pipe.recv_bytes())
+            except (EOFError, ConnectionResetError):
+                return
+            try:
+                pipe.send_bytes(_run_task(task, info.rank))
+            # The caller gave up on this task.
+            except (BrokenPipeError, ConnectionResetError):
+                os._exit(1)
+
+
+def kill_orphaned_ranks(pipe: Connection[Any, Any], ranks: list[int], folder: str) -> None:
+    """Wait for a message on the pipe; if the pipe closes without one, the caller was killed: kill the ranks.
+
+    The function runs in its own process, because a rank that is stopped or busy in C runs no thread. The kernel's parent death
+    signal does not help, because the ranks are children of the fork server.
+
+    Mutates: the ranks' folder, which is removed after a kill.
+    """
+    # Ctrl-C reaches all processes of the terminal; the caller decides which ones end.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        pipe.recv_bytes()
+    except (EOFError, ConnectionResetError):
+        for pid in ranks:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        # A dying rank may still write there.
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _run_task(task: dict[str, Any], rank: int) -> bytes:
+    try:
+        fn: Any = _load_module(Path(task["file"]))
+        for part in task["name"].split("."):
+            fn = getattr(fn, part)
+        result = fn(*task["args"])
+        try:
+            return json.dumps({"result": result}).encode()
+        except (TypeError, ValueError, RecursionError) as problem:
+            raise ConfigError(
+                f"run_ranks: {task['name']}: a result must be plain data (numbers, text, lists, dicts): {problem}. "
+                "Return numbers instead of tensors."
+            ) from None
+    # Every failure of a rank is reported to the caller, which raises it.
+    except BaseException as error:  # noqa: BLE001
+        return json.dumps(report_failure(rank, error)).encode()
+
+
+def _load_module(file: Path) -> ModuleType:
+    """Return the module in ``file``, imported once per process under its own name."""
+    name = f"dtrain_ranks_{file.stem}_{abs(hash(file))}"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, file)
+        if spec is None or spec.loader is None:
+            raise ConfigError(f"run_ranks: cannot import {file}. Define the function at the top level of a file.")
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        # The folder goes last, so that its files do not hide other modules of the caller.
+        sys.path.append(str(file.parent))
+        spec.loader.exec_module(module)
+    return sys.modules[name]

@@ -24,12 +24,12 @@ from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
 from dtrain import launch_protocol
+from dtrain.launch.local_ranks import reserve_port
 from dtrain.launch.processes import become_subreaper, descendants, die_with_parent, reap_children
-from dtrain.launch.spawn_function import reserve_port
 
 LONG_S = 300.0  # how long a busy test machine may take
 _PRELOAD = [
-    "dtrain.testing.rank_worker",
+    "dtrain.testing.ranks",
     "torch.distributed.fsdp",
     "torch.testing",
 ]  # as dtrain.testing does: one server for both

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from dtrain.launch.hang.explain import explain_stall
-from dtrain.launch.hang.rank_records import RankEvidence, RankProgress, parse_rank_record
+from dtrain.launch.hang_report import explain_stall
+from dtrain.launch.rank_records import RankEvidence, RankProgress, parse_rank_record
 
 REPORT = Path("/runs/1/hang/report.txt")
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from dtrain.launch.hang.watchdog import ProgressTimer
 from dtrain.launch.heartbeats import ProgressKind, ProgressRecord
+from dtrain.launch.watchdog import ProgressTimer
 
 
 def pulse(kind: ProgressKind, rank: int, at: float, value: int = 0, doing: str = "") -> ProgressRecord:

@@ -17,15 +17,9 @@ import pytest
 
 from dtrain import launch_protocol
 from dtrain.errors import ConfigError, DistError
-from dtrain.launch.hang import query
-from dtrain.launch.hang.query import LauncherAddress, announce_launcher, explain_hang, withdraw_launcher
-from dtrain.launch.hang.rank_records import (
-    LauncherRecord,
-    RankEvidence,
-    RankProgress,
-    read_launcher_records,
-    write_launcher_record,
-)
+from dtrain.launch import hang_report
+from dtrain.launch.hang_report import LauncherAddress, announce_launcher, explain_hang, withdraw_launcher
+from dtrain.launch.rank_records import LauncherRecord, RankEvidence, RankProgress, read_launcher_records, write_launcher_record
 from dtrain.testing.fault_injection import patch_calls
 
 TIMEOUT_S = 4
@@ -34,7 +28,7 @@ SCRIPT = """
     import os, pathlib, sys, threading, time
     import torch, torch.distributed as dist
     import dtrain as dt
-    from dtrain.launch.hang.query import explain_hang
+    from dtrain.launch.hang_report import explain_hang
 
     here = pathlib.Path(os.environ["FOLDER"])
 
@@ -255,7 +249,7 @@ def test_explain_hang_without_folder_or_launcher_raises_config_error(tmp_path, m
 def announced(folder: Path, pid: int) -> None:
     path = folder / "hang" / "launcher-00000.pid"
     path.parent.mkdir()
-    started = query._process_start_ticks(pid)
+    started = hang_report._process_start_ticks(pid)
     path.write_text(
         json.dumps(asdict(LauncherAddress(pid=pid, start_ticks=started, host=socket.gethostname(), report="report.txt")))
     )
@@ -284,7 +278,7 @@ def test_stacks_removed_while_reading_are_still_explained(tmp_path):
     def remove() -> None:
         stacks.unlink(missing_ok=True)
 
-    with patch_calls("dtrain.launch.hang.query.collect_evidence", after=remove):
+    with patch_calls("dtrain.launch.hang_report.collect_evidence", after=remove):
         assert "rank 0" in explain_hang(tmp_path)
     assert not stacks.exists()
 
@@ -303,12 +297,12 @@ def test_unresponsive_or_dead_launcher_raises_error(tmp_path, monkeypatch):
         announced_in = tmp_path / name
         announced_in.mkdir()
         announced(announced_in, process.pid)
-    monkeypatch.setattr(query, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(hang_report, "PATIENCE_S", 0.2)
     with pytest.raises(
         DistError, match=rf"process {deaf.pid}, did not answer within 0.2 s. Its ranks do not run, or the launcher is stopped"
     ):
         explain_hang(tmp_path / "deaf")
-    monkeypatch.setattr(query, "PATIENCE_S", 60.0)
+    monkeypatch.setattr(hang_report, "PATIENCE_S", 60.0)
     with pytest.raises(DistError, match=rf"process {dies.pid}, exited before its answer. Read the output of the launcher"):
         explain_hang(tmp_path / "dies")
     for process in (deaf, dies):
@@ -321,7 +315,7 @@ def test_launcher_of_another_user_is_refused(tmp_path, monkeypatch):
         raise PermissionError
 
     announced(tmp_path, os.getpid())
-    monkeypatch.setattr(query.os, "kill", refuse)
+    monkeypatch.setattr(hang_report.os, "kill", refuse)
     with pytest.raises(
         ConfigError, match=f"the launcher, process {os.getpid()}, belongs to another user. Run the query as that user"
     ):

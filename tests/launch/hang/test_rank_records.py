@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from dtrain.launch.hang.rank_records import find_user_frame, parse_main_thread
+from dtrain.launch.rank_records import find_user_frame, parse_main_thread
 
 LIBRARIES = ("/usr/lib/python3.11", "<")
 WAITING = """\

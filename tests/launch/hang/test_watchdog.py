@@ -15,15 +15,15 @@ from pathlib import Path
 import pytest
 
 from dtrain import launch_protocol
-from dtrain.launch.hang.rank_records import RankProgress
-from dtrain.launch.hang.watchdog import PATIENCE_S, DumpTargets, RankDump, remove_empty_dumps
+from dtrain.launch.rank_records import RankProgress
+from dtrain.launch.watchdog import PATIENCE_S, DumpTargets, RankDump, remove_empty_dumps
 from dtrain.testing.fault_injection import patch_calls
 
 LONG_S = 300
 START = """
 import os, re, signal, sys, time
 from pathlib import Path
-from dtrain.launch.spawn.rank_main import register_stack_dump
+from dtrain.launch.rank_main import register_stack_dump
 says, stacks = map(Path, sys.argv[1:])
 partial = says.with_suffix(".partial")
 def prepare():
@@ -169,7 +169,7 @@ def test_process_without_signal_handler_survives_inspection(start, tmp_path):
 
 
 def test_inspection_requests_records_and_removes_old_ones(start, tmp_path, monkeypatch):
-    monkeypatch.setattr("dtrain.launch.hang.watchdog.PATIENCE_S", 0.5)  # this process writes no record
+    monkeypatch.setattr("dtrain.launch.watchdog.PATIENCE_S", 0.5)  # this process writes no record
     pid = start("sleeps")
     record = launch_protocol.flight_record_file(tmp_path, 0)
     record.write_text('{"passed": 99, "doing": "old", "groups": []}')
@@ -278,7 +278,7 @@ def test_remove_empty_dumps_tolerates_concurrent_launcher(tmp_path, moment):
 
 def test_read_only_folder_loses_only_stacks(tmp_path):
     (tmp_path / "hang").write_text("no folder")
-    module = "dtrain.launch.spawn.rank_main"
+    module = "dtrain.launch.rank_main"
     code = f"import sys, pathlib, {module} as stacks; stacks.register_stack_dump(pathlib.Path(sys.argv[1]))"
     result = subprocess.run(
         [sys.executable, "-c", code, launch_protocol.stacks_file(tmp_path, 0)], timeout=LONG_S, capture_output=True

@@ -14,17 +14,17 @@ import pytest
 from torch.distributed import TCPStore
 
 from dtrain.launch.launch_plan import NodeLayout, NodeRendezvous
-from dtrain.launch.nodes.messages import (
+from dtrain.launch.node_messages import (
     Hello,
     JobFinished,
     JoinAccepted,
     JoinRefused,
     NodeFailed,
+    NodeStore,
     Notice,
     RanksExited,
     RanksFailed,
 )
-from dtrain.launch.nodes.node_store import NodeStore
 from hosts.agents import LONG_S, Nodes
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from dtrain.launch.nodes.messages import (
+from dtrain.launch.node_messages import (
     JobFinished,
     JoinAccepted,
     JoinRefused,

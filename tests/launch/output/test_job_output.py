@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from dtrain.launch.job_output import JobOutput
 from dtrain.launch.launch_plan import NodeLayout, OutputPlan
-from dtrain.launch.output.job_output import JobOutput
 
 
 class Job:

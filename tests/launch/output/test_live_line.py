@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from dtrain.launch.output.live_line import LiveLineParser, has_live_line
+from dtrain.launch.terminal import LiveLineParser, has_live_line
 from dtrain.launch_protocol import live_line
 
 STREAM = f"a{live_line('step 1')}b\n{live_line('step 2')}c\x1b[1m".encode()

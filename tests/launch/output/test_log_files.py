@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from dtrain.launch.output import log_files as files_module
-from dtrain.launch.output.log_files import LogFiles
+from dtrain.launch import job_output as files_module
+from dtrain.launch.job_output import LogFiles
 
 FULL = Path("/dev/full")
 

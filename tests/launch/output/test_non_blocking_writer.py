@@ -11,8 +11,8 @@ import sys
 
 import pytest
 
-from dtrain.launch.output import non_blocking_writer as outlet_module
-from dtrain.launch.output.non_blocking_writer import NonBlockingWriter, flush_writers
+from dtrain.launch import terminal as outlet_module
+from dtrain.launch.terminal import NonBlockingWriter, flush_writers
 
 
 @pytest.fixture
@@ -122,7 +122,7 @@ def test_writer_reports_drops_when_disk_has_space_again(tmp_path):
 def test_closed_standard_descriptors_are_occupied_at_start(tmp_path):
     code = """
 import os, sys
-from dtrain.launch.output.non_blocking_writer import occupy_standard_streams
+from dtrain.launch.terminal import occupy_standard_streams
 before = os.listdir("/proc/self/fd")
 occupy_standard_streams()
 links = [os.readlink(f"/proc/self/fd/{fd}") for fd in range(3)]

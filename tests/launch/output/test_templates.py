@@ -9,8 +9,8 @@ import pytest
 
 from dtrain.cli.launch_options import list_ranks, parse_log_ranks
 from dtrain.errors import ConfigError
+from dtrain.launch.job_output import check_output_plan, fill_template, log_paths
 from dtrain.launch.launch_plan import NodeLayout, OutputPlan
-from dtrain.launch.output.log_files import check_output_plan, fill_template, log_paths
 
 SECOND_NODE = NodeLayout(nproc=2, world_size=6, base_rank=4, node_rank=2, nodes=3)
 

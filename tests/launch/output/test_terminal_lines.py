@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from dtrain.launch.output import terminal_lines as lines_module
-from dtrain.launch.output.terminal_lines import LinePrefixer, PlainStream, escape_controls
+from dtrain.launch import terminal as lines_module
+from dtrain.launch.terminal import LinePrefixer, PlainStream, escape_controls
 
 
 def cut(data: bytes, rng: random.Random) -> list[bytes]:

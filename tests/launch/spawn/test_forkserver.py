@@ -10,7 +10,7 @@ import pytest
 
 from dtrain.launch.launch_plan import Target
 from dtrain.launch.processes import ProcessRequest
-from dtrain.launch.spawn.starter import PreloadModules, find_preload_modules, start_forkserver
+from dtrain.launch.starter import PreloadModules, find_preload_modules, start_forkserver
 
 
 def loaded(folder, source, others=None):

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from dtrain import launch_protocol
-from dtrain.launch.spawn import rank_main as program
-from dtrain.launch.spawn.interpreter import inherited_flags, parse_flags
+from dtrain.launch import rank_main as program
+from dtrain.launch.processes import inherited_flags, parse_flags
 
 
 def run_rank(folder, source, *, interrupted=False):

@@ -26,8 +26,7 @@ from dtrain.step.backward_update import optimizer_in_backward
 from dtrain.step.compose import compose_step
 from dtrain.step.microbatch_step import microbatch_step
 from dtrain.step.optimizer import apply_gradients
-from dtrain.testing.collective_counter import count_collectives
-from dtrain.testing.host_syncs import count_host_syncs
+from dtrain.testing.counters import count_collectives, count_host_syncs
 from dtrain.transforms.combinators import between, masked
 from dtrain.transforms.gradients.clip_by_norm import clip_by_norm
 from dtrain.transforms.weights.diloco import diloco

@@ -6,6 +6,11 @@ interpreters. The server never starts CUDA and has one thread at each fork.
 
 Requests are JSON messages with the descriptors of the new process. A child that exits at once makes each fork, so that the rank
 becomes a child of the nearest subreaper above, the supervisor.
+
+The ranks' store is such a process, too, or a plain interpreter: ``python forkserver_main.py store FD ADDRESS PORT``. It
+inherits a listening socket, on loopback if all ranks are on this machine. So no other program can take the port between its
+choice and its use, and nothing else is bound. Every attempt of a job has its own store: restarted ranks must not read the
+addresses of ranks that exited.
 """
 
 from __future__ import annotations
@@ -20,13 +25,14 @@ import gc
 import importlib
 import json
 import os
+import signal
 import socket
 import threading
 import time
 from typing import Any, NoReturn
 
+from dtrain.launch import processes, rank_main
 from dtrain.launch.processes import die_with_parent, set_process_title
-from dtrain.launch.spawn import interpreter, rank_main, store_main
 
 _MAX_MESSAGE_BYTES = 1 << 16
 _MAX_FDS = 8
@@ -37,18 +43,24 @@ _REPARENT_TIMEOUT_S = 30.0
 
 def main() -> None:
     """Import modules, send the result, and serve requests. Returns only in a fork, after the end of its script."""
+    if sys.argv[1] == "store":
+        serve_store(int(sys.argv[2]), sys.argv[3], int(sys.argv[4]))
     channel = socket.socket(fileno=int(sys.argv[1]))
     channel.set_inheritable(False)
     needed, optional, kind, target, *args = sys.argv[2:]
     unsafe = _import_modules(needed.split(","), optional.split(",")) or _find_shadowing(kind, target)
     _send_message(channel, {"unsafe": unsafe})
     if unsafe is not None:
-        _wait_until_closed(channel)
+        # The launcher ends this process, and starts pending requests as plain interpreters. Without recv_fds their descriptors
+        # are closed.
+        while channel.recv(_MAX_MESSAGE_BYTES):
+            pass
+        os._exit(0)
     request, fds = _serve_requests(channel)
     channel.close()
     _apply_request(request, fds)
     if request["kind"] == "store":
-        store_main.serve_store(fds["listener"], request["address"], request["port"])
+        serve_store(fds["listener"], request["address"], request["port"])
     set_process_title(rank_main.interpreter_command(kind, target, args))
     rank_main.run_target(kind, target, args)
 
@@ -87,19 +99,11 @@ def _find_shadowing(kind: str, target: str) -> str | None:
     """Return the reason if the program would import other modules than this process imported."""
     whose = "the script's folder" if kind == "script" else "the current folder"
     try:
-        folder = interpreter.first_import_folder(kind, target)
-        names = [] if folder is None else interpreter.find_shadowed_modules(folder)
+        folder = processes.first_import_folder(kind, target)
+        names = [] if folder is None else processes.find_shadowed_modules(folder)
     except OSError:
         return f"{whose} cannot be read"
     return f"{whose} has a {names[0]!r} of its own" if names else None
-
-
-def _wait_until_closed(channel: socket.socket) -> NoReturn:
-    """Wait until the launcher ends this process. The launcher restarts pending requests as plain interpreters."""
-    # Without recv_fds the descriptors of requests are closed.
-    while channel.recv(_MAX_MESSAGE_BYTES):
-        pass
-    os._exit(0)
 
 
 def _serve_requests(channel: socket.socket) -> tuple[dict[str, Any], dict[str, int]]:
@@ -178,13 +182,19 @@ def _reset_process_state() -> None:
         torch = sys.modules["torch"]
         torch.default_generator.seed()
         # torch read the variable at import, when the variable asked for one thread.
-        torch.set_num_threads(_parse_omp_threads(os.environ.get("OMP_NUM_THREADS", "")))
+        first = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+        # The number of the outermost level, as OpenMP reads it.
+        torch.set_num_threads(max(1, int(first)) if first.isdecimal() else 1)
 
 
-def _parse_omp_threads(text: str) -> int:
-    """Parse the number of threads of the outermost level as OpenMP does; 1 if the text is not a number."""
-    first = text.partition(",")[0].strip()
-    return max(1, int(first)) if first.isdecimal() else 1
+def serve_store(listener: int, address: str, port: int) -> NoReturn:
+    """Serve torch's store on the descriptor ``listener``, bound to ``address`` and ``port``, until the process is killed."""
+    import torch.distributed as dist
+
+    store = dist.TCPStore(address, port, None, True, wait_for_workers=False, master_listen_fd=listener)
+    while store is not None:
+        signal.pause()
+    raise AssertionError("unreachable: the store is kept while the process lives")
 
 
 if __name__ == "__main__":

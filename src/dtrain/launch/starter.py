@@ -23,8 +23,7 @@ from dtrain import launch_protocol
 from dtrain.launch import processes
 from dtrain.launch.entrypoint import find_source
 from dtrain.launch.launch_plan import Target, build_rank_command
-from dtrain.launch.processes import ProcessRequest, start_process
-from dtrain.launch.spawn.interpreter import inherited_flags
+from dtrain.launch.processes import ProcessRequest, inherited_flags, start_process
 from dtrain.lazy_imports import public_names
 
 _MAX_MESSAGE_BYTES = 1 << 16
@@ -56,7 +55,9 @@ def find_preload_modules(target: Target) -> PreloadModules:
     for text, folder in _program_sources(source):
         for name in _imported_names(text):
             top = name.partition(".")[0]
-            foreign = foreign or not (top in sys.stdlib_module_names or _is_program_module(folder, top))
+            foreign = foreign or not (
+                top in sys.stdlib_module_names or (folder / f"{top}.py").is_file() or (folder / top).is_dir()
+            )
             if top in _WORTH_LOADING:
                 found[name] = None
         if re.search(r"\bdtrain\b", text):
@@ -102,10 +103,6 @@ def _imported_names(text: str) -> list[str]:
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             names += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
     return names
-
-
-def _is_program_module(folder: Path, name: str) -> bool:
-    return (folder / f"{name}.py").is_file() or (folder / name).is_dir()
 
 
 def _dtrain_modules(text: str) -> list[str]:
@@ -333,8 +330,15 @@ class ProcessStarter:
     def _start_process(self, request: ProcessRequest) -> StartEvent:
         command = build_rank_command(self.target)
         if request.kind == "store":
-            program = Path(__file__).with_name("store_main.py")
-            command = [sys.executable, os.fspath(program), str(request.fds["listener"]), request.address, str(request.port)]
+            program = Path(__file__).with_name("forkserver_main.py")
+            command = [
+                sys.executable,
+                os.fspath(program),
+                "store",
+                str(request.fds["listener"]),
+                request.address,
+                str(request.port),
+            ]
         try:
             wait = request.kind == "rank" and self.target.kind != "command"
             return StartEvent(

@@ -14,20 +14,10 @@ from dataclasses import asdict
 from pathlib import Path
 
 from dtrain import launch_protocol
+from dtrain.launch.coordinator import LOST_NODE_EXIT_CODE
 from dtrain.launch.launch_plan import NodeRendezvous
-from dtrain.launch.nodes.coordinator import LOST_NODE_EXIT_CODE
-from dtrain.launch.nodes.messages import (
-    JoinAccepted,
-    JoinRefused,
-    Message,
-    NodeFailed,
-    RanksExited,
-    RanksFailed,
-    decode,
-    encode,
-)
-from dtrain.launch.processes import die_with_parent, fork_process, reset_signal_handlers
-from dtrain.launch.spawn.interpreter import inherited_flags
+from dtrain.launch.node_messages import JoinAccepted, JoinRefused, Message, NodeFailed, RanksExited, RanksFailed, decode, encode
+from dtrain.launch.processes import die_with_parent, fork_process, inherited_flags, reset_signal_handlers
 
 _CHUNK = 1 << 16
 # A scheduler may signal all processes. The agent must survive, to report the exit of its node.

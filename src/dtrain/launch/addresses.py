@@ -25,10 +25,11 @@ def listen_for_nodes(addr: str, port: int, *, fallback: str = "") -> tuple[socke
     Raises:
         OSError: the port is in use or not allowed, or no name resolves.
     """
-    family, *own = _local_address(addr, fallback)
+    family, (address, _) = resolve_address(addr, 0, fallback=fallback)[0]
+    by_name = addr != "localhost" and addr != address
     try:
-        if own:
-            return _bind(family, own[0], port), ""
+        if not (by_name and ipaddress.ip_address(address.partition("%")[0]).is_loopback):
+            return _bind(family, address, port), ""
     except OSError as error:
         if error.errno != errno.EADDRNOTAVAIL:
             raise
@@ -72,13 +73,6 @@ def outgoing_interface(addr: str, port: int, *, fallback: str = "") -> str:
             return find_interface(str(probe.getsockname()[0]))
     except OSError:
         return ""
-
-
-def _local_address(addr: str, fallback: str) -> tuple[socket.AddressFamily, *tuple[str, ...]]:
-    """Return the family of ``addr`` and the address to bind; without an address, bind all interfaces."""
-    family, (address, _) = resolve_address(addr, 0, fallback=fallback)[0]
-    by_name = addr != "localhost" and addr != address
-    return (family,) if by_name and ipaddress.ip_address(address.partition("%")[0]).is_loopback else (family, address)
 
 
 def _bind(family: socket.AddressFamily, address: str, port: int) -> socket.socket:

@@ -1,29 +1,187 @@
-"""Serve and reach the store of the nodes, torch's ``TCPStore`` on node 0, and keep records and counters under a prefix.
+"""Define the messages between the launchers of several nodes, and the store that holds them: torch's ``TCPStore`` on node 0.
 
-A request of ``TCPStore`` has no time limit if its server is suspended or cut off. So a thread of its own makes the requests,
-and another thread watches ``NodeStore.waiting_since``. This module does not import torch: the class comes as an argument.
+A message is a frozen dataclass, encoded in one line of JSON. A request of ``TCPStore`` has no time limit if its server is
+suspended or cut off. So a thread of its own makes the requests, and another thread watches ``NodeStore.waiting_since``. This
+module does not import torch: the class comes as an argument.
 """
 
 from __future__ import annotations
 
 import errno
+import json
 import os
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
-from dtrain.launch.launch_plan import NodeRendezvous
-from dtrain.launch.nodes.addresses import find_interface, listen_for_nodes, resolve_address
-from dtrain.launch.nodes.messages import Message, decode, encode
+import msgspec
+
+from dtrain.launch.addresses import find_interface, listen_for_nodes, resolve_address
+from dtrain.launch.launch_plan import NodeLayout, NodeRendezvous
+
+_MAX_TEXT = 4000  # characters of one value
+PROTOCOL = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hello:
+    """Record of an arriving node. Fields as in ``NodeRendezvous``.
+
+    Attributes:
+        token: digest of the run token.
+        pid: supervisor of the node.
+        own_addr: address of the node on its way to node 0; "" on node 0.
+    """
+
+    node_rank: int
+    nodes: int | None
+    nproc: int
+    base_rank: int | None
+    world_size: int | None
+    token: str
+    host: str
+    pid: int
+    facts: Mapping[str, str]
+    run_name: str
+    store_port: int
+    own_addr: str = ""
+    protocol: int = PROTOCOL
+
+    @property
+    def display_name(self) -> str:
+        """Name of the node in messages to the user."""
+        return f"node {self.node_rank} ({self.host})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Welcome:
+    """Record that marks the store as one of a launch. ``host`` is the host of node 0."""
+
+    host: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JoinAccepted:
+    """Answer to a node when all nodes have joined and agree: the ranks may start.
+
+    Attributes:
+        layout: ranks of the node.
+        store_port: port of the ranks' store at ``layout.master_addr``.
+        run_name: name of the run folder.
+        interface: network interface to the other nodes; "" if unknown.
+    """
+
+    layout: NodeLayout
+    store_port: int
+    run_name: str
+    interface: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JoinRefused:
+    """Answer to a node when the rendezvous has failed. No rank was started."""
+
+    line: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Notice:
+    """Line for the user's terminal, without an effect on the job."""
+
+    line: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RanksFailed:
+    """Sent by a supervisor: a rank of its node has failed with exit code ``code``, or a stop was requested (``rank`` -1)."""
+
+    rank: int
+    code: int
+    line: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeFailed:
+    """The first failure of a node. Sent to the supervisors of the other nodes, whose ranks must end."""
+
+    line: str
+    code: int
+    node_rank: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RanksExited:
+    """Sent by a supervisor: all ranks of its node have exited, with these exit codes."""
+
+    exit_codes: Mapping[int, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobFinished:
+    """Sent to a supervisor: the ranks of all nodes have exited, with these exit codes."""
+
+    exit_codes: Mapping[int, int]
+
+
+Message = Hello | Welcome | JoinAccepted | JoinRefused | Notice | RanksFailed | NodeFailed | RanksExited | JobFinished
+_MESSAGE_TYPES: dict[str, type[Message]] = {
+    kind.__name__: kind
+    for kind in (Hello, Welcome, JoinAccepted, JoinRefused, Notice, RanksFailed, NodeFailed, RanksExited, JobFinished)
+}
+
+
+class InvalidMessageError(ValueError):
+    """Raised for bytes that are not a valid message."""
+
+
+def encode(message: Message) -> bytes:
+    """Encode the message as one line."""
+    return json.dumps({"kind": type(message).__name__, **asdict(message)}).encode() + b"\n"
+
+
+def decode(line: bytes) -> Message:
+    """Decode one line. Text is escaped for a terminal, and truncated if too long.
+
+    Unknown fields are ignored, because later versions may add fields.
+
+    Raises:
+        InvalidMessageError: the line is not a valid message.
+    """
+    try:
+        record = json.loads(line)
+        message: Message = msgspec.convert(_escape_text(record), _MESSAGE_TYPES[record["kind"]], str_keys=True)
+    except (msgspec.MsgspecError, ValueError, TypeError, KeyError, RecursionError) as error:
+        raise InvalidMessageError(f"no message: {line[:80]!r}") from error
+    return message
+
+
+def _escape_text(value: Any) -> Any:
+    """Escape and truncate the text in a JSON value, and refuse numbers that no message has."""
+    if isinstance(value, str):
+        return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in value[:_MAX_TEXT])
+    if isinstance(value, dict):
+        return {_escape_text(key): _escape_text(item) for key, item in value.items()}
+    if isinstance(value, int) and abs(value) > 2**53:
+        raise ValueError("no whole number of a message")
+    return value
+
 
 # An address that drops packets must not use up the time of the next address.
 _PROBE_TIMEOUT_S = 3.0
+
+
 # A server that accepts hundreds of nodes at once answers late.
 _CONNECT_TIMEOUT_S = 10.0
+
+
 _PREFIX = "dtrain/nodes/"
+
+
 _WILDCARD_ADDRESSES = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+
 
 _Result = TypeVar("_Result")
 

@@ -24,16 +24,17 @@ import time
 from collections.abc import Callable
 from typing import IO
 
+from dtrain.launch.addresses import outgoing_interface
+from dtrain.launch.coordinator import INTERFACE_HINT, LOST_NODE_EXIT_CODE, SUSPENDED_S
 from dtrain.launch.launch_plan import NodeRendezvous
-from dtrain.launch.nodes.addresses import outgoing_interface
-from dtrain.launch.nodes.coordinator import INTERFACE_HINT, LOST_NODE_EXIT_CODE, SUSPENDED_S
-from dtrain.launch.nodes.messages import (
+from dtrain.launch.node_messages import (
     Hello,
     JobFinished,
     JoinAccepted,
     JoinRefused,
     Message,
     NodeFailed,
+    NodeStore,
     Notice,
     RanksExited,
     RanksFailed,
@@ -41,8 +42,7 @@ from dtrain.launch.nodes.messages import (
     decode,
     encode,
 )
-from dtrain.launch.nodes.node_session import POLL_S, NodeSession, NotALaunchError, SessionEnded
-from dtrain.launch.nodes.node_store import NodeStore
+from dtrain.launch.node_session import POLL_S, NodeSession, NotALaunchError, SessionEnded
 
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 0.05, 1.0
 # An earlier job may be about to release the port.

@@ -1,16 +1,22 @@
-"""Record the collectives that a piece of code runs, with their sizes, so that a test can limit communication."""
+"""Record the collectives and the host syncs of a piece of code, so that a test can limit communication and waits."""
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import wraps
+from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dtrain.dist import collective_replay
 from dtrain.dist.collective_replay import OpObserver, group_from_arguments, is_collective, named_arguments
 from dtrain.dist.control_plane import Channel, observe_exchanges
 
@@ -166,32 +172,19 @@ def describe_collective(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     kind = _OP_ARGUMENTS.get(func.name().removesuffix(".default"), _OpArguments(func.name()))
     tensors = list(_iter_tensors(list(arguments.values())[kind.tensor_argument]))
     size = sum(t.numel() * t.element_size() for t in tensors) * (group.size() if kind.per_rank else 1)
-    is_permute = func.name().startswith("_c10d_functional::all_to_all_single") and _is_permute(arguments)
+    # This rank sends all of its data to one rank, and receives from one rank.
+    splits = [arguments.get(name) for name in ("input_split_sizes", "output_split_sizes")]
+    to_one_rank = all(isinstance(sizes, (list, tuple)) and sum(map(bool, sizes)) == 1 for sizes in splits)
+    is_permute = func.name().startswith("_c10d_functional::all_to_all_single") and to_one_rank
+    # A group of a mesh is described by its axis.
+    description = "mesh_training" if group == dist.group.WORLD else group.group_desc
     yield CollectiveCall(
         op="permute" if is_permute else kind.op,
-        group=_group_name(group),
+        group=description.removeprefix("mesh_") if description.startswith("mesh_") else "other",
         group_size=group.size(),
         bytes=0 if kind.op == "barrier" else size,
         dtype=str(tensors[0].dtype).removeprefix("torch.") if tensors else "none",
     )
-
-
-def _is_permute(arguments: dict[str, Any]) -> bool:
-    """Return True if this rank sends all of its data to one rank, and receives from one rank."""
-    sizes = [arguments.get(name) for name in ("input_split_sizes", "output_split_sizes")]
-    return all(isinstance(each, (list, tuple)) and sum(bool(size) for size in each) == 1 for each in sizes)
-
-
-def _group_name(group: dist.ProcessGroup) -> str:
-    if group == dist.group.WORLD:
-        return "training"
-    return _mesh_axis(group)
-
-
-def _mesh_axis(group: dist.ProcessGroup) -> str:
-    """Return the axis of the mesh that ``group`` was created for, from the group's description."""
-    description = group.group_desc
-    return description.removeprefix("mesh_") if description.startswith("mesh_") else "other"
 
 
 def _iter_tensors(value: Any) -> Iterator[Tensor]:
@@ -200,3 +193,151 @@ def _iter_tensors(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, (list, tuple)):
         for item in value:
             yield from _iter_tensors(item)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostSync:
+    """One wait of the host for values of a tensor, as plain data.
+
+    Args:
+        kind: ``item`` (also ``float()``, ``int()``, ``bool()``, an ``if``, ``torch.equal``), ``tolist``, ``numpy``, ``cpu``,
+            ``copy`` (any other blocking copy from a device), or the name of an operation that reads values to know a size.
+        location: nearest caller outside of torch, ``file:line in function``.
+    """
+
+    kind: str
+    location: str
+
+
+@dataclass(frozen=True, slots=True)
+class HostSyncRecords:
+    """Records of ``count_host_syncs`` so far, in order."""
+
+    calls: list[HostSync] = field(default_factory=list)
+
+    @property
+    def count(self) -> int:
+        """Number of waits."""
+        return len(self.calls)
+
+
+@contextmanager
+def count_host_syncs() -> Iterator[HostSyncRecords]:
+    """Record every call of this thread inside the context that makes the host wait for a device, or would on a GPU.
+
+    Recorded, also on a CPU, where nothing waits:
+
+    - reads of a value (``item``, ``float(t)``, an ``if`` on a tensor, also in torch's own code)
+    - ``tolist``, ``numpy`` and ``cpu`` of any tensor, and blocking copies from a device
+    - operations whose output size depends on values (``nonzero``, ``masked_select``, ``unique``, an index by a mask)
+    - writes to a tensor through a mask, except of a single number
+
+    Not recorded are ``torch.cuda.synchronize`` and waits for an event, because they are explicit, copies to a CPU tensor with
+    ``non_blocking=True``, and ``.to("cpu")`` of a CPU tensor.
+
+    Torch's optimizers may wait for the device, so compare with the same loop and a ``fused`` optimizer.
+
+    Mutates: three methods of ``torch.Tensor``, until the context ends.
+
+    Example:
+        >>> import dtrain as dt
+        >>> with dt.testing.count_host_syncs() as records:
+        ...     positive = [float(x) for x in torch.ones(2)] + torch.zeros(1).tolist()
+        >>> records.count, [call.kind for call in records.calls]
+        (3, ['item', 'item', 'tolist'])
+    """
+    records = HostSyncRecords()
+    recorder = _SyncRecorder(records.calls)
+    with _patch_tensor_methods(recorder), OpObserver(recorder.record_op):
+        yield records
+
+
+class _SyncRecorder:
+    """Recorder of operations (``record_op``) and of methods that run no operation (``wrap_method``)."""
+
+    def __init__(self, calls: list[HostSync]) -> None:
+        self._calls = calls
+        self._thread = threading.get_ident()
+        self._inside = False
+
+    def record_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        kind = _classify_sync(func, args, kwargs)
+        if kind is not None and not self._inside:
+            self._calls.append(HostSync(kind=kind, location=_caller_location()))
+
+    def wrap_method(self, kind: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(method)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            if self._inside or threading.get_ident() != self._thread:
+                return method(*args, **kwargs)
+            self._calls.append(HostSync(kind=kind, location=_caller_location()))
+            # The copies and reads inside of the method count once.
+            self._inside = True
+            try:
+                return method(*args, **kwargs)
+            finally:
+                self._inside = False
+
+        return wrapper
+
+
+_READ_METHODS = ("cpu", "numpy", "tolist")
+_INDEX_WRITES = (
+    torch.ops.aten.index_put_.default,
+    torch.ops.aten.index_put.default,
+    torch.ops.aten._index_put_impl_.default,
+)
+
+
+@contextmanager
+def _patch_tensor_methods(recorder: _SyncRecorder) -> Iterator[None]:
+    """Replace the methods of ``Tensor`` that read memory without an operation on a CPU, and restore them at the end."""
+    own = {name: vars(Tensor)[name] for name in _READ_METHODS if name in vars(Tensor)}
+    try:
+        for name in _READ_METHODS:
+            setattr(Tensor, name, recorder.wrap_method(name, getattr(Tensor, name)))
+        yield
+    finally:
+        for name in _READ_METHODS:
+            if name in own:
+                setattr(Tensor, name, own[name])
+            elif name in vars(Tensor):
+                delattr(Tensor, name)
+
+
+def _classify_sync(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    """Return the kind of wait of ``func``, from torch's own tags if possible; None without a wait."""
+    if func is torch.ops.aten._to_copy.default:
+        device = kwargs.get("device")
+        to_host = device is not None and torch.device(device).type == "cpu" and args[0].device.type != "cpu"
+        return "copy" if to_host and not kwargs.get("non_blocking") else None
+    if func is torch.ops.aten.copy_.default:
+        to_host = args[0].device.type == "cpu" and args[1].device.type != "cpu"
+        return "copy" if to_host and not (args[2] if len(args) > 2 else kwargs.get("non_blocking")) else None
+    if torch.Tag.data_dependent_output in func.tags:
+        return "item"
+    if func in _INDEX_WRITES:
+        # The number of written elements is read first, except if a single number of the host fills all of them.
+        filled = args[2].numel() == 1 and args[2].device.type == "cpu"
+        return "index_put" if _has_mask(args[1]) and not filled else None
+    # An index by integers and a repeat of known size read no values.
+    is_index = func is torch.ops.aten.index.Tensor
+    reads_values = _has_mask(args[1]) if is_index else kwargs.get("output_size") is None
+    if torch.Tag.dynamic_output_shape in func.tags and reads_values:
+        # For example, "unique" calls "_unique2".
+        return str(func.name()).removeprefix("aten::").split(".")[0].strip("_2")
+    return None
+
+
+def _has_mask(indices: Sequence[Tensor | None]) -> bool:
+    return any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in indices)
+
+
+def _caller_location() -> str:
+    """Return the innermost frame outside of torch and ``dtrain.testing``, else the innermost frame."""
+    hidden = (*(f"{Path(file).parent}{os.sep}" for file in (torch.__file__, __file__)), collective_replay.__file__)
+    frame = first = sys._getframe(2)
+    while frame.f_code.co_filename.startswith(hidden) and frame.f_back is not None:
+        frame = frame.f_back
+    caller = first if frame.f_code.co_filename.startswith(hidden) else frame
+    return f"{caller.f_code.co_filename}:{caller.f_lineno} in {caller.f_code.co_qualname}"

@@ -20,6 +20,7 @@ if __name__ == "__main__" and not sys.flags.safe_path:
 
 import atexit
 import builtins
+import contextlib
 import faulthandler
 import importlib.abc
 import importlib.util
@@ -30,16 +31,15 @@ import sysconfig
 import traceback
 import zipfile
 import zipimport
-from collections.abc import Iterator
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
-from types import CodeType, ModuleType, TracebackType
+from types import CodeType, ModuleType
 from typing import Any
 
 import dtrain
 from dtrain import launch_protocol
 from dtrain.launch import heartbeats
-from dtrain.launch.spawn.interpreter import find_shadowed_modules, first_import_folder, parse_flags
+from dtrain.launch.processes import find_shadowed_modules, first_import_folder, parse_flags
 
 _MAIN_MODULE_DEFAULTS: dict[str, object] = {"__annotations__": {}, "__cached__": None}
 
@@ -97,7 +97,11 @@ def run_target(kind: str, target: str, args: list[str]) -> None:
         _record_failure(rank, record, error, owner)
         raise
     except BaseException as error:  # noqa: BLE001 - every other exception ends the interpreter, too, and is reported here
-        error.with_traceback(_strip_bootstrap_frames(error.__traceback__))
+        trace = error.__traceback__
+        while trace is not None and os.path.dirname(trace.tb_frame.f_code.co_filename) == os.path.dirname(__file__):
+            trace = trace.tb_next
+        # The traceback begins at the script's first frame.
+        error.with_traceback(trace)
         has_launcher = _record_failure(rank, record, error, owner)
         # The launcher explains a Ctrl-C itself.
         if not (isinstance(error, KeyboardInterrupt) and interrupted.exists()):
@@ -180,22 +184,19 @@ def _ignore_handled_signals() -> None:
             signal.signal(number, signal.SIG_IGN)
 
 
-def _strip_bootstrap_frames(trace: TracebackType | None) -> TracebackType | None:
-    """Return the traceback from the script's first frame on."""
-    while trace is not None and os.path.dirname(trace.tb_frame.f_code.co_filename) == os.path.dirname(__file__):
-        trace = trace.tb_next
-    return trace
-
-
 def _record_failure(rank: int, path: Path, error: BaseException, owner: int) -> bool:
     """Write the failure record. Return True if the launcher has the record and shows the traceback."""
     if os.getpid() != owner:
         return False
     has_launcher = heartbeats.is_connected()
+    short_traceback = ""
+    # Exceptions of the script may have any form, and then their frames stay unfolded.
+    with contextlib.suppress(Exception):
+        short_traceback = format_folded_traceback(error)
     failure = launch_protocol.RankFailure.from_exception(
         rank,
         error,
-        short_traceback=_try_format_folded(error),
+        short_traceback=short_traceback,
         already_printed=not (has_launcher and _is_default_hook(sys.excepthook)),
     )
     if failure.exit_code == 0:
@@ -209,13 +210,6 @@ def _record_failure(rank: int, path: Path, error: BaseException, owner: int) -> 
         print(f"dtrain: launch: rank {rank} could not record its failure: {problem}", file=sys.stderr)
         return False
     return has_launcher
-
-
-def _try_format_folded(error: BaseException) -> str:
-    try:
-        return format_folded_traceback(error)
-    except Exception:  # noqa: BLE001 - exceptions of the script may have any form, and then their frames stay unfolded
-        return ""
 
 
 def _is_default_hook(hook: object) -> bool:
@@ -282,30 +276,16 @@ def format_folded_traceback(error: BaseException) -> str:
         The text, which ends with a line feed.
     """
     whole = traceback.TracebackException.from_exception(error, compact=True)
-    chain = list(_exception_chain(whole))
-    folders = _library_folders()
+    # The error, its causes, its contexts, and the members of exception groups; the list grows during the loop.
+    chain = [whole]
+    for item in chain:
+        chain += [other for other in (item.__cause__, item.__context__, *(getattr(item, "exceptions", None) or ())) if other]
+    libraries = {"dtrain": dtrain.__file__, "torch": getattr(sys.modules.get("torch"), "__file__", None)}
+    folders = {name: os.path.dirname(os.path.abspath(file)) for name, file in libraries.items() if file is not None}
     if any(_library_of(frame, folders) is None for item in chain for frame in item.stack):
         for item in chain:
             item.stack = _fold_stack(item.stack, folders)
     return "".join(whole.format())
-
-
-def _exception_chain(error: traceback.TracebackException) -> Iterator[traceback.TracebackException]:
-    """Yield ``error``, its causes, its contexts, and the members of exception groups."""
-    todo = [error]
-    # The list grows during the loop.
-    for item in todo:
-        yield item
-        todo += [other for other in (item.__cause__, item.__context__, *(getattr(item, "exceptions", None) or ())) if other]
-
-
-def _library_folders() -> dict[str, str]:
-    """Return the folder of each imported library, by name."""
-    folders = {"dtrain": os.path.dirname(os.path.abspath(dtrain.__file__))}
-    torch = getattr(sys.modules.get("torch"), "__file__", None)
-    if torch is not None:
-        folders["torch"] = os.path.dirname(os.path.abspath(torch))
-    return folders
 
 
 def _library_of(frame: traceback.FrameSummary, folders: dict[str, str]) -> str | None:

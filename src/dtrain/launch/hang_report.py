@@ -1,24 +1,38 @@
-"""Explain in at most twelve lines why a job hangs, and format the full report. No side effects, except for writing the report.
+"""Explain in at most twelve lines why a job hangs, write the full report, and query a running launcher: ``explain_hang``.
 
-The report has the explanation, the last collectives of each process group by rank, and all stacks."""
+The report has the explanation, the last collectives of each process group by rank, and all stacks.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import socket
+import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from pathlib import Path
 
+from dtrain import launch_protocol, run_layout
+from dtrain.errors import ConfigError, DistError
 from dtrain.launch.failure import describe_exit
-from dtrain.launch.hang.rank_records import (
+from dtrain.launch.rank_records import (
+    REPORT_NAME,
     CollectiveGroup,
     GroupHistory,
     IssuedCollective,
     RankEvidence,
     RankRecord,
+    collect_evidence,
+    find_recorded_ranks,
     find_user_frame,
+    list_matching,
+    merge_launcher_records,
+    read_launcher_records,
+    read_text,
+    report_file_name,
     short_location,
 )
 
@@ -58,12 +72,13 @@ def find_stalled(records: Mapping[int, RankRecord]) -> list[StalledCollective]:
     """
     groups = {group for record in records.values() for group in record.histories}
     stops = [stop for group in groups for stop in _find_group_stall(group, records)]
-    return sorted(stops, key=_stall_sort_key)
-
-
-def _stall_sort_key(stop: StalledCollective) -> tuple[bool, bool, bool, str, str, str]:
-    group = stop.group
-    return (not stop.mismatched, not stop.missing, not stop.unknown, group.id, group.backend, group.name)
+    return sorted(
+        stops,
+        key=lambda stop: (
+            *(not stop.mismatched, not stop.missing, not stop.unknown),
+            *(stop.group.id, stop.group.backend, stop.group.name),
+        ),
+    )
 
 
 def _find_group_stall(group: CollectiveGroup, records: Mapping[int, RankRecord]) -> Iterator[StalledCollective]:
@@ -106,7 +121,10 @@ def explain_stall(evidence: Collection[RankEvidence], *, world_size: int, timeou
     stops = find_stalled({rank: item.record for rank, item in by_rank.items() if item.record is not None and not item.is_gone})
     culprits, reason = _find_culprits(by_rank, stops)
     subject = f"{format_ranks(culprits)} of {world_size}"
-    duration = f" for {timeout_s:g} s" if timeout_s is not None else _format_silence(by_rank, culprits)
+    # The time since the last progress of the culprits, or of all ranks if no time is known for the culprits.
+    known = {rank: item.silent_s for rank, item in by_rank.items() if item.silent_s is not None and not item.is_gone}
+    silent_s = min((known[rank] for rank in (known.keys() & set(culprits)) or known), default=None)
+    duration = f" for {timeout_s:g} s" if timeout_s is not None else "" if silent_s is None else f" for {silent_s:.1f} s"
     kind = "asked" if timeout_s is None else "hang"
     lines = [f"dtrain: launch: {kind}: {subject} {reason.format(time=duration)}; see {report}"]
     # No rank is inside init_dist's block any more.
@@ -124,9 +142,18 @@ def explain_stall(evidence: Collection[RankEvidence], *, world_size: int, timeou
 def _find_culprits(by_rank: Mapping[int, RankEvidence], stops: Sequence[StalledCollective]) -> tuple[list[int], str]:
     """Return the ranks that caused the stall and the reason. Evidence from outside the process is most certain."""
     here = [item for item in by_rank.values() if not item.is_gone]
+    # These ranks run on after ``init_dist``'s block, and no rank is inside the block.
+    past_block = [] if here else [rank for rank, item in by_rank.items() if item.is_past_block]
+    # At the end of a job all ranks exit, one after another.
+    exited = [rank for rank, item in by_rank.items() if item.is_gone and any(not other.is_leaving for other in here)]
+    silent = [item.rank for item in here if item.record is None]
+    # The ranks disagree about a collective.
+    mismatch = next((stop for stop in stops if stop.mismatched), None)
+    minority = [] if mismatch is None else sorted(min(list(mismatch.mismatched), list(mismatch.waiting), key=len))
+    slowest = [item.rank for item in here if item.passed == min(other.passed for other in here)]
     for ranks, reason in (
-        (_ranks_past_block(by_rank.values(), here), "did not end after init_dist's block, no progress{time}"),
-        (_exited_ranks(by_rank.values(), here), "ended while the others went on, no progress{time}"),
+        (past_block, "did not end after init_dist's block, no progress{time}"),
+        (exited, "ended while the others went on, no progress{time}"),
         ([item.rank for item in here if item.is_stopped], "made no progress{time} (stopped, as by SIGSTOP)"),
         (_early_ranks(here), "returned early, to the end of init_dist's block, no progress{time}"),
         ([item.rank for item in here if item.progress is None], "never came to init_dist's block, no progress{time}"),
@@ -134,32 +161,15 @@ def _find_culprits(by_rank: Mapping[int, RankEvidence], stops: Sequence[StalledC
             [item.rank for item in here if item.state == _IN_KERNEL],
             "made no progress{time} (in the kernel: disk or driver)",
         ),
-        (_silent_ranks(here), "made no progress{time} (no answer: something holds the interpreter)"),
-        (_mismatched_ranks(stops), "ran another collective than the others, no progress{time}"),
+        (silent if len(silent) < len(here) else [], "made no progress{time} (no answer: something holds the interpreter)"),
+        (minority, "ran another collective than the others, no progress{time}"),
         (_missing_ranks(stops, wait=False), "made no progress{time}, and others wait in a collective"),
         (_missing_ranks(stops, wait=True), "wait for each other in different collectives, no progress{time}"),
-        (_slowest_ranks(here), "made no progress{time}, after fewer steps than the others"),
+        (slowest if len(slowest) < len(here) else [], "made no progress{time}, after fewer steps than the others"),
     ):
         if ranks:
             return ranks, reason
     return [item.rank for item in here], "made no progress{time}"
-
-
-def _format_silence(by_rank: Mapping[int, RankEvidence], culprits: Collection[int]) -> str:
-    """Format the time since the last progress of ``culprits``, or of all ranks if no time is known for ``culprits``."""
-    known = {rank: item.silent_s for rank, item in by_rank.items() if item.silent_s is not None and not item.is_gone}
-    least = min((known[rank] for rank in (known.keys() & set(culprits)) or known), default=None)
-    return "" if least is None else f" for {least:.1f} s"
-
-
-def _ranks_past_block(everyone: Collection[RankEvidence], here: Sequence[RankEvidence]) -> list[int]:
-    """Return the ranks that run on after ``init_dist``'s block, if no rank is inside the block."""
-    return [] if here else [item.rank for item in everyone if item.is_past_block]
-
-
-def _exited_ranks(everyone: Collection[RankEvidence], here: Sequence[RankEvidence]) -> list[int]:
-    """Return the ranks that exited while other ranks still work. At the end of a job all ranks exit, one after another."""
-    return [item.rank for item in everyone if item.is_gone] if any(not item.is_leaving for item in here) else []
 
 
 def _early_ranks(here: Sequence[RankEvidence]) -> list[int]:
@@ -171,30 +181,10 @@ def _early_ranks(here: Sequence[RankEvidence]) -> list[int]:
     return [item.rank for item in here if item.is_leaving] if inside and waiting else []
 
 
-def _silent_ranks(here: Sequence[RankEvidence]) -> list[int]:
-    """Return the ranks without a record, if other ranks wrote a record."""
-    silent = [item.rank for item in here if item.record is None]
-    return silent if len(silent) < len(here) else []
-
-
-def _mismatched_ranks(stops: Sequence[StalledCollective]) -> list[int]:
-    """Return the minority of the ranks that disagree about a collective."""
-    for stop in stops:
-        if stop.mismatched:
-            return sorted(stop.waiting if len(stop.waiting) < len(stop.mismatched) else stop.mismatched)
-    return []
-
-
 def _missing_ranks(stops: Sequence[StalledCollective], *, wait: bool) -> list[int]:
     """Return the ranks that other ranks wait for, limited to ranks that wait themselves (``wait``) or to ranks that do not."""
     waiting = {rank for stop in stops if stop.missing for rank in stop.waiting}
     return sorted({rank for stop in stops for rank in stop.missing if (rank in waiting) == wait})
-
-
-def _slowest_ranks(here: Sequence[RankEvidence]) -> list[int]:
-    least = min((item.passed for item in here), default=0)
-    behind = [item.rank for item in here if item.passed == least]
-    return behind if len(behind) < len(here) else []
 
 
 def _describe_stall(stop: StalledCollective, by_rank: Mapping[int, RankEvidence], *, hang: bool) -> str:
@@ -207,7 +197,11 @@ def _describe_stall(stop: StalledCollective, by_rank: Mapping[int, RankEvidence]
         return f"as collective #{pending.number} {group} {format_ranks(stop.waiting)} {run} {ours}, but {theirs}"
     if stop.missing:
         have = "has" if len(stop.missing) == 1 else "have"
-        where = _common_location(stop.missing, by_rank)
+        # Another line of the message has the path.
+        locations = {short_location(by_rank[rank].stacks) for rank in stop.missing}
+        location = locations.pop() if len(locations) == 1 else None
+        pronoun = "it is" if len(stop.missing) == 1 else "they are"
+        where = "" if location is None else f"; {pronoun} in {location}"
         return f"{format_ranks(stop.missing)} {have} not entered {pending} {group}, where {waiting}{where}"
     gone = [rank for rank in stop.unknown if rank in by_rank and by_rank[rank].is_gone]
     mute = [rank for rank in stop.unknown if rank in by_rank and not by_rank[rank].is_gone]
@@ -220,13 +214,6 @@ def _describe_stall(stop: StalledCollective, by_rank: Mapping[int, RankEvidence]
     # A query by a user may see a collective in transit.
     doubt = ": is the network between them sound?" if hang else ""
     return f"{waiting} in {pending} {group}, and all its ranks have come{doubt}"
-
-
-def _common_location(ranks: Collection[int], by_rank: Mapping[int, RankEvidence]) -> str:
-    """Return the source line of ``ranks`` if the line is the same for all ranks; another line of the message has the path."""
-    locations = {short_location(by_rank[rank].stacks) for rank in ranks}
-    location = locations.pop() if len(locations) == 1 else None
-    return "" if location is None else f"; {'it is' if len(ranks) == 1 else 'they are'} in {location}"
 
 
 def _describe_location(evidence: RankEvidence) -> str:
@@ -316,21 +303,10 @@ def _format_groups(evidence: Collection[RankEvidence]) -> Iterator[str]:
     for group, by_rank in sorted(groups.items(), key=lambda item: (item[0].id, item[0].backend)):
         yield f"group {group.name} ({group.backend}): {format_ranks(group.ranks)}"
         for rank in group.ranks:
-            text = _format_history(by_rank[rank]) if rank in by_rank else _format_missing_history(rank, records)
+            missing = "no collective yet" if rank in records else "wrote nothing down"
+            text = by_rank[rank].format_last() if rank in by_rank else missing
             yield f"  rank {rank}: {text}"
         yield ""
-
-
-def _format_history(history: GroupHistory) -> str:
-    """Format the last completed collective and the pending collectives."""
-    issued = [collective for _, collective in sorted(history.collectives.items())]
-    waiting = [str(collective) for collective in issued if collective.waits]
-    done = [str(collective) for collective in issued if not collective.waits]
-    return f"last done {done[-1] if done else 'not known'}" + (f"; waits in {', '.join(waiting)}" if waiting else "")
-
-
-def _format_missing_history(rank: int, records: Mapping[int, object]) -> str:
-    return "no collective yet" if rank in records else "wrote nothing down"
 
 
 def _format_ranks_section(evidence: Collection[RankEvidence]) -> Iterator[str]:
@@ -366,3 +342,203 @@ def _describe_state(item: RankEvidence) -> Iterator[str]:
         yield f"its state {item.state}"
     if item.exit_code_after_query is not None:
         yield f"ended when it was asked ({describe_exit(item.exit_code_after_query)})"
+
+
+PATIENCE_S = 30.0
+"""Seconds until a launcher must answer. A launcher gives the ranks three seconds, and may wait for its first ranks."""
+
+_POLL_INTERVAL_S = 0.02
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LauncherAddress:
+    """Launcher process that answers queries: ``pid`` on ``host``, started ``start_ticks`` ticks after boot, and its report."""
+
+    pid: int
+    start_ticks: str
+    host: str
+    report: str
+
+    @classmethod
+    def parse(cls, text: str) -> LauncherAddress | None:
+        """Parse an announcement; None if the text is damaged."""
+        try:
+            launcher = cls(**json.loads(text))
+            return launcher if launcher.pid > 0 else None
+        except (ValueError, TypeError):
+            return None
+
+    @property
+    def is_here(self) -> bool:
+        """Return True if the launcher runs on this machine. The start time excludes another process with the same pid."""
+        return (
+            self.host == socket.gethostname() and self.start_ticks != "" and _process_start_ticks(self.pid) == self.start_ticks
+        )
+
+
+def explain_hang(path: str | os.PathLike[str] | None = None) -> str:
+    """Explain the state of a job's ranks, and which rank the other ranks wait for, in at most twelve lines.
+
+    While the job runs, its launcher queries the ranks as in a hang, and the job continues. Call the function from any rank (any
+    thread, a debugger, a signal handler) or from a notebook, or run ``dtrain hang RUN_DIR`` on a machine with a launcher of the
+    job. After the job the function reads the last records and adds their time. All stacks, and the last collectives of every
+    rank by process group, are in ``hang/report.txt`` of the run folder.
+
+    Args:
+        path: the launcher's run folder, its ``hang`` folder, or the folder of ``open_run``; None uses the launcher of this
+            process.
+
+    Returns:
+        The launcher's explanation, such as ``rank 3 has not entered all_reduce #41 of group dp_shard, where ranks 0, 1, 2
+        wait; it is in loader.py:88``.
+
+    Mutates: the files below ``hang``. Ranks get no signal, so a rank that holds the interpreter's lock shows no stack.
+
+    Example:
+        import dtrain as dt
+
+        # The job runs in another terminal: dtrain launch -n 8 --run-dir runs/1 train.py
+        text = dt.launch.explain_hang("runs/1")
+        print(text)
+
+    Raises:
+        ConfigError: the folder does not exist, or no launcher runs there and no record exists, or the launcher belongs to
+            another user.
+        DistError: the launcher does not answer, or exited before its answer.
+    """
+    records = _find_record_folder(path)
+    launchers = [
+        launcher
+        for path in list_matching(records, "launcher-*.pid")
+        if (launcher := LauncherAddress.parse(read_text(path))) is not None
+    ]
+    here = [launcher for launcher in launchers if launcher.is_here]
+    if here:
+        _query_launchers(records, here)
+    text, at = _read_answer(records, launchers)
+    return text if here else f"{text}\n  as of {format_time(at)}: no launcher of the job can be asked here"
+
+
+def announce_launcher(run_dir: Path, node_rank: int, *, single_node: bool) -> None:
+    """Write the address of this launcher into the run folder. If the disk is full or read-only, queries are not possible.
+
+    Args:
+        run_dir: folder of the launch.
+        node_rank: node of this launcher.
+        single_node: if True, this launcher has all ranks of the job.
+
+    Mutates: the run folder.
+    """
+    pid, path = os.getpid(), _announcement_path(run_dir, node_rank)
+    launcher = LauncherAddress(
+        pid=pid,
+        start_ticks=_process_start_ticks(pid),
+        host=socket.gethostname(),
+        report=report_file_name(node_rank, single_node=single_node),
+    )
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(asdict(launcher)), encoding="utf-8")
+
+
+def withdraw_launcher(run_dir: Path, node_rank: int) -> None:
+    """Remove the address of this launcher from the run folder. Mutates: the run folder."""
+    with contextlib.suppress(OSError):
+        _announcement_path(run_dir, node_rank).unlink()
+
+
+def _announcement_path(run_dir: Path, node_rank: int) -> Path:
+    return launch_protocol.hang_folder(run_dir).joinpath(f"launcher-{node_rank:05d}.pid")
+
+
+def _find_record_folder(folder: str | os.PathLike[str] | None) -> Path:
+    """Return the folder that contains the records of the ranks."""
+    own = os.environ.get(launch_protocol.RUN_DIR)
+    if folder is None and not own:
+        raise ConfigError(
+            "explain_hang: path must be set in a process that `dtrain launch` did not start. Pass the folder of a run."
+        )
+    run_dir = Path(folder if folder is not None else own or "").absolute()
+    if not run_dir.is_dir():
+        raise ConfigError(
+            f"explain_hang: path must be an existing folder, got {str(run_dir)!r}. Pass the run folder of `dtrain launch`."
+        )
+    attempts = list_matching(run_dir / run_layout.ATTEMPTS, "attempt-*.json")
+    last = max(attempts, key=lambda path: run_layout.parse_attempt(path.name) or 0, default=None)
+    launch = None
+    # The folder may belong to a training run, whose last attempt names the folder of its launch.
+    with contextlib.suppress(ValueError, KeyError, TypeError):
+        launch = None if last is None else json.loads(read_text(last))["launch"]["folder"]
+    for folder_of_launch in (run_dir, *([Path(launch)] if isinstance(launch, str) and launch else [])):
+        records = launch_protocol.hang_folder(folder_of_launch)
+        if records.is_dir():
+            return records
+    return run_dir
+
+
+def _process_start_ticks(pid: int) -> str:
+    """Return the start time of a process in clock ticks, empty if the process exited. A pid and its start time are unique."""
+    fields = read_text(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()
+    return fields[19] if len(fields) > 19 and fields[0] not in "ZX" else ""
+
+
+def _query_launchers(records: Path, launchers: Sequence[LauncherAddress]) -> None:
+    """Make ``launchers`` query their ranks, and wait for their reports."""
+    before = {launcher: _file_version(records / launcher.report) for launcher in launchers}
+    for launcher in launchers:
+        try:
+            os.kill(launcher.pid, launch_protocol.STACKS_SIGNAL)
+        except ProcessLookupError:
+            # The loop below reports the exited launcher.
+            continue
+        except PermissionError:
+            raise ConfigError(
+                f"explain_hang: the launcher, process {launcher.pid}, belongs to another user. Run the query as that user."
+            ) from None
+    deadline = time.monotonic() + PATIENCE_S
+    while waiting := [launcher for launcher in launchers if _file_version(records / launcher.report) == before[launcher]]:
+        gone = [launcher for launcher in waiting if not launcher.is_here]
+        # A launcher may write its report just before its exit.
+        if gone and all(_file_version(records / launcher.report) == before[launcher] for launcher in gone):
+            raise DistError(
+                f"explain_hang: the launcher, process {gone[0].pid}, exited before its answer. Read the output of the launcher."
+            )
+        if time.monotonic() > deadline:
+            raise DistError(
+                f"explain_hang: the launcher, process {waiting[0].pid}, did not answer within {PATIENCE_S:g} s. Its ranks "
+                "do not run, or the launcher is stopped. Query again."
+            )
+        time.sleep(_POLL_INTERVAL_S)
+
+
+def _file_version(path: Path) -> tuple[int, int] | None:
+    try:
+        stat = path.stat()
+    except OSError:
+        return None
+    return stat.st_ino, stat.st_mtime_ns
+
+
+def _read_answer(records: Path, launchers: Sequence[LauncherAddress]) -> tuple[str, float]:
+    """Return the explanation and the time of the query. One launcher's own explanation is used; several records are merged."""
+    launcher_records = read_launcher_records(records)
+    if len(launcher_records) == 1 and (message := extract_message(read_text(records / launcher_records[0].report))):
+        # A restart of the ranks may have emptied their files.
+        return message, launcher_records[0].at
+    merged, report = merge_launcher_records(launcher_records), records / REPORT_NAME
+    ranks = merged.ranks if merged is not None else tuple(find_recorded_ranks(records))
+    if not ranks:
+        hosts = sorted({launcher.host for launcher in launchers if launcher.host != socket.gethostname()})
+        advice = f"Query on {', '.join(hosts)}." if hosts else "Pass the run folder of `dtrain launch`."
+        raise ConfigError(
+            f"explain_hang: {str(records)!r} has no records of ranks, and none of its launchers runs on this machine. {advice}"
+        )
+    evidence = collect_evidence(records, ranks)
+    world_size, timeout_s = (merged.world_size, merged.timeout_s) if merged is not None else (len(ranks), None)
+    lines = explain_stall(evidence, world_size=world_size, timeout_s=timeout_s, report=report)
+    versions = map(_file_version, list_matching(records, "rank-*"))
+    written = [version[1] / 1e9 for version in versions if version is not None]
+    # Files may be removed after they were read.
+    at = merged.at if merged is not None else max(written, default=time.time())
+    write_hang_report(report, lines, evidence, queried_at=at)
+    return "\n".join(lines), at

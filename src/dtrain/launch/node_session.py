@@ -11,22 +11,22 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from dtrain.launch.addresses import find_interface
+from dtrain.launch.coordinator import HEARTBEAT_S, LEFT, LOST_NODE_EXIT_CODE, Coordinator
 from dtrain.launch.launch_plan import NodeRendezvous
-from dtrain.launch.nodes.addresses import find_interface
-from dtrain.launch.nodes.coordinator import HEARTBEAT_S, LEFT, LOST_NODE_EXIT_CODE, Coordinator
-from dtrain.launch.nodes.messages import (
+from dtrain.launch.node_messages import (
     Hello,
     JobFinished,
     JoinAccepted,
     JoinRefused,
     Message,
     NodeFailed,
+    NodeStore,
     Notice,
     RanksExited,
     RanksFailed,
     Welcome,
 )
-from dtrain.launch.nodes.node_store import NodeStore
 
 POLL_S = 0.2
 # Node 0 marks its store at once.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -11,9 +12,9 @@ from pathlib import Path
 
 from dtrain import launch_protocol
 from dtrain.launch import processes
-from dtrain.launch.hang.explain import explain_stall, write_hang_report
-from dtrain.launch.hang.query import announce_launcher, withdraw_launcher
-from dtrain.launch.hang.rank_records import (
+from dtrain.launch.hang_report import announce_launcher, explain_stall, withdraw_launcher, write_hang_report
+from dtrain.launch.heartbeats import ProgressKind, ProgressRecord
+from dtrain.launch.rank_records import (
     BlockPhase,
     LauncherRecord,
     RankEvidence,
@@ -23,7 +24,6 @@ from dtrain.launch.hang.rank_records import (
     read_text,
     write_launcher_record,
 )
-from dtrain.launch.heartbeats import ProgressKind, ProgressRecord
 
 PATIENCE_S = 3.0
 """Seconds until the ranks must answer. A record takes milliseconds, but a busy machine is slower."""
@@ -155,11 +155,7 @@ class RankDump:
     def _send_signal(self, ranks: Iterable[int]) -> list[int]:
         """Send the stack signal to the ranks that handle it, and return these ranks."""
         pids = self._targets.pids
-        handling = [
-            rank
-            for rank in ranks
-            if rank not in self._exit_codes_after_query and _has_signal_handler(pids[rank], launch_protocol.STACKS_SIGNAL)
-        ]
+        handling = [rank for rank in ranks if rank not in self._exit_codes_after_query and _handles_stacks_signal(pids[rank])]
         for rank in handling:
             processes.send_signal(pids[rank], launch_protocol.STACKS_SIGNAL)
         return handling
@@ -208,12 +204,10 @@ def remove_empty_dumps(run_dir: Path, ranks: Iterable[int]) -> None:
         launch_protocol.hang_folder(run_dir).rmdir()
 
 
-def _has_signal_handler(pid: int, number: int) -> bool:
-    """Return True if ``pid`` handles the signal. The signal kills a process without a handler, such as ``sleep``."""
-    for line in read_text(Path(f"/proc/{pid}/status")).splitlines():
-        if line.startswith("SigCgt:"):
-            return bool(int(line.split()[1], 16) >> (number - 1) & 1)
-    return False
+def _handles_stacks_signal(pid: int) -> bool:
+    """Return True if ``pid`` handles the stack signal, which kills a process without a handler, such as ``sleep``."""
+    caught = re.search(r"^SigCgt:\s*([0-9a-f]+)", read_text(Path(f"/proc/{pid}/status")), re.MULTILINE)
+    return caught is not None and bool(int(caught[1], 16) >> (launch_protocol.STACKS_SIGNAL - 1) & 1)
 
 
 def _process_states(pids: Mapping[int, int]) -> dict[int, str]:

@@ -11,7 +11,7 @@ import sysconfig
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import dtrain
 from dtrain import launch_protocol
@@ -95,6 +95,13 @@ class GroupHistory:
     last: int
     collectives: Mapping[int, IssuedCollective]
 
+    def format_last(self) -> str:
+        """Format the last completed collective and the pending collectives."""
+        issued = [collective for _, collective in sorted(self.collectives.items())]
+        waiting = [str(collective) for collective in issued if collective.waits]
+        done = [str(collective) for collective in issued if not collective.waits]
+        return f"last done {done[-1] if done else 'not known'}" + (f"; waits in {', '.join(waiting)}" if waiting else "")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankRecord:
@@ -115,17 +122,15 @@ def parse_rank_record(text: str) -> RankRecord | None:
     """Parse a rank's record; None if the text is damaged."""
     try:
         fields = json.loads(text)
-        histories = dict(_parse_history(group) for group in fields["groups"])
+        histories = {}
+        for item in fields["groups"]:
+            group = CollectiveGroup(id=item["id"], backend=item["backend"], name=item["name"], ranks=tuple(item["ranks"]))
+            issued = [IssuedCollective(**collective) for collective in item["collectives"]]
+            histories[group] = GroupHistory(last=item["last"], collectives={call.number: call for call in issued})
         return RankRecord(passed=fields["passed"], doing=fields["doing"], histories=histories)
     except (ValueError, KeyError, TypeError, AttributeError):
         # A record only adds detail to a hang that was detected without it.
         return None
-
-
-def _parse_history(fields: dict[str, Any]) -> tuple[CollectiveGroup, GroupHistory]:
-    group = CollectiveGroup(id=fields["id"], backend=fields["backend"], name=fields["name"], ranks=tuple(fields["ranks"]))
-    issued = [IssuedCollective(**item) for item in fields["collectives"]]
-    return group, GroupHistory(last=fields["last"], collectives={item.number: item for item in issued})
 
 
 BlockPhase = Literal["open", "leaving", "closed"]
@@ -263,14 +268,11 @@ def read_launcher_records(folder: Path) -> list[LauncherRecord]:
 def _parse_launcher_record(text: str) -> LauncherRecord | None:
     try:
         fields = json.loads(text)
-        return LauncherRecord(**{**fields, "ranks": tuple(_parse_evidence(item) for item in fields["ranks"])})
+        for item in fields["ranks"]:
+            item["progress"] = item["progress"] and RankProgress(**item["progress"])
+        return LauncherRecord(**{**fields, "ranks": tuple(RankEvidence(**item) for item in fields["ranks"])})
     except (ValueError, KeyError, TypeError):
         return None
-
-
-def _parse_evidence(fields: Mapping[str, Any]) -> RankEvidence:
-    progress = fields["progress"]
-    return RankEvidence(**{**fields, "progress": None if progress is None else RankProgress(**progress)})
 
 
 def find_recorded_ranks(folder: Path) -> list[RankEvidence]:

@@ -1,1 +1,0 @@
-"""Connect the launchers of several nodes: addresses, messages, rendezvous, compatibility checks."""

@@ -1,1 +1,0 @@
-"""Forward the output of ranks to log files and to the terminal."""

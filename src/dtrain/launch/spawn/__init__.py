@@ -1,1 +1,0 @@
-"""Start rank processes, from a preloaded fork server or as plain interpreters."""
