@@ -37,10 +37,9 @@ from checkpoint_claims import table
 from checkpoint_peers import build
 from dtrain.checkpoint import layout, tree_json
 from dtrain.checkpoint.data_file import Blocks, FileLayout, TensorSlot, plan_blocks, plan_file_layout
-from dtrain.checkpoint.fetch_plan import plan_fetches
+from dtrain.checkpoint.plan import ReadItem, Region, plan_fetches, plan_reads
 from dtrain.checkpoint.rank_index import PlacedShards, RankIndex, encode_rank_index, place_shards
 from dtrain.checkpoint.reader import CheckpointReader, RankFilesReader, open_checkpoint
-from dtrain.checkpoint.reshard import ReadItem, Region, plan_reads
 from dtrain.checkpoint.run_index import RankParts, RunIndex, encode_run_index, merge_parts
 from dtrain.checkpoint.tree_json import TensorRef
 from dtrain.dist.control_plane import Channel
@@ -338,8 +337,7 @@ def fetches_of(reads: Sequence[ReadItem], ranks: RankFilesReader) -> Iterator[tu
     """Iterate over the byte ranges that are fetched for reads."""
     for number in {read.file for read in reads}:
         blocks = ranks.placed((number - 1) // 2).blocks[0]
-        spans = [(read.begin, read.end) for read in reads if read.file == number]
-        for fetch in plan_fetches(blocks, spans, size=blocks.ends[-1], is_remote=False):
+        for fetch in plan_fetches(blocks, [read for read in reads if read.file == number], is_remote=False):
             yield fetch.begin, fetch.end
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from dtrain.checkpoint import layout
+from dtrain.checkpoint.plan import full_region
 from dtrain.checkpoint.rank_index import StoredShard
 from dtrain.checkpoint.reader import open_checkpoint
-from dtrain.checkpoint.reshard import full_region
 
 
 def shards_of(step: Path, rank: int = 0) -> dict[str, StoredShard]:

@@ -16,8 +16,8 @@ from dtrain.checkpoint import data_file, layout
 from dtrain.checkpoint import data_file as digest_module
 from dtrain.checkpoint.checkpoint_info import latest_checkpoint, list_steps
 from dtrain.checkpoint.load import load_sharded
+from dtrain.checkpoint.reader import verify
 from dtrain.checkpoint.save import save_sharded
-from dtrain.checkpoint.verify_step import verify
 from dtrain.errors import CheckpointError, CorruptCheckpointError
 
 FILES = ["manifest.json", "rank-00000.json", "rank-00000.safetensors", "index.json"]

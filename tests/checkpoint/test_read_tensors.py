@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from dtrain import storage
 from dtrain.checkpoint import data_file as digest_module
-from dtrain.checkpoint import layout, read_tensors, reshard
+from dtrain.checkpoint import fetch, layout, plan
 from dtrain.checkpoint.data_file import Blocks, digest_of
 from dtrain.checkpoint.layout import DTYPES
+from dtrain.checkpoint.plan import Region, index_shards, plan_tensors
 from dtrain.checkpoint.rank_index import StoredShard, shard_kind
-from dtrain.checkpoint.reshard import Region, index_shards, plan_reads
 from dtrain.checkpoint.tree_json import TensorRef
 from dtrain.errors import CorruptCheckpointError
 
@@ -61,9 +61,9 @@ def small(monkeypatch):
     def set_sizes(chunk: int, large: int, read: int, threaded: int) -> None:
         for module in (layout, digest_module):
             monkeypatch.setattr(module, "CHUNK_BYTES", chunk)
-        monkeypatch.setattr(read_tensors, "_DIRECT_MIN_BYTES", large)
-        monkeypatch.setattr(read_tensors, "_MIN_THREADED_FETCHES", threaded)
-        monkeypatch.setattr(reshard, "MAX_STRIDED_READ_BYTES", read)
+        monkeypatch.setattr(fetch, "_DIRECT_MIN_BYTES", large)
+        monkeypatch.setattr(fetch, "_MIN_THREADED_FETCHES", threaded)
+        monkeypatch.setattr(plan, "MAX_STRIDED_READ_BYTES", read)
 
     return set_sizes
 
@@ -107,9 +107,7 @@ def test_read_tensors_fills_any_region_from_any_shards(tmp_path_factory, small, 
         targets[key] = Region(offset=tuple(low), size=tuple(size))
     block = min(chunk, draw(st.sampled_from([8, 40, 512])))
     files = Files(tmp_path_factory.mktemp("files"), list(map(bytes, contents)), digests=draw(st.booleans()), block=block)
-    landed = read_tensors.read_tensors(
-        {k: r.size for k, r in targets.items()}, plan_reads(index_shards(parts), targets), refs, files.open
-    )
+    landed = fetch.read_tensors(plan_tensors(lambda _: index_shards(parts), targets, refs), files.open)
     for key, region in targets.items():
         wanted = tensors[key][tuple(slice(at, at + n) for at, n in zip(region.offset, region.size, strict=True))]
         assert landed[key].dtype == wanted.dtype
@@ -133,9 +131,7 @@ def two_tensors(tmp_path, *, digests: bool = True) -> tuple[Files, dict, dict]:
 
 
 def landed(files: Files, boxes: dict, refs: dict, **targets: Region) -> dict[str, torch.Tensor]:
-    return read_tensors.read_tensors(
-        {key: region.size for key, region in targets.items()}, plan_reads(boxes, targets), refs, files.open
-    )
+    return fetch.read_tensors(plan_tensors(lambda _: boxes, targets, refs), files.open)
 
 
 @pytest.mark.parametrize("share", ["most", "few"])
@@ -143,10 +139,8 @@ def test_shareable_tensors_are_views_unless_most_of_a_chunk_would_be_kept_for_no
     small(2504, 2**16, 2**20, 1000)
     files, boxes, refs = two_tensors(tmp_path)
     regions = {key: Region(offset=(0,), size=(count,)) for key, count in (("small", 10), ("large", 300))}
-    found = read_tensors.read_tensors(
-        {key: region.size for key, region in regions.items()},
-        plan_reads(boxes, regions),
-        refs,
+    found = fetch.read_tensors(
+        plan_tensors(lambda _: boxes, regions, refs),
         files.open,
         shareable={"most": ["large"], "few": ["small"]}[share],
     )

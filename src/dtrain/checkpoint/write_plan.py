@@ -22,9 +22,9 @@ from dtrain.checkpoint.data_file import (
     verify_file,
 )
 from dtrain.checkpoint.layout import RankFiles
+from dtrain.checkpoint.plan import assign_writers
 from dtrain.checkpoint.rank_index import RankIndex
 from dtrain.checkpoint.reader import read_rank_index, read_run_index
-from dtrain.checkpoint.reshard import assign_writers
 from dtrain.checkpoint.run_index import RankParts, RunIndex, merge_parts
 from dtrain.checkpoint.state_dict import CheckpointContents
 from dtrain.dist.dtensor import ShardBox, full_box, is_dtensor, shard_box, to_local

@@ -21,20 +21,21 @@ from torch.distributed.checkpoint.planner import WriteItem
 
 from dtrain import storage
 from dtrain.checkpoint import layout, tree_json
-from dtrain.checkpoint.conversion.weight_stream import (
+from dtrain.checkpoint.data_file import Blocks, FileLayout, plan_blocks, plan_file_layout
+from dtrain.checkpoint.layout import DTYPES, Manifest, MeshLayout, RankFiles
+from dtrain.checkpoint.plan import full_region, group_by_size
+from dtrain.checkpoint.rank_index import RankIndex, encode_rank_index
+from dtrain.checkpoint.run_index import RankParts, RunIndex, encode_run_index, merge_parts
+from dtrain.checkpoint.weights import (
+    BUFFER_BYTES,
+    INDEX_FILE,
+    MODEL_FILE,
     WeightStream,
-    group_by_size,
     nbytes,
     read_batch,
     rename_tensors,
-    tensor_region,
     write_safetensors,
 )
-from dtrain.checkpoint.data_file import Blocks, FileLayout, plan_blocks, plan_file_layout
-from dtrain.checkpoint.layout import DTYPES, Manifest, MeshLayout, RankFiles
-from dtrain.checkpoint.rank_index import RankIndex, encode_rank_index
-from dtrain.checkpoint.run_index import RankParts, RunIndex, encode_run_index, merge_parts
-from dtrain.checkpoint.tensor_files import INDEX_FILE, MODEL_FILE
 from dtrain.errors import CheckpointError
 from dtrain.fqn import compile_patterns
 from dtrain.schedules.clock import Clock
@@ -178,7 +179,9 @@ class _StreamingSavePlanner(DefaultSavePlanner):  # type: ignore[misc,unused-ign
         self._weights, self._names = weights, names
         refs = weights.files.refs
         sizes = {name: nbytes(refs[name]) for name in weights.dtypes}
-        together = [{name: tensor_region(refs[name]) for name in group} for group in group_by_size(sizes)]
+        together = [
+            {name: full_region(refs[name].shape) for name in group} for group in group_by_size(sizes, limit=BUFFER_BYTES)
+        ]
         self._regions = {name: group for group in together for name in group}
         self._batch: dict[str, Tensor] = {}
         self._last: Tensor | None = None

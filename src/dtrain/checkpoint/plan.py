@@ -1,6 +1,7 @@
-"""Plan which replica of a tensor is written, and which bytes a rank reads, for any world size on either side.
+"""Plan which replica of a tensor is written, which bytes a rank reads, and which bytes of a file are fetched together.
 
-All functions are pure functions of regions and shards.
+World size and placements may differ between the save and the load. All functions are pure functions of regions, shards and
+blocks.
 """
 
 from __future__ import annotations
@@ -13,8 +14,14 @@ from math import prod
 from operator import itemgetter
 from typing import Any, NamedTuple, TypeAlias
 
+from torch import Tensor
+
+from dtrain.checkpoint import layout
+from dtrain.checkpoint.data_file import Blocks, split_blocks
 from dtrain.checkpoint.layout import DTYPES
 from dtrain.checkpoint.rank_index import ShardKind, StoredShard
+from dtrain.checkpoint.tree_json import TensorRef
+from dtrain.dist.dtensor import shard_box
 from dtrain.errors import CorruptCheckpointError
 
 # Limit of one read that is not contiguous, unless a single row is larger: such a read needs a buffer of its own.
@@ -25,6 +32,8 @@ _LINEAR_SEARCH_MAX = 8
 MAX_WRITERS = 8
 # Replicas with less to write each are not worth the files that a reader opens.
 MIN_WRITER_BYTES = 2**20
+# A server sends so many bytes in the time of a request, so smaller gaps between needed blocks are fetched as well.
+_MAX_REMOTE_GAP_BYTES = 2**20
 
 
 class Region(NamedTuple):
@@ -38,6 +47,12 @@ class Region(NamedTuple):
 def full_region(shape: tuple[int, ...]) -> Region:
     """Return the region of a whole tensor."""
     return Region(offset=(0,) * len(shape), size=shape)
+
+
+def local_region(tensor: Tensor, shape: tuple[int, ...] | None = None) -> Region:
+    """Return the region of a tensor that this rank has, or the region of a tensor of another shape that is sharded alike."""
+    box = shard_box(tensor, shape)
+    return Region(offset=box.offset, size=box.size)
 
 
 ShardFinder: TypeAlias = Callable[[Mapping[str, Region]], Mapping[str, Sequence[StoredShard]]]
@@ -106,7 +121,7 @@ def index_shards(parts: Iterable[Mapping[str, StoredShard]]) -> dict[str, list[S
     return found
 
 
-def plan_reads(index: Mapping[str, Sequence[StoredShard]], targets: Mapping[str, Region]) -> list[ReadItem]:
+def plan_reads(index: Mapping[str, Sequence[StoredShard]], targets: Mapping[str, Region], prefix: str = "") -> list[ReadItem]:
     """Plan the reads that fill the targets, in the order of the files.
 
     The shards that a target may overlap are found by bisection, and the check for full and single coverage uses their order.
@@ -115,6 +130,7 @@ def plan_reads(index: Mapping[str, Sequence[StoredShard]], targets: Mapping[str,
     Args:
         index: stored shards by key, in the order of their offset, each with as many dims as its target.
         targets: region of each tensor needed on this rank; an empty region needs no read.
+        prefix: prefix of the keys in the reads.
 
     Raises:
         CorruptCheckpointError: a target that the stored shards do not cover exactly once.
@@ -130,7 +146,7 @@ def plan_reads(index: Mapping[str, Sequence[StoredShard]], targets: Mapping[str,
             plan = plans[layout_key] = _plan_tensor(key, shards, target)
         for at, begin, end, block, source, into, contiguous in plan:
             file, start, _ = shards[at]
-            reads.append(ReadItem(file, start + begin, start + end, key, block, source, into, contiguous))
+            reads.append(ReadItem(file, start + begin, start + end, prefix + key, block, source, into, contiguous))
     reads.sort(key=itemgetter(0, 1))
     return reads
 
@@ -153,8 +169,21 @@ def _plan_tensor(key: str, shards: Sequence[StoredShard], target: Region) -> lis
     needed = prod(target.size)
     if not needed:
         return []
-    parts = _intersections(shards, target)
-    _check_cover(key, parts, needed)
+    begins, ends = target.offset, tuple(begin + size for begin, size in zip(target.offset, target.size, strict=True))
+    parts = []
+    for at in _candidates(shards, begins, ends):
+        kind = shards[at].kind
+        low = tuple(map(max, kind.offset, begins))
+        high = tuple(min(begin + size, end) for begin, size, end in zip(kind.offset, kind.size, ends, strict=True))
+        if all(map(int.__lt__, low, high)):
+            parts.append(_Intersection(at, low, high))
+    overlap = _find_overlap(parts) if len(parts) > 1 else None
+    if overlap is not None:
+        raise CorruptCheckpointError(f"{key}: two stored shards overlap at {overlap}")
+    # Disjoint parts inside a target cover the target if their sizes add up to its size.
+    stored = sum(prod(map(int.__sub__, high, low)) for _, low, high in parts)
+    if stored != needed:
+        raise CorruptCheckpointError(f"{key}: stored shards hold {stored} of the {needed} elements needed")
     return [read for part in parts for read in _byte_ranges(shards[part.at].kind, part, target)]
 
 
@@ -164,18 +193,6 @@ class _Intersection(NamedTuple):
     at: int
     low: tuple[int, ...]
     high: tuple[int, ...]
-
-
-def _intersections(shards: Sequence[StoredShard], target: Region) -> list[_Intersection]:
-    begins, ends = target.offset, tuple(at + n for at, n in zip(target.offset, target.size, strict=True))
-    found = []
-    for at in _candidates(shards, begins, ends):
-        kind = shards[at].kind
-        low = tuple(map(max, kind.offset, begins))
-        high = tuple(min(at + n, end) for at, n, end in zip(kind.offset, kind.size, ends, strict=True))
-        if all(map(int.__lt__, low, high)):
-            found.append(_Intersection(at, low, high))
-    return found
 
 
 def _candidates(shards: Sequence[StoredShard], begins: tuple[int, ...], ends: tuple[int, ...]) -> range:
@@ -193,16 +210,6 @@ def _candidates(shards: Sequence[StoredShard], begins: tuple[int, ...], ends: tu
     # If shards lie inside others, their ends are not in order. The running maximum of the ends is.
     reach = list(accumulate((shard.kind.offset[dim] + shard.kind.size[dim] for shard in shards[:stop]), max))
     return range(bisect_right(reach, begins[dim]), stop)
-
-
-def _check_cover(key: str, parts: Sequence[_Intersection], needed: int) -> None:
-    """Check that disjoint parts inside a target cover the target: their sizes add up to its size."""
-    overlap = _find_overlap(parts) if len(parts) > 1 else None
-    if overlap is not None:
-        raise CorruptCheckpointError(f"{key}: two stored shards overlap at {overlap}")
-    stored = sum(prod(map(int.__sub__, high, low)) for _, low, high in parts)
-    if stored != needed:
-        raise CorruptCheckpointError(f"{key}: stored shards hold {stored} of the {needed} elements needed")
 
 
 def _find_overlap(parts: Sequence[_Intersection]) -> tuple[int, ...] | None:
@@ -252,3 +259,119 @@ def _byte_ranges(kind: ShardKind, part: _Intersection, target: Region) -> Iterat
         begin, into = (row - kind.offset[0]) * row_bytes, row - target.offset[0]
         source, to = ((0, rows), *inner), ((into, into + rows), *outer)
         yield at, begin, begin + rows * row_bytes, (rows, *kind.size[1:]), source, to, contiguous
+
+
+class TensorRead(NamedTuple):
+    """Reads that fill a tensor of this dtype and size."""
+
+    dtype: str
+    size: tuple[int, ...]
+    reads: list[ReadItem]
+
+    @property
+    def nbytes(self) -> int:
+        """Number of bytes to read."""
+        return sum(read.end - read.begin for read in self.reads)
+
+
+def plan_tensors(
+    find_shards: ShardFinder, regions: Mapping[str, Region], refs: Mapping[str, TensorRef], prefix: str = ""
+) -> dict[str, TensorRead]:
+    """Plan the reads of the region of each tensor, by key after ``prefix``. An empty region has no reads.
+
+    Raises:
+        CorruptCheckpointError: a region that the stored shards do not cover exactly once.
+    """
+    tensors = {prefix + key: TensorRead(refs[key].dtype, region.size, []) for key, region in regions.items()}
+    for read in plan_reads(find_shards(regions), regions, prefix):
+        tensors[read.key].reads.append(read)
+    return tensors
+
+
+class Segment(NamedTuple):
+    """Bytes ``[begin, end)`` of a read that are inside of one fetch."""
+
+    begin: int
+    end: int
+    read: ReadItem
+
+
+class Fetch(NamedTuple):
+    """Bytes ``[begin, end)`` of a file that are fetched together, the numbers of their blocks, and the segments in them."""
+
+    begin: int
+    end: int
+    blocks: range
+    segments: list[Segment]
+
+
+def plan_fetches(
+    blocks: Blocks | None, reads: Sequence[ReadItem], verify: Iterable[Span] = (), *, is_remote: bool
+) -> list[Fetch]:
+    """Plan the fetches of a file, so that the needed blocks are fetched completely and once, and split the reads by fetch.
+
+    Adjacent blocks are fetched together, at most ``CHUNK_BYTES``. An example with a limit of two blocks::
+
+        blocks     |   0   |   1   |   2   |   3   |   4   |
+        reads         aa     bbbbbbbbbbbb             cc
+        fetches    [---------------[-------]       [-------]
+        segments      aa     bbbbbb bbbbbb            cc
+
+    Args:
+        blocks: blocks of the file; None for a file without digests, which is fetched in chunks.
+        reads: reads from the file in the order of their begin, without overlaps.
+        verify: byte ranges whose blocks are fetched to be verified only.
+        is_remote: if True, a gap between blocks is fetched rather than a further request made.
+    """
+    spans = sorted([*((read.begin, read.end) for read in reads), *verify])
+    if blocks is None:
+        size = layout.CHUNK_BYTES
+        chunks = sorted({at for begin, end in spans if begin < end for at in range(begin // size, -(-end // size))})
+        fetches = [Fetch(at * size, (at + 1) * size, range(0), []) for at in chunks]
+    else:
+        fetches = [
+            Fetch(blocks.begin_of(part.start), blocks.ends[part.stop - 1], part, [])
+            for numbers in _needed_blocks(blocks, spans, _MAX_REMOTE_GAP_BYTES if is_remote else 0)
+            for part in split_blocks(blocks, numbers)
+        ]
+    number = 0
+    for read in reads:
+        begin = read.begin
+        while begin < read.end:
+            while fetches[number].end <= begin:
+                number += 1
+            end = min(read.end, fetches[number].end)
+            fetches[number].segments.append(Segment(begin, end, read))
+            begin = end
+    return fetches
+
+
+def _needed_blocks(blocks: Blocks, spans: Iterable[Span], gap: int) -> list[range]:
+    """Return the blocks that contain the spans, as ranges with more than ``gap`` bytes between them."""
+    needed: list[range] = []
+    reach = -1
+    for begin, end in spans:
+        # Most spans are small, and in the block of the span before.
+        if end <= reach or begin == end:
+            continue
+        numbers = blocks.numbers_of(begin, end)
+        if needed and blocks.begin_of(numbers.start) - reach <= gap:
+            needed[-1] = range(needed[-1].start, max(numbers.stop, needed[-1].stop))
+        else:
+            needed.append(numbers)
+        reach = blocks.ends[needed[-1].stop - 1]
+    return needed
+
+
+def group_by_size(sizes: Mapping[str, int], *, limit: int) -> Iterator[list[str]]:
+    """Split the names in order into groups of at most ``limit`` bytes. A larger tensor is alone in its group."""
+    group: list[str] = []
+    remaining = limit
+    for name, size in sizes.items():
+        if group and size > remaining:
+            yield group
+            group, remaining = [], limit
+        group.append(name)
+        remaining -= size
+    if group:
+        yield group
