@@ -192,15 +192,3 @@ def test_truncated_file_is_reported(tmp_path, small, digests, size):
     path.write_bytes(path.read_bytes()[:size])
     with pytest.raises(CorruptCheckpointError, match=r"file 0: (must have at least \d+ bytes, ends at byte \d+|bytes from)"):
         landed(files, boxes, refs, large=Region(offset=(0,), size=(300,)))
-
-
-def test_keys_sharing_bytes_are_both_filled(tmp_path, small):
-    small(512, 8, 2**20, 1000)
-    files, boxes, refs = two_tensors(tmp_path)
-    boxes["tied"] = boxes["large"]
-    refs["tied"] = refs["large"]
-    everything = {key: Region(offset=(0,), size=ref.shape) for key, ref in refs.items()}
-    found = landed(files, boxes, refs, **everything)
-    assert torch.equal(found["tied"], torch.arange(300))
-    assert torch.equal(found["large"], torch.arange(300))
-    assert found["tied"].data_ptr() != found["large"].data_ptr()

@@ -230,7 +230,7 @@ def test_duplicate_scalar_shards_are_refused():
 
 
 def read_of(begin: int, end: int) -> ReadItem:
-    return ReadItem(0, begin, end, f"{begin}", (), (), (), True)
+    return ReadItem(0, begin, end, f"{begin}", (), (), (), 0)
 
 
 # The drawn example of ``plan_fetches``: blocks of 8 bytes, and a limit of two blocks.

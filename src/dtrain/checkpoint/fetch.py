@@ -13,7 +13,6 @@ from collections import defaultdict, deque
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import groupby, pairwise
-from math import prod
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -63,49 +62,29 @@ def read_tensors(
         OSError: an unreadable file.
     """
     host_tensors = _HostTensors(tensors, targets or {}, shareable)
-    reads = sorted((read for tensor in tensors.values() for read in tensor.reads), key=itemgetter(0, 1))
-    layers = list(_split_repeated_reads(reads)) or [[]]
-    to_verify = list(verify)
+    by_file: dict[int, tuple[list[ReadItem], list[Span]]] = defaultdict(lambda: ([], []))
+    for read in sorted((read for tensor in tensors.values() for read in tensor.reads), key=itemgetter(0, 1)):
+        by_file[read.file][0].append(read)
+    for read in verify:
+        by_file[read.file][1].append((read.begin, read.end))
     with torch.no_grad(), ExitStack() as stack:
-        for layer in layers:
-            by_file: dict[int, tuple[list[ReadItem], list[Span]]] = defaultdict(lambda: ([], []))
-            for read in layer:
-                by_file[read.file][0].append(read)
-            for read in to_verify:
-                by_file[read.file][1].append((read.begin, read.end))
-            to_verify.clear()
-            work: list[tuple[ReadableFile, Fetch, list[_Place]]] = []
-            for number, (of_file, spans) in sorted(by_file.items()):
-                file = stack.enter_context(open_file(number))
-                for fetch in plan_fetches(file.blocks, of_file, spans, is_remote=file.file.is_remote):
-                    work.append(
-                        (file, fetch, [host_tensors.place(*segment, file.file.is_remote) for segment in fetch.segments])
-                    )
-            buffers = BufferPool()
+        work: list[tuple[ReadableFile, Fetch, list[_Place]]] = []
+        for number, (reads, spans) in sorted(by_file.items()):
+            file = stack.enter_context(open_file(number))
+            is_remote = file.file.is_remote
+            for fetch in plan_fetches(file.blocks, reads, spans, is_remote=is_remote):
+                work.append((file, fetch, [host_tensors.place(*segment, is_remote) for segment in fetch.segments]))
+        buffers = BufferPool()
 
-            def run(at: int) -> None:
-                # The autograd mode belongs to a thread. The function is called before the next iteration.
-                with torch.no_grad():
-                    _read_fetch(*work[at], host_tensors, buffers)  # noqa: B023
+        def run(at: int) -> None:
+            # The autograd mode belongs to a thread.
+            with torch.no_grad():
+                _read_fetch(*work[at], host_tensors, buffers)
 
-            remote = any(file.file.is_remote for file, _, _ in work)
-            threads = REMOTE_REQUESTS if remote else READ_THREADS if len(work) >= _MIN_THREADED_FETCHES else 1
-            for_each_part(len(work), run, threads=threads, name="dtrain-read", activity="load")
+        remote = any(file.file.is_remote for file, _, _ in work)
+        threads = REMOTE_REQUESTS if remote else READ_THREADS if len(work) >= _MIN_THREADED_FETCHES else 1
+        for_each_part(len(work), run, threads=threads, name="dtrain-read", activity="load")
     return host_tensors.filled
-
-
-def _split_repeated_reads(reads: list[ReadItem]) -> Iterator[list[ReadItem]]:
-    """Split the reads into lists without overlapping bytes. There is one list unless two names share bytes."""
-    while reads:
-        layer, rest, number, reach = [], [], -1, 0
-        for read in reads:
-            if read.file == number and read.begin < reach:
-                rest.append(read)
-            else:
-                layer.append(read)
-                number, reach = read.file, read.end
-        yield layer
-        reads = rest
 
 
 def _read_fetch(file: ReadableFile, fetch: Fetch, places: Sequence[_Place], tensors: _HostTensors, buffers: BufferPool) -> None:
@@ -196,8 +175,6 @@ class _HostTensors:
             and target.is_cpu
             and target.is_contiguous()
         }
-        # The size of a row and of the whole in bytes, by shape and dtype.
-        self._bytes: dict[tuple[tuple[int, ...], str], tuple[int, int]] = {}
         self._memory: dict[str, memoryview] = {}
         self._rows: dict[ReadItem, GatherBuffer] = {}
         self._pool = BufferPool()
@@ -213,25 +190,22 @@ class _HostTensors:
 
     def place(self, begin: int, end: int, read: ReadItem, is_remote: bool) -> _Place:
         """Return the place of a segment of a read."""
-        key, (dtype, size, _) = read.key, self._tensors[read.key]
-        if (size, dtype) not in self._bytes:
-            itemsize = DTYPES[dtype].itemsize
-            self._bytes[size, dtype] = prod(size[1:]) * itemsize, prod(size) * itemsize
-        row_bytes, nbytes = self._bytes[size, dtype]
-        if read.contiguous and end - begin == nbytes < _DIRECT_MIN_BYTES:
+        key, (dtype, _, reads) = read.key, self._tensors[read.key]
+        nbytes = end - begin
+        if len(reads) == 1 and nbytes == read.end - read.begin < _DIRECT_MIN_BYTES and read.offset is not None:
             return _Place(begin, end, key)
         if key not in self.filled:
             self.filled[key] = self._new(key)
-        if not read.contiguous:
+        if read.offset is None:
             if read not in self._rows:
                 self._rows[read] = GatherBuffer(read, DTYPES[dtype], self.filled[key], self._pool)
             return _Place(begin, end, key, rows=self._rows[read])
         if key not in self._memory:
             self._memory[key] = _bytes_of(self.filled[key])
-        start = (read.target[0][0] * row_bytes if read.target else 0) - read.begin
+        start = read.offset + begin - read.begin
         # Requests to a server should be large. Smaller segments are copied out of a buffer, which saves system calls.
-        direct = end - begin >= (layout.CHUNK_BYTES if is_remote else _DIRECT_MIN_BYTES)
-        return _Place(begin, end, key, memory=self._memory[key][start + begin : start + end], direct=direct)
+        direct = nbytes >= (layout.CHUNK_BYTES if is_remote else _DIRECT_MIN_BYTES)
+        return _Place(begin, end, key, memory=self._memory[key][start : start + nbytes], direct=direct)
 
     def fill(self, places: Sequence[_Place], buffer: Tensor, memory: memoryview, start: int) -> bool:
         """Fill the tensors from a buffer, whose first byte is byte ``start`` of the file.

@@ -62,8 +62,8 @@ ShardFinder: TypeAlias = Callable[[Mapping[str, Region]], Mapping[str, Sequence[
 class ReadItem(NamedTuple):
     """Read of the bytes ``[begin, end)`` of a file: ``block`` whole rows of a stored shard, which may be needed in part.
 
-    ``block[source]`` goes to ``target`` of the local tensor ``key``; both have one ``(start, stop)`` per dim. ``contiguous``
-    is True if the bytes are contiguous in the local tensor, too. A tuple, because every tensor has at least one read.
+    ``block[source]`` goes to ``target`` of the local tensor ``key``; both have one ``(start, stop)`` per dim. If the bytes are
+    contiguous in the local tensor, too, they begin at its byte ``offset``. A tuple, because every tensor has at least one read.
     """
 
     file: int
@@ -73,7 +73,7 @@ class ReadItem(NamedTuple):
     block: tuple[int, ...]
     source: tuple[Span, ...]
     target: tuple[Span, ...]
-    contiguous: bool
+    offset: int | None
 
 
 def assign_writers(tensors: Mapping[str, tuple[int, int]]) -> dict[str, int]:
@@ -144,9 +144,9 @@ def plan_reads(index: Mapping[str, Sequence[StoredShard]], targets: Mapping[str,
         plan = plans.get(layout_key)
         if plan is None:
             plan = plans[layout_key] = _plan_tensor(key, shards, target)
-        for at, begin, end, block, source, into, contiguous in plan:
+        for at, begin, end, block, source, into, offset in plan:
             file, start, _ = shards[at]
-            reads.append(ReadItem(file, start + begin, start + end, prefix + key, block, source, into, contiguous))
+            reads.append(ReadItem(file, start + begin, start + end, prefix + key, block, source, into, offset))
     reads.sort(key=itemgetter(0, 1))
     return reads
 
@@ -160,7 +160,7 @@ def check_cover(key: str, shards: Sequence[StoredShard], shape: tuple[int, ...])
     _plan_tensor(key, shards, full_region(shape))
 
 
-_RelativeRead: TypeAlias = tuple[int, int, int, tuple[int, ...], tuple[Span, ...], tuple[Span, ...], bool]
+_RelativeRead: TypeAlias = tuple[int, int, int, tuple[int, ...], tuple[Span, ...], tuple[Span, ...], int | None]
 """Bytes relative to a stored shard, which has this index among the tensor's shards; the other fields are as in ``ReadItem``."""
 
 
@@ -247,7 +247,7 @@ def _byte_ranges(kind: ShardKind, part: _Intersection, target: Region) -> Iterat
     """Split the rows that ``part`` touches into reads of whole rows: one if contiguous, else of ``MAX_STRIDED_READ_BYTES``."""
     at, low, high = part
     if not kind.size:
-        yield at, 0, kind.nbytes, (), (), (), True
+        yield at, 0, kind.nbytes, (), (), (), 0
         return
     row_bytes = prod(kind.size[1:]) * DTYPES[kind.dtype].itemsize
     inner = tuple((a - base, b - base) for a, b, base in zip(low[1:], high[1:], kind.offset[1:], strict=True))
@@ -258,7 +258,7 @@ def _byte_ranges(kind: ShardKind, part: _Intersection, target: Region) -> Iterat
         rows = min(run, high[0] - row)
         begin, into = (row - kind.offset[0]) * row_bytes, row - target.offset[0]
         source, to = ((0, rows), *inner), ((into, into + rows), *outer)
-        yield at, begin, begin + rows * row_bytes, (rows, *kind.size[1:]), source, to, contiguous
+        yield at, begin, begin + rows * row_bytes, (rows, *kind.size[1:]), source, to, into * row_bytes if contiguous else None
 
 
 class TensorRead(NamedTuple):

@@ -65,12 +65,14 @@ class TensorFiles:
     Args:
         content_hash: hash that is equal for equal files, for comparison between ranks.
         refs: dtype and shape by name.
-        find_shards: function that returns the stored shards of regions by name; an empty tensor has none.
+        keys: key of each tensor in the files, by name. A tied tensor has several names.
+        find_shards: function that returns the stored shards of regions by key; an empty tensor has none.
         open_file: function that opens the file of a number.
     """
 
     content_hash: str
     refs: Mapping[str, TensorRef]
+    keys: Mapping[str, str]
     find_shards: ShardFinder
     open_file: FileOpener
 
@@ -98,26 +100,10 @@ def open_step(
     return TensorFiles(
         content_hash=hashlib.sha256(read_manifest_bytes(folder)).hexdigest(),
         refs={name: reader.refs[key] for name, key in keys.items()},
-        find_shards=rename_shards(reader.find_shards, keys),
+        keys=keys,
+        find_shards=reader.find_shards,
         open_file=reader.open_data,
     )
-
-
-def rename_shards(find_shards: ShardFinder, names: Mapping[str, str]) -> ShardFinder:
-    """Return ``find_shards`` for new names: new name -> stored name. A stored name may have several new names."""
-
-    def find(regions: Mapping[str, Region]) -> dict[str, Sequence[StoredShard]]:
-        found: dict[str, Sequence[StoredShard]] = {}
-        left = dict(regions)
-        while left:
-            # Two new names of one tensor are looked up one after the other.
-            once = {names[name]: name for name in reversed(left)}
-            shards = find_shards({stored: left[name] for stored, name in once.items()})
-            found.update((name, shards.get(stored, ())) for stored, name in once.items())
-            left = {name: region for name, region in left.items() if name not in found}
-        return found
-
-    return find
 
 
 @strict_json.compile_schema
@@ -186,6 +172,7 @@ def _tensor_files(
     return TensorFiles(
         content_hash=hashlib.sha256("".join(digest for _, digest in headers).encode()).hexdigest(),
         refs={name: TensorRef(dtype=kind.dtype, shape=kind.shape, distributed=False) for name, (_, _, kind) in tensors.items()},
+        keys={name: name for name in tensors},
         find_shards=lambda regions: {name: [tensors[name]] for name in regions},
         open_file=open_file,
     )
@@ -275,13 +262,21 @@ def batch_regions(
 
 
 def read_batch(files: TensorFiles, batch: Mapping[str, Region], dtypes: Mapping[str, str] | None = None) -> dict[str, Tensor]:
-    """Read regions as tensors of the stored dtypes, or cast to ``dtypes``.
+    """Read regions as tensors of the stored dtypes, or cast to ``dtypes``. The names of a tied tensor share its memory.
+
+    Args:
+        files: files of the tensors.
+        batch: regions by name, equal for all names of a tied tensor.
+        dtypes: names of dtypes by name.
 
     Raises:
         CorruptCheckpointError: bytes that were changed, as far as the files can tell.
     """
-    tensors = read_tensors(plan_tensors(files.find_shards, batch, files.refs), files.open_file)
-    return {name: tensors[name].to(DTYPES[(dtypes or {}).get(name, files.refs[name].dtype)]) for name in batch}
+    keys = {name: files.keys[name] for name in batch}
+    regions = {key: batch[name] for name, key in keys.items()}
+    refs = {key: files.refs[name] for name, key in keys.items()}
+    tensors = read_tensors(plan_tensors(files.find_shards, regions, refs), files.open_file)
+    return {name: tensors[key].to(DTYPES[(dtypes or {}).get(name, refs[key].dtype)]) for name, key in keys.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
@@ -349,11 +344,8 @@ def write_safetensors(
 
 def rename_tensors(files: TensorFiles, names: Mapping[str, str]) -> TensorFiles:
     """Return ``files`` with new names: new name -> stored name. Stored names without new name are left out."""
-    return replace(
-        files,
-        refs={new: files.refs[old] for new, old in names.items()},
-        find_shards=rename_shards(files.find_shards, names),
-    )
+    refs = {new: files.refs[old] for new, old in names.items()}
+    return replace(files, refs=refs, keys={new: files.keys[old] for new, old in names.items()})
 
 
 def are_equal(files: TensorFiles, a: str, b: str, regions: Iterable[Region]) -> bool:

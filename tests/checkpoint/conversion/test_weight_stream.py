@@ -12,7 +12,7 @@ from dtrain.checkpoint.layout import DTYPES
 from dtrain.checkpoint.plan import full_region, group_by_size
 from dtrain.checkpoint.rank_index import shard_kind
 from dtrain.checkpoint.tree_json import TensorRef
-from dtrain.checkpoint.weights import TensorFiles, batch_regions, nbytes, open_safetensors, read_batch
+from dtrain.checkpoint.weights import TensorFiles, batch_regions, nbytes, open_safetensors, read_batch, rename_tensors
 
 SHAPES = st.lists(st.integers(0, 5), max_size=3).map(tuple)
 REFS = st.dictionaries(
@@ -102,9 +102,20 @@ def test_read_batch_joins_columns_of_several_files(tmp_path, limit):
     stored = TensorFiles(
         content_hash="",
         refs={"x": ref},
+        keys={"x": "x"},
         find_shards=lambda regions: {"x": boxes},
         open_file=lambda number: halves[number].open_file(0),
     )
     pieces = [read_batch(stored, batch)["x"] for batch in batch_regions(stored.refs, ["x"], limit=limit)]
     assert len(pieces) == {1: 7, 60: 4, 10_000: 1}[limit]
     assert torch.equal(torch.cat(pieces), whole)
+
+
+def test_tied_names_are_read_once(tmp_path):
+    save_file({"a": torch.arange(6.0), "b": torch.ones(2)}, tmp_path / "x.safetensors")
+    stored = rename_tensors(open_safetensors(tmp_path / "x.safetensors"), {"first": "a", "second": "a", "b": "b"})
+    (batch,) = batch_regions(stored.refs, stored.refs)
+    found = read_batch(stored, batch)
+    assert torch.equal(found["first"], torch.arange(6.0))
+    assert found["second"].data_ptr() == found["first"].data_ptr()
+    assert torch.equal(found["b"], torch.ones(2))

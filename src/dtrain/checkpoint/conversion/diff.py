@@ -55,7 +55,14 @@ def tensors_and_values(reader: CheckpointReader) -> tuple[TensorFiles, dict[str,
         placed |= {f"{prefix}/{key}": shard for key, shard in reader.shards_of_rank(rank).items()}
         values |= {f"{prefix}/{key}": value for key, value in _plain_values(rank_values)}
     reader = replace(reader, refs=refs, placed=placed)
-    return TensorFiles(content_hash="", refs=refs, find_shards=reader.find_shards, open_file=reader.open_data), values
+    tensors = TensorFiles(
+        content_hash="",
+        refs=refs,
+        keys={key: key for key in refs},
+        find_shards=reader.find_shards,
+        open_file=reader.open_data,
+    )
+    return tensors, values
 
 
 def _plain_values(tree: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
