@@ -321,7 +321,7 @@ def read_checkpoint(
     planned = {name: _plan_state(reader, name, state, options) for name, state in states.items()}
     plans = {name: plan for name, (plan, _) in planned.items()}
     values = _find_values(reader, states, entries, plans, options)
-    to_read = _plan_values(reader, values)
+    to_read = values.plan_reads(reader)
     # A second transfer from a server would take longer than the memory is worth.
     total = sum(tensor.nbytes for _, tensors in planned.values() for tensor in tensors.values())
     small = isinstance(folder, RemotePath) or total <= _HELD_BYTES
@@ -395,6 +395,17 @@ class StoredValues(NamedTuple):
         """Values of all entries, by key."""
         return {**self.of_run, **self.of_rank}
 
+    def plan_reads(self, reader: CheckpointReader) -> dict[str, TensorRead]:
+        """Plan the reads of the tensors of the values, each completely."""
+        refs, own_refs = (dict(list_placeholders(tree)) for tree in (self.of_run, list(self[1:])))
+        regions, own_regions = ({key: full_region(ref.shape) for key, ref in of.items()} for of in (refs, own_refs))
+        tensors = plan_tensors(reader.find_shards, regions, refs)
+        if own_refs:
+            rank = get_dist_info().rank % reader.world_size
+            shards = {key: [shard] for key, shard in reader.shards_of_rank(rank).items()}
+            tensors |= plan_tensors(lambda _: shards, own_regions, own_refs)
+        return tensors
+
 
 def _find_values(
     reader: CheckpointReader,
@@ -416,17 +427,6 @@ def _find_values(
             rng = reader.rank_structure(info.rank, "rng", "rng")
     modules = {name: _module_structures(reader, name, plan.modules) for name, plan in plans.items()}
     return StoredValues(of_run, of_rank, modules, rng)
-
-
-def _plan_values(reader: CheckpointReader, values: StoredValues) -> dict[str, TensorRead]:
-    """Plan the reads of the tensors of the values, each completely."""
-    refs, own_refs = (dict(list_placeholders(tree)) for tree in (values.of_run, list(values[1:])))
-    regions, own_regions = ({key: full_region(ref.shape) for key, ref in of.items()} for of in (refs, own_refs))
-    tensors = plan_tensors(reader.find_shards, regions, refs)
-    if own_refs:
-        shards = {key: [shard] for key, shard in reader.shards_of_rank(get_dist_info().rank % reader.world_size).items()}
-        tensors |= plan_tensors(lambda _: shards, own_regions, own_refs)
-    return tensors
 
 
 def _keep_open(reader: CheckpointReader, files: ExitStack) -> FileOpener:

@@ -294,7 +294,8 @@ def open_checkpoint(folder: AnyPath, *, check_files: bool = True) -> CheckpointR
     index = read_run_index(folder, manifest)
     if check_files:
         expected = {layout.INDEX: manifest.index_bytes, **index.sizes}
-        missing, foreign = expected.keys() - sizes.keys(), sizes.keys() - {layout.MANIFEST, *expected}
+        names = {layout.MANIFEST, *expected}
+        missing, foreign = names - sizes.keys(), sizes.keys() - names
         if missing or foreign:
             problem = "file is missing" if missing else "file is not part of the checkpoint"
             raise CorruptCheckpointError(f"{min(missing or foreign)}: {problem}")
