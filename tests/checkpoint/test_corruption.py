@@ -122,7 +122,10 @@ def test_corruption_error_names_file_and_older_step(root, damage, name):
         verify(step)
 
 
-@pytest.mark.parametrize(("damage", "name"), DAMAGE.values(), ids=DAMAGE)
+REFUSED = {title: case for title, case in DAMAGE.items() if title.startswith(("flip", "missing", "unexpected"))}
+
+
+@pytest.mark.parametrize(("damage", "name"), REFUSED.values(), ids=REFUSED)
 def test_on_corrupt_previous_loads_previous_step(root, damage, name):
     step = apply(damage, root)
     with pytest.warns(UserWarning, match=rf"{step} is corrupt: rank 0: {name}.*. Loading {root}/step-00000001 instead"):
