@@ -6,10 +6,8 @@ blocks.
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from itertools import accumulate
 from math import prod
 from operator import itemgetter
 from typing import Any, NamedTuple, TypeAlias
@@ -27,7 +25,6 @@ from dtrain.errors import CorruptCheckpointError
 # Limit of one read that is not contiguous, unless a single row is larger: such a read needs a buffer of its own.
 MAX_STRIDED_READ_BYTES = 2**20
 Span = tuple[int, int]
-_LINEAR_SEARCH_MAX = 8
 # More replicas write no faster, and a reader opens the files of all of them.
 MAX_WRITERS = 8
 # Replicas with less to write each are not worth the files that a reader opens.
@@ -56,7 +53,7 @@ def local_region(tensor: Tensor, shape: tuple[int, ...] | None = None) -> Region
 
 
 ShardFinder: TypeAlias = Callable[[Mapping[str, Region]], Mapping[str, Sequence[StoredShard]]]
-"""Function that returns the stored shards that overlap the region of each tensor, by key, in the order of their offset."""
+"""Function that returns the stored shards that overlap the region of each tensor, by key."""
 
 
 class ReadItem(NamedTuple):
@@ -103,32 +100,13 @@ def assign_writers(tensors: Mapping[str, tuple[int, int]]) -> dict[str, int]:
     return chosen
 
 
-def index_shards(parts: Iterable[Mapping[str, StoredShard]]) -> dict[str, list[StoredShard]]:
-    """Index the shards of several ranks or files by key. The shards of one tensor are in the order of their offset."""
-    found: dict[str, list[StoredShard]] = {}
-    unordered: set[str] = set()
-    for part in parts:
-        for key, shard in part.items():
-            shards = found.get(key)
-            if shards is None:
-                found[key] = [shard]
-            else:
-                if shard.kind.offset < shards[-1].kind.offset:
-                    unordered.add(key)
-                shards.append(shard)
-    for key in unordered:
-        found[key].sort(key=lambda shard: shard.kind.offset)
-    return found
-
-
 def plan_reads(index: Mapping[str, Sequence[StoredShard]], targets: Mapping[str, Region], prefix: str = "") -> list[ReadItem]:
     """Plan the reads that fill the targets, in the order of the files.
 
-    The shards that a target may overlap are found by bisection, and the check for full and single coverage uses their order.
     The work grows with the number of shards, not with the number of pairs.
 
     Args:
-        index: stored shards by key, in the order of their offset, each with as many dims as its target.
+        index: stored shards by key, which a ``ShardFinder`` has found, each with as many dims as its target.
         targets: region of each tensor needed on this rank; an empty region needs no read.
         prefix: prefix of the keys in the reads.
 
@@ -152,7 +130,7 @@ def plan_reads(index: Mapping[str, Sequence[StoredShard]], targets: Mapping[str,
 
 
 def check_cover(key: str, shards: Sequence[StoredShard], shape: tuple[int, ...]) -> None:
-    """Raise if the shards, in the order of their offset, do not cover a tensor of this shape exactly once.
+    """Raise if the shards do not cover a tensor of this shape exactly once.
 
     Raises:
         CorruptCheckpointError: two shards that overlap, or elements that no shard holds.
@@ -171,8 +149,7 @@ def _plan_tensor(key: str, shards: Sequence[StoredShard], target: Region) -> lis
         return []
     begins, ends = target.offset, tuple(begin + size for begin, size in zip(target.offset, target.size, strict=True))
     parts = []
-    for at in _candidates(shards, begins, ends):
-        kind = shards[at].kind
+    for at, (_, _, kind) in enumerate(shards):
         low = tuple(map(max, kind.offset, begins))
         high = tuple(min(begin + size, end) for begin, size, end in zip(kind.offset, kind.size, ends, strict=True))
         if all(map(int.__lt__, low, high)):
@@ -193,23 +170,6 @@ class _Intersection(NamedTuple):
     at: int
     low: tuple[int, ...]
     high: tuple[int, ...]
-
-
-def _candidates(shards: Sequence[StoredShard], begins: tuple[int, ...], ends: tuple[int, ...]) -> range:
-    """Return the indices of the shards that may overlap ``[begins, ends)`` along the first dim in which shards differ.
-
-    Shards in the order of their offset are in order along this dim.
-    """
-    if len(shards) <= _LINEAR_SEARCH_MAX:
-        return range(len(shards))
-    differing = (dim for dim, (a, b) in enumerate(zip(shards[0].kind.offset, shards[-1].kind.offset, strict=True)) if a != b)
-    dim = next(differing, None)
-    if dim is None:
-        return range(len(shards))
-    stop = bisect_left(shards, ends[dim], key=lambda shard: shard.kind.offset[dim])
-    # If shards lie inside others, their ends are not in order. The running maximum of the ends is.
-    reach = list(accumulate((shard.kind.offset[dim] + shard.kind.size[dim] for shard in shards[:stop]), max))
-    return range(bisect_right(reach, begins[dim]), stop)
 
 
 def _find_overlap(parts: Sequence[_Intersection]) -> tuple[int, ...] | None:
