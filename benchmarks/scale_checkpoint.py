@@ -306,17 +306,11 @@ class Planned:
 
     def reader(self) -> CheckpointReader:
         """Return a reader, which has read nothing yet."""
-        inline = {number: None for number, key in enumerate(self.refs) if key in self.steps}
-        nothing: dict[str, Any] = {
-            "folder": None,
-            "manifest": None,
-            "shared": {},
-            "structures": {},
-            "own": {},
-        }
+        nothing: dict[str, Any] = {"folder": None, "manifest": None, "shared": {}, "structures": {}}
+        placed: dict[str, Any] = dict.fromkeys(self.steps)
         numbers = {key: number for number, key in enumerate(self.refs)}
         return CheckpointReader(
-            index=self.index, refs=self.refs, numbers=numbers, ranks=PlannedRanks(self), inline=inline, **nothing
+            index=self.index, refs=self.refs, numbers=numbers, ranks=PlannedRanks(self), placed=placed, **nothing
         )
 
     def resume(self, rank: int, ranks: int) -> dict[str, float]:
