@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from dtrain.checkpoint.index import StoredShard
+
 from dtrain.checkpoint import layout
 from dtrain.checkpoint.plan import full_region
-from dtrain.checkpoint.rank_index import StoredShard
 from dtrain.checkpoint.reader import open_checkpoint
 
 

@@ -350,9 +350,9 @@ def test_staging_memory_ignores_default_device(tmp_path):
 
 def test_preemption_save_precedes_earlier_failure(failed, tmp_path, monkeypatch):
     state, _ = failed
-    monkeypatch.setattr("dtrain.dist.preemption.Preemption.is_agreed", lambda _: True)
+    monkeypatch.setattr("dtrain.dist.context.Preemption.is_agreed", lambda _: True)
     monkeypatch.setattr(
-        "dtrain.dist.preemption.Preemption.record_save", lambda _, *, after_agreement: None
+        "dtrain.dist.context.Preemption.record_save", lambda _, *, after_agreement: None
     )  # else this process is a preempted one
     assert save_sharded(tmp_path, state).result().written
     with pytest.raises(CheckpointError, match="No space left"):

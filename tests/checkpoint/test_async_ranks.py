@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from dtrain.testing.counters import count_collectives
 
 from checkpoint.filled import sharded_state
 from checkpoint.states import digest, names, watching
@@ -15,7 +16,6 @@ from dtrain.checkpoint.save import save_sharded
 from dtrain.dist.collectives import all_gather_json
 from dtrain.dist.init import get_dist_info
 from dtrain.errors import DtrainError
-from dtrain.testing.collective_counter import count_collectives
 
 
 def later(state):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from dtrain.checkpoint.index import StoredShard, shard_kind
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -15,11 +16,9 @@ from checkpoint.stored import index_shards
 from dtrain import storage
 from dtrain.checkpoint import data_file as digest_module
 from dtrain.checkpoint import fetch, layout, plan
-from dtrain.checkpoint.data_file import Blocks, digest_of
-from dtrain.checkpoint.layout import DTYPES
+from dtrain.checkpoint.data_file import digest_of
+from dtrain.checkpoint.layout import DTYPES, Blocks, TensorRef
 from dtrain.checkpoint.plan import Region, plan_tensors
-from dtrain.checkpoint.rank_index import StoredShard, shard_kind
-from dtrain.checkpoint.tree_json import TensorRef
 from dtrain.errors import CorruptCheckpointError
 
 

@@ -14,7 +14,7 @@ from dtrain.checkpoint.checkpoint_info import list_steps
 from dtrain.checkpoint.load import load_sharded
 from dtrain.checkpoint.reader import open_checkpoint, verify
 from dtrain.checkpoint.save import save_sharded
-from dtrain.dist.preemption import Preemption
+from dtrain.dist.context import Preemption
 from dtrain.errors import CheckpointError, CheckpointMismatchError, ConfigError
 
 

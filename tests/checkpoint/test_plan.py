@@ -6,14 +6,14 @@ from math import prod
 
 import pytest
 import torch
+from dtrain.checkpoint.index import StoredShard, shard_kind
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from checkpoint.stored import index_shards
 from dtrain.checkpoint import data_file, layout, plan
-from dtrain.checkpoint.data_file import Blocks
+from dtrain.checkpoint.layout import Blocks
 from dtrain.checkpoint.plan import ReadItem, Region, assign_writers, plan_fetches, plan_reads
-from dtrain.checkpoint.rank_index import StoredShard, shard_kind
 from dtrain.errors import CorruptCheckpointError
 
 HEADER = 24  # the boxes do not begin at the start of the file

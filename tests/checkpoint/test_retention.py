@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from checkpoint.states import WatchedOs, plain_state, train, watching
 from dtrain import storage
 from dtrain.checkpoint import layout, retention
-from dtrain.checkpoint import lock_owner as holders
+from dtrain.checkpoint import lock as holders
 from dtrain.checkpoint.checkpoint_info import list_steps, read_manifest, scan_root
 from dtrain.checkpoint.lock import LOCK_FILE, lock_root
 from dtrain.checkpoint.reader import verify, verify_step

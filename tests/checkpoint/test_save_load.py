@@ -13,11 +13,10 @@ from torch import nn
 from checkpoint.states import Counter, digest, names, plain_state, train, write_of_another_version
 from checkpoint.stored import shards_of
 from dtrain.checkpoint.checkpoint_info import latest_checkpoint, list_steps
-from dtrain.checkpoint.checkpointer import Checkpointer
 from dtrain.checkpoint.layout import DTYPES
 from dtrain.checkpoint.load import load_sharded
 from dtrain.checkpoint.reader import verify
-from dtrain.checkpoint.save import save_sharded
+from dtrain.checkpoint.save import Checkpointer, save_sharded
 from dtrain.dist.rng import seed_all
 from dtrain.errors import CheckpointError, CheckpointMismatchError, ConfigError, CorruptCheckpointError, StaleStateError
 from dtrain.schedules.clock import Clock

@@ -11,12 +11,12 @@ import fsspec.config
 import msgspec
 import pytest
 import torch
+from dtrain.checkpoint.index import PlacedShards
 
 import scale_checkpoint as scale
 from checkpoint.states import plain_state, watching
 from dtrain.checkpoint import layout, reader
 from dtrain.checkpoint.checkpoint_info import list_steps
-from dtrain.checkpoint.rank_index import PlacedShards
 from dtrain.checkpoint.reader import verify
 from dtrain.checkpoint.save import save_sharded
 from places import servers

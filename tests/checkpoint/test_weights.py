@@ -4,14 +4,13 @@ from math import prod
 
 import pytest
 import torch
+from dtrain.checkpoint.index import shard_kind
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from dtrain.checkpoint.layout import DTYPES
+from dtrain.checkpoint.layout import DTYPES, TensorRef
 from dtrain.checkpoint.plan import full_region, group_by_size
-from dtrain.checkpoint.rank_index import shard_kind
-from dtrain.checkpoint.tree_json import TensorRef
 from dtrain.checkpoint.weights import TensorFiles, batch_regions, nbytes, open_safetensors, read_batch, rename_tensors
 
 SHAPES = st.lists(st.integers(0, 5), max_size=3).map(tuple)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from dtrain import spans, storage
 from dtrain.arguments import check_choice, explain_arguments
-from dtrain.checkpoint import layout, strict_json, tree_json
+from dtrain.checkpoint import layout, tree_json
 from dtrain.checkpoint.data_file import FileOpener, ReadableFile
 from dtrain.checkpoint.extra import entry_structures, restore_objects, saved_entries, short_key, stored_entries
 from dtrain.checkpoint.fetch import copy_into_, read_tensors
@@ -524,7 +524,7 @@ def _module_structures(reader: CheckpointReader, state: str, names: Sequence[str
     rank = info.rank % reader.world_size
     structure = part.rank_structure(rank, "modules", f"{state_prefix(state)}modules")
     location = f"{layout.index_name(rank)}: values: modules"
-    strict_json.read_object(structure, location, tuple(extra_state_names(part.structures)))
+    layout.read_object(structure, location, tuple(extra_state_names(part.structures)))
     return {name: structure[name] for name in names}
 
 

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dtrain.checkpoint import layout, strict_json, tree_json
-from dtrain.checkpoint.layout import DTYPES
+from dtrain.checkpoint import layout, tree_json
+from dtrain.checkpoint.layout import DTYPES, TensorRef
 from dtrain.checkpoint.mismatch import MismatchRow, check_targets, mismatch_error, missing_row, unequal_row, unexpected_row
 from dtrain.checkpoint.model_state import compare_optimizer, extra_state_modules, extra_state_names, read_dict
 from dtrain.checkpoint.plan import Region, full_region, local_region
-from dtrain.checkpoint.tree_json import TensorPlaceholder, TensorRef, list_placeholders
+from dtrain.checkpoint.tree_json import TensorPlaceholder, list_placeholders
 from dtrain.dist.dtensor import (
     from_local_like,
     is_dtensor,
@@ -169,7 +169,7 @@ def plan_load(
         comparison.compare_transforms(reader.section_refs(TRANSFORMS), plan.transforms, state)
         if not options.ignore.part(OPTIMIZER):
             location = f"{layout.INDEX}: {OPTIMIZER}"
-            plan.optimizer = strict_json.read_object(reader.section_dict(OPTIMIZER), location, ("state", "global", "groups"))
+            plan.optimizer = layout.read_object(reader.section_dict(OPTIMIZER), location, ("state", "global", "groups"))
             comparison.rows.extend(compare_optimizer(plan.optimizer, state, plan.skipped))
     check_targets(plan.targets, caller)
     if comparison.rows:
@@ -177,9 +177,7 @@ def plan_load(
     if not options.model_only:
         plan.clock, plan.seed = _read_clock(reader, check_step=first), reader.shared["seed"]
         if type(plan.seed) is not int:
-            raise CorruptCheckpointError(
-                f"{layout.INDEX}: seed: must be an integer, got {strict_json.describe_value(plan.seed)}"
-            )
+            raise CorruptCheckpointError(f"{layout.INDEX}: seed: must be an integer, got {layout.describe_value(plan.seed)}")
     if plan.optimizer is not None:
         loaded = {
             name: content
@@ -319,23 +317,21 @@ def _read_clock(reader: CheckpointReader, *, check_step: bool) -> Clock:
     if previous is not None:
         previous = Clock(**_read_counts(read_dict(previous, "clock: previous"), f"{location}: previous"))
     if start is not None:
-        numbers = [strict_json.read_int(value, f"{location}: step_start") for value in start] if type(start) is list else []
+        numbers = [layout.read_int(value, f"{location}: step_start") for value in start] if type(start) is list else []
         if len(numbers) != 2:
-            raise CorruptCheckpointError(
-                f"{location}: step_start: must be two integers, got {strict_json.describe_value(start)}"
-            )
+            raise CorruptCheckpointError(f"{location}: step_start: must be two integers, got {layout.describe_value(start)}")
         start = EpochPosition(*numbers)
     return Clock(**counts, _previous=previous, _step_start=start)
 
 
 def _read_counts(raw: dict[str, Any], location: str) -> dict[str, Any]:
     """Read and check the counts of a clock."""
-    strict_json.read_object(raw, location, tuple(name for name in Clock().state_dict() if name != "previous"))
+    layout.read_object(raw, location, tuple(name for name in Clock().state_dict() if name != "previous"))
     seconds = raw["seconds"]
     if type(seconds) is not float:
-        raise CorruptCheckpointError(f"{location}: seconds: must be a float, got {strict_json.describe_value(seconds)}")
+        raise CorruptCheckpointError(f"{location}: seconds: must be a float, got {layout.describe_value(seconds)}")
     return {
-        **{name: strict_json.read_int(value, f"{location}: {name}") for name, value in raw.items() if name != "seconds"},
+        **{name: layout.read_int(value, f"{location}: {name}") for name, value in raw.items() if name != "seconds"},
         "seconds": seconds,
     }
 

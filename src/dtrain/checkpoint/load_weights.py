@@ -15,13 +15,13 @@ from torch import Tensor, nn
 
 from dtrain import storage
 from dtrain.arguments import explain_arguments
-from dtrain.checkpoint import layout, mismatch, strict_json, tree_json, weights
+from dtrain.checkpoint import layout, mismatch, tree_json, weights
 from dtrain.checkpoint.checkpoint_info import StepRemovedError, choose_step, has_manifest, notice_removal, read_manifest
 from dtrain.checkpoint.fetch import copy_into_
+from dtrain.checkpoint.layout import TensorRef
 from dtrain.checkpoint.mismatch import MismatchRow, check_targets
 from dtrain.checkpoint.model_state import finish_load
 from dtrain.checkpoint.plan import local_region
-from dtrain.checkpoint.tree_json import TensorRef
 from dtrain.checkpoint.weights import are_equal, open_safetensors, open_step, read_batch
 from dtrain.dist.collectives import all_gather_json, broadcast_decision, raise_on_all_ranks
 from dtrain.dist.dtensor import to_local
@@ -128,7 +128,7 @@ def load_weights_(
                     "the model. Leave out one of them with rename=."
                 )
         tensors = read_batch(files, {name: local_region(tensor) for name, tensor in match.targets.items()})
-    names = hashlib.sha256(strict_json.canonical_json(sorted(match.names.items()))).hexdigest()
+    names = hashlib.sha256(layout.canonical_json(sorted(match.names.items()))).hexdigest()
     hashes_by_rank = all_gather_json([files.content_hash, names])
     for rank, hashes in enumerate(hashes_by_rank):
         if hashes != hashes_by_rank[0]:

@@ -18,7 +18,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from dtrain.checkpoint.tree_json import TensorRef
+from dtrain.checkpoint.layout import TensorRef
 from dtrain.dist.dtensor import is_dtensor
 from dtrain.errors import CheckpointMismatchError, ConfigError
 

@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
 from dtrain.arguments import format_count
-from dtrain.checkpoint import layout, strict_json, tree_json
+from dtrain.checkpoint import layout, tree_json
 from dtrain.checkpoint.mismatch import MismatchRow, other_row, unexpected_row
 from dtrain.dist.collectives import raise_on_all_ranks
 from dtrain.errors import ConfigError, CorruptCheckpointError
@@ -48,9 +48,9 @@ def extra_state_names(structures: Mapping[str, Any]) -> list[str]:
     if "modules" not in structures:
         return []
     location = f"{layout.INDEX}: modules"
-    names = strict_json.read_object(structures["modules"], location, ("names", "equal"))["names"]
+    names = layout.read_object(structures["modules"], location, ("names", "equal"))["names"]
     if type(names) is not list or not all(type(name) is str for name in names):
-        raise CorruptCheckpointError(f"{location}: names must be a list of strings, got {strict_json.describe_value(names)}")
+        raise CorruptCheckpointError(f"{location}: names must be a list of strings, got {layout.describe_value(names)}")
     return names
 
 
@@ -235,7 +235,7 @@ def read_dict(value: Any, location: str) -> dict[str, Any]:
         CorruptCheckpointError: a value of another type.
     """
     if type(value) is not dict:
-        raise CorruptCheckpointError(f"{layout.INDEX}: {location}: must be a dict, got {strict_json.describe_value(value)}")
+        raise CorruptCheckpointError(f"{layout.INDEX}: {location}: must be a dict, got {layout.describe_value(value)}")
     return value
 
 

@@ -15,10 +15,9 @@ from typing import Any, NamedTuple, TypeAlias
 from torch import Tensor
 
 from dtrain.checkpoint import layout
-from dtrain.checkpoint.data_file import Blocks, split_blocks
-from dtrain.checkpoint.layout import DTYPES
-from dtrain.checkpoint.rank_index import ShardKind, StoredShard
-from dtrain.checkpoint.tree_json import TensorRef
+from dtrain.checkpoint.data_file import split_blocks
+from dtrain.checkpoint.index import ShardKind, StoredShard
+from dtrain.checkpoint.layout import DTYPES, Blocks, TensorRef
 from dtrain.dist.dtensor import shard_box
 from dtrain.errors import CorruptCheckpointError
 

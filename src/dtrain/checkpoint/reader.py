@@ -16,21 +16,23 @@ from math import prod
 from typing import Any, TypeVar
 
 from dtrain import storage
-from dtrain.checkpoint import layout, strict_json, tree_json
+from dtrain.checkpoint import layout, tree_json
 from dtrain.checkpoint.checkpoint_info import CheckpointInfo, choose_step, notice_removal, read_info, read_manifest, scan_root
 from dtrain.checkpoint.data_file import InMemoryFile, OpenedFile, verify_file
-from dtrain.checkpoint.layout import Manifest
-from dtrain.checkpoint.plan import Region, check_cover
-from dtrain.checkpoint.rank_index import (
+from dtrain.checkpoint.index import (
     PlacedShards,
     RankIndex,
+    RunIndex,
     ShardKind,
     StoredShard,
+    inline_order,
     parse_rank_index,
+    parse_run_index,
     place_shards,
     shard_kind,
 )
-from dtrain.checkpoint.run_index import RunIndex, inline_order, parse_run_index
+from dtrain.checkpoint.layout import Manifest
+from dtrain.checkpoint.plan import Region, check_cover
 from dtrain.checkpoint.tree_json import state_prefix, strip_prefix
 from dtrain.errors import CheckpointError, CheckpointMismatchError, CorruptCheckpointError
 from dtrain.launch import heartbeats
@@ -58,8 +60,8 @@ def read_rank_index(folder: AnyPath, index: RunIndex, rank: int) -> RankIndex:
 
 def _read_json(folder: AnyPath, name: str, size: int, sha256: str) -> bytes:
     heartbeats.heartbeat("load")
-    if size > strict_json.MAX_JSON_BYTES:
-        raise CorruptCheckpointError(f"{name}: JSON must be at most {strict_json.MAX_JSON_BYTES} bytes, got {size}")
+    if size > layout.MAX_JSON_BYTES:
+        raise CorruptCheckpointError(f"{name}: JSON must be at most {layout.MAX_JSON_BYTES} bytes, got {size}")
     with _open_file(folder, name, size) as file:
         data = bytearray(size)
         count = file.read_into(0, memoryview(data))
@@ -204,7 +206,7 @@ class CheckpointReader:
         """Return a section, a dict with string keys, with a ``TensorPlaceholder`` in place of each tensor."""
         values = self.structures[section]
         if type(values) is not dict or not all(type(key) is str for key in values):
-            raise CorruptCheckpointError(f"{layout.INDEX}: {section}: must be a dict, got {strict_json.describe_value(values)}")
+            raise CorruptCheckpointError(f"{layout.INDEX}: {section}: must be a dict, got {layout.describe_value(values)}")
         return values
 
     def values_of(self, rank: int) -> Any:
@@ -256,11 +258,11 @@ class CheckpointReader:
 
 def state_values(values: Any, name: str, location: str) -> dict[str, Any]:
     """Return a rank's values as if the rank had saved one state alone."""
-    values = strict_json.read_object(values, f"{location}: values", (layout.STATES, "rng", layout.EXTRA, layout.OBJECTS))
+    values = layout.read_object(values, f"{location}: values", (layout.STATES, "rng", layout.EXTRA, layout.OBJECTS))
     states = values[layout.STATES]
     if type(states) is not dict or name not in states:
         raise CorruptCheckpointError(f"{location}: values: no state {name!r}")
-    of_state = strict_json.read_object(states[name], f"{location}: values: {name}", ("buffers", "modules"))
+    of_state = layout.read_object(states[name], f"{location}: values: {name}", ("buffers", "modules"))
     return {**of_state, **{section: values[section] for section in ("rng", layout.EXTRA, layout.OBJECTS)}}
 
 
@@ -337,10 +339,10 @@ def _check_shared(shared: Any, manifest: Manifest) -> dict[str, Any]:
     location = f"{layout.INDEX}: shared"
     of_run = (layout.EXTRA, layout.OBJECTS) if manifest.scope == "all" else ()
     if not manifest.states:
-        return strict_json.read_object(shared, location, (*manifest.sections, *of_run))
-    sections = strict_json.read_object(shared, location, (layout.STATES, *of_run))
-    for name, values in strict_json.read_object(sections[layout.STATES], f"{location}: states", manifest.states).items():
-        strict_json.read_object(values, f"{location}: states: {name}", manifest.sections)
+        return layout.read_object(shared, location, (*manifest.sections, *of_run))
+    sections = layout.read_object(shared, location, (layout.STATES, *of_run))
+    for name, values in layout.read_object(sections[layout.STATES], f"{location}: states", manifest.states).items():
+        layout.read_object(values, f"{location}: states: {name}", manifest.sections)
     return sections
 
 
@@ -427,7 +429,7 @@ def _iter_ranks(reader: CheckpointReader) -> Iterator[RankFilesReader]:
         ranks = RankFilesReader(reader.folder, reader.index)
         values, location = ranks.placed(rank).values, layout.index_name(rank)
         if not reader.manifest.states:
-            strict_json.read_object(values, f"{location}: values", ("buffers", "modules", "rng", layout.EXTRA, layout.OBJECTS))
+            layout.read_object(values, f"{location}: values", ("buffers", "modules", "rng", layout.EXTRA, layout.OBJECTS))
         for name in reader.manifest.states:
             state_values(values, name, location)
         yield ranks

@@ -29,16 +29,14 @@ from msgspec import Struct
 from torch import Tensor
 
 from dtrain import storage
-from dtrain.checkpoint import layout, strict_json, tree_json
+from dtrain.checkpoint import layout, tree_json
 from dtrain.checkpoint.checkpoint_info import choose_step, has_manifest, notice_removal, read_manifest, read_manifest_bytes
 from dtrain.checkpoint.data_file import FileOpener, OpenedFile, TensorSlot, as_bytes, plan_file_layout
 from dtrain.checkpoint.fetch import read_tensors
-from dtrain.checkpoint.layout import DTYPES
+from dtrain.checkpoint.index import StoredShard, shard_kind
+from dtrain.checkpoint.layout import DTYPES, Count, TensorRef
 from dtrain.checkpoint.plan import Region, ShardFinder, full_region, group_by_size, plan_tensors
-from dtrain.checkpoint.rank_index import StoredShard, shard_kind
 from dtrain.checkpoint.reader import open_checkpoint, with_own_buffers
-from dtrain.checkpoint.strict_json import Count
-from dtrain.checkpoint.tree_json import TensorRef
 from dtrain.errors import CheckpointError, ConfigError, CorruptCheckpointError
 from dtrain.storage import AnyPath, Buffer, FileWriter
 
@@ -106,7 +104,7 @@ def open_step(
     )
 
 
-@strict_json.compile_schema
+@layout.compile_schema
 class _HeaderEntry(Struct, frozen=True, forbid_unknown_fields=True):
     """Entry of a tensor in the header."""
 
@@ -131,18 +129,16 @@ def open_safetensors(path: AnyPath) -> TensorFiles:
         return _tensor_files(path.parent, [path.name], [_read_header(path, 0)])
     if storage.exists(path / MODEL_FILE):
         return _tensor_files(path, [MODEL_FILE], [_read_header(path / MODEL_FILE, 0)])
-    content = strict_json.parse_json(storage.read_file(path / INDEX_FILE, limit=strict_json.MAX_JSON_BYTES), INDEX_FILE)
+    content = layout.parse_json(storage.read_file(path / INDEX_FILE, limit=layout.MAX_JSON_BYTES), INDEX_FILE)
     file_of = content.get("weight_map") if type(content) is dict else None
     if type(file_of) is not dict or not file_of:
-        raise CorruptCheckpointError(
-            f"{INDEX_FILE}: must be an object with a weight_map, got {strict_json.describe_value(content)}"
-        )
+        raise CorruptCheckpointError(f"{INDEX_FILE}: must be an object with a weight_map, got {layout.describe_value(content)}")
     for tensor, name in file_of.items():
         # All files must be in the folder itself.
         if type(name) is not str or Path(name).name != name or not name.endswith(SUFFIX) or not name.isprintable():
             raise CorruptCheckpointError(
                 f"{INDEX_FILE}: weight_map: {tensor}: must be the name of a {SUFFIX} file in the folder, "
-                f"got {strict_json.describe_value(name)}"
+                f"got {layout.describe_value(name)}"
             )
     names = sorted(set(file_of.values()))
     absent = next((name for name in names if storage.file_size(path / name) is None), None)
@@ -202,9 +198,9 @@ def _read_header(path: AnyPath, number: int) -> tuple[dict[str, StoredShard], st
                 "The file is truncated or not a safetensors file."
             )
         text, size = read(8, 8 + length), file.size
-    header = strict_json.parse_json(text, path.name)
+    header = layout.parse_json(text, path.name)
     if type(header) is not dict:
-        raise CorruptCheckpointError(f"{path.name}: header: must be an object, got {strict_json.describe_value(header)}")
+        raise CorruptCheckpointError(f"{path.name}: header: must be an object, got {layout.describe_value(header)}")
     entries = {name: value for name, value in header.items() if name != "__metadata__"}
     tensors = {name: _parse_entry(value, f"{path.name}: {name}", number, 8 + length) for name, value in entries.items()}
     # The format demands that tensors are adjacent and end with the file. This detects a truncated file.
@@ -223,7 +219,7 @@ def _read_header(path: AnyPath, number: int) -> tuple[dict[str, StoredShard], st
 
 
 def _parse_entry(value: Any, location: str, number: int, data_begin: int) -> StoredShard:
-    entry = strict_json.convert(value, _HeaderEntry, location)
+    entry = layout.convert(value, _HeaderEntry, location)
     dtype, shape, offsets = entry.dtype, entry.shape, entry.data_offsets
     if dtype in _UNSUPPORTED_DTYPES:
         raise CheckpointError(f"{location}: dtrain does not support dtype {dtype}. Convert the tensor to another dtype.")

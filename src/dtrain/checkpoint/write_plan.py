@@ -10,22 +10,13 @@ from typing import Any
 from torch import Tensor
 
 from dtrain import storage
-from dtrain.checkpoint import layout, strict_json, tree_json
+from dtrain.checkpoint import layout, tree_json
 from dtrain.checkpoint.checkpoint_info import read_manifest
-from dtrain.checkpoint.data_file import (
-    Blocks,
-    FileLayout,
-    OpenedFile,
-    SerializedFile,
-    TensorSlot,
-    plan_file_layout,
-    verify_file,
-)
-from dtrain.checkpoint.layout import RankFiles
+from dtrain.checkpoint.data_file import FileLayout, OpenedFile, SerializedFile, TensorSlot, plan_file_layout, verify_file
+from dtrain.checkpoint.index import RankIndex, RankParts, RunIndex, merge_parts
+from dtrain.checkpoint.layout import Blocks, RankFiles
 from dtrain.checkpoint.plan import assign_writers
-from dtrain.checkpoint.rank_index import RankIndex
 from dtrain.checkpoint.reader import read_rank_index, read_run_index
-from dtrain.checkpoint.run_index import RankParts, RunIndex, merge_parts
 from dtrain.checkpoint.state_dict import CheckpointContents
 from dtrain.dist.dtensor import ShardBox, full_box, is_dtensor, shard_box, to_local
 from dtrain.errors import CheckpointError
@@ -166,7 +157,7 @@ def build_run_index(write_plan: RankWritePlan, inline: SerializedFile | None, re
         inline: content of ``INLINE``; None without any.
         reports: ``RankFiles`` and encoded ``RankParts`` of each rank.
     """
-    files = tuple(strict_json.convert(of_rank, RankFiles, "rank files") for of_rank, _ in reports)
+    files = tuple(layout.convert(of_rank, RankFiles, "rank files") for of_rank, _ in reports)
     parts = [RankParts.decode(of_rank) for _, of_rank in reports]
     assert write_plan.shared is not None, "only rank 0 has the values of the run"
     refs: dict[str, tree_json.TensorRef] = {}

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from dtrain.checkpoint import tree_json
+from dtrain.checkpoint.layout import TensorRef
 from dtrain.checkpoint.reader import CheckpointReader
-from dtrain.checkpoint.tree_json import TensorRef
 from dtrain.checkpoint.weights import BUFFER_BYTES, TensorFiles, batch_regions, nbytes, raw_bytes, read_batch
 
 DifferenceKind = Literal["only in a", "only in b", "shape", "dtype", "values", "plain value"]

@@ -22,11 +22,10 @@ from torch.distributed.checkpoint.planner import WriteItem
 
 from dtrain import storage
 from dtrain.checkpoint import layout, tree_json
-from dtrain.checkpoint.data_file import Blocks, plan_blocks
-from dtrain.checkpoint.layout import DTYPES, Manifest, MeshLayout, RankFiles
+from dtrain.checkpoint.data_file import plan_blocks
+from dtrain.checkpoint.index import encode_rank_index, encode_run_index
+from dtrain.checkpoint.layout import DTYPES, Blocks, Manifest, MeshLayout, RankFiles
 from dtrain.checkpoint.plan import full_region, group_by_size
-from dtrain.checkpoint.rank_index import encode_rank_index
-from dtrain.checkpoint.run_index import encode_run_index
 from dtrain.checkpoint.state_dict import CheckpointContents
 from dtrain.checkpoint.weights import (
     BUFFER_BYTES,
