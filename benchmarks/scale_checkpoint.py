@@ -37,7 +37,6 @@ from checkpoint_claims import table
 from checkpoint_peers import build
 from dtrain.checkpoint import layout, tree_json
 from dtrain.checkpoint.data_file import FileLayout, TensorSlot, plan_blocks, plan_file_layout
-from dtrain.checkpoint.fetch_plan import plan_fetches
 from dtrain.checkpoint.index import (
     PlacedShards,
     RankIndex,
@@ -49,8 +48,8 @@ from dtrain.checkpoint.index import (
     place_shards,
 )
 from dtrain.checkpoint.layout import Blocks, TensorRef
+from dtrain.checkpoint.plan import ReadItem, Region, plan_fetches, plan_reads
 from dtrain.checkpoint.reader import CheckpointReader, RankFilesReader, open_checkpoint
-from dtrain.checkpoint.reshard import ReadItem, Region, plan_reads
 from dtrain.dist.control_plane import Channel
 from dtrain.dist.dtensor import compute_shard_box
 from dtrain.storage.local import LocalFileReader
@@ -315,17 +314,11 @@ class Planned:
 
     def reader(self) -> CheckpointReader:
         """Return a reader, which has read nothing yet."""
-        inline = {number: None for number, key in enumerate(self.refs) if key in self.steps}
-        nothing: dict[str, Any] = {
-            "folder": None,
-            "manifest": None,
-            "shared": {},
-            "structures": {},
-            "own": {},
-        }
+        nothing: dict[str, Any] = {"folder": None, "manifest": None, "shared": {}, "structures": {}}
+        placed: dict[str, Any] = dict.fromkeys(self.steps)
         numbers = {key: number for number, key in enumerate(self.refs)}
         return CheckpointReader(
-            index=self.index, refs=self.refs, numbers=numbers, ranks=PlannedRanks(self), inline=inline, **nothing
+            index=self.index, refs=self.refs, numbers=numbers, ranks=PlannedRanks(self), placed=placed, **nothing
         )
 
     def resume(self, rank: int, ranks: int) -> dict[str, float]:
@@ -346,8 +339,7 @@ def fetches_of(reads: Sequence[ReadItem], ranks: RankFilesReader) -> Iterator[tu
     """Iterate over the byte ranges that are fetched for reads."""
     for number in {read.file for read in reads}:
         blocks = ranks.placed((number - 1) // 2).blocks[0]
-        spans = [(read.begin, read.end) for read in reads if read.file == number]
-        for fetch in plan_fetches(blocks, spans, size=blocks.ends[-1], is_remote=False):
+        for fetch in plan_fetches(blocks, [read for read in reads if read.file == number], is_remote=False):
             yield fetch.begin, fetch.end
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from checkpoint.states import Net
-from dtrain.checkpoint import reshard
+from dtrain.checkpoint import plan
 from dtrain.checkpoint.load import load_sharded
 from dtrain.checkpoint.save import save_sharded
 from dtrain.dist.dtensor import is_dtensor, to_local
@@ -129,7 +129,7 @@ def save_filled(root: str, strategy: str) -> list:
     seed_all("stream", get_dist_info().rank)
     # So that replicas share even the writing of so little.
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reshard, "MIN_WRITER_BYTES", 1)
+        patch.setattr(plan, "MIN_WRITER_BYTES", 1)
         handle = save_sharded(root, state, extra={"history": [1, 2]})
     return [str(handle.path), handle.result().bytes, rng_digest()]
 

@@ -2,14 +2,14 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from dtrain.checkpoint import layout
 from dtrain.checkpoint.index import StoredShard
+from dtrain.checkpoint.plan import full_region
 from dtrain.checkpoint.reader import open_checkpoint
-from dtrain.checkpoint.reshard import full_region
 
 
 def shards_of(step: Path, rank: int = 0) -> dict[str, StoredShard]:
@@ -18,6 +18,15 @@ def shards_of(step: Path, rank: int = 0) -> dict[str, StoredShard]:
     shards = reader.find_shards({key: full_region(ref.shape) for key, ref in reader.refs.items()})
     first = {key: found[0] for key, found in shards.items() if found and found[0].file}
     return {**first, **reader.shards_of_rank(rank)}
+
+
+def index_shards(parts: Iterable[Mapping[str, StoredShard]]) -> dict[str, list[StoredShard]]:
+    """Return the shards of several ranks or files by key."""
+    index: dict[str, list[StoredShard]] = {}
+    for part in parts:
+        for key, shard in part.items():
+            index.setdefault(key, []).append(shard)
+    return index
 
 
 def json_of(step: Path, name: str) -> dict[str, Any]:

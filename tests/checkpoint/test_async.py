@@ -19,8 +19,8 @@ from dtrain.checkpoint import save_thread
 from dtrain.checkpoint.checkpoint_info import latest_checkpoint
 from dtrain.checkpoint.load import load_sharded
 from dtrain.checkpoint.lock import LOCK_FILE
+from dtrain.checkpoint.reader import verify
 from dtrain.checkpoint.save import save_sharded
-from dtrain.checkpoint.verify_step import verify
 from dtrain.dist.init import init_dist
 from dtrain.errors import CheckpointError, ConfigError
 

@@ -10,8 +10,8 @@ from checkpoint.states import digest, names, watching
 from dtrain.checkpoint import save, save_thread
 from dtrain.checkpoint.checkpoint_info import latest_checkpoint
 from dtrain.checkpoint.load import load_sharded
+from dtrain.checkpoint.reader import verify
 from dtrain.checkpoint.save import save_sharded
-from dtrain.checkpoint.verify_step import verify
 from dtrain.dist.collectives import all_gather_json
 from dtrain.dist.init import get_dist_info
 from dtrain.errors import DtrainError

@@ -12,8 +12,8 @@ from checkpoint.filled import laid_out
 from checkpoint.states import Net
 from dtrain.checkpoint.load import load_sharded
 from dtrain.checkpoint.load_weights import load_weights_
+from dtrain.checkpoint.reader import verify
 from dtrain.checkpoint.save import save_sharded
-from dtrain.checkpoint.verify_step import verify
 from dtrain.dist.init import get_dist_info
 from dtrain.state import TrainState, init_state
 

@@ -9,8 +9,8 @@ from checkpoint.states import WatchedOs, digest, names, plain_state, train, watc
 from dtrain import storage
 from dtrain.checkpoint import data_file
 from dtrain.checkpoint.load import load_sharded
+from dtrain.checkpoint.reader import verify
 from dtrain.checkpoint.save import save_sharded
-from dtrain.checkpoint.verify_step import verify
 from dtrain.errors import CheckpointError
 
 

@@ -176,8 +176,6 @@ def test_many_mutated_files_load_or_raise_one_line_error(sound, tmp_path, place,
     assert fuzz(sound, tmp_path, place, range(1000, 2700)) > 850
 
 
-@pytest.mark.parametrize("place", [*ON_STEPS, *ON_WEIGHTS])
-def test_unmutated_files_are_accepted(sound, tmp_path, place):
-    source = sound / ("weights" if place in ON_WEIGHTS else "root/step-00000001")
-    shutil.copytree(source, tmp_path / source.name)
-    assert not check(tmp_path / source.name, place)
+@pytest.mark.parametrize("source", ["weights", "root/step-00000001"])
+def test_unmutated_files_are_accepted(sound, source):
+    assert not check(sound / source, source)

@@ -8,7 +8,7 @@ import torch
 from checkpoint.filled import LAYOUTS, check_filled, full, load_filled, sharded_state, value_of
 from dtrain.checkpoint.load import load_sharded
 from dtrain.checkpoint.load_weights import load_weights_
-from dtrain.checkpoint.verify_step import verify
+from dtrain.checkpoint.reader import verify
 from dtrain.dist.dtensor import to_local
 from dtrain.fqn import parameters_by_fqn
 

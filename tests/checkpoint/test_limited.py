@@ -12,9 +12,8 @@ from checkpoint.states import digest, names, plain_state, train
 from dtrain import storage
 from dtrain.checkpoint.checkpoint_info import list_steps
 from dtrain.checkpoint.load import load_sharded
-from dtrain.checkpoint.reader import open_checkpoint
+from dtrain.checkpoint.reader import open_checkpoint, verify
 from dtrain.checkpoint.save import save_sharded
-from dtrain.checkpoint.verify_step import verify
 from dtrain.dist.context import Preemption
 from dtrain.errors import CheckpointError, CheckpointMismatchError, ConfigError
 

@@ -10,7 +10,7 @@ import torch
 from checkpoint.states import Counter, WatchedOs, digest, plain_state, train, watching
 from checkpoint.stored import shards_of
 from dtrain import storage
-from dtrain.checkpoint import data_file, layout, load, read_checkpoint
+from dtrain.checkpoint import data_file, layout, load
 from dtrain.checkpoint.load import load_sharded
 from dtrain.checkpoint.save import save_sharded
 from dtrain.errors import CheckpointError, CorruptCheckpointError, StaleStateError
@@ -22,8 +22,8 @@ DATA = "rank-00000.safetensors"
 def _large(monkeypatch):
     for module in (layout, data_file):
         monkeypatch.setattr(module, "CHUNK_BYTES", 512)
-    monkeypatch.setattr(read_checkpoint, "_HELD_BYTES", 0)
-    monkeypatch.setattr(read_checkpoint, "_BATCH_BYTES", 300)
+    monkeypatch.setattr(load, "_HELD_BYTES", 0)
+    monkeypatch.setattr(load, "_BATCH_BYTES", 300)
 
 
 def flip(path, at):
@@ -91,7 +91,7 @@ def test_tensors_that_the_state_lacks_are_read_once(tmp_path, monkeypatch, steps
     seen, original = [], load._apply
 
     def noted(loaded, *args):
-        seen.append((set(loaded.held[""]), set(loaded.reads[""].sizes)))
+        seen.append((set(loaded.held[""]), set(loaded.unread[""])))
         return original(loaded, *args)
 
     monkeypatch.setattr(load, "_apply", noted)

@@ -259,7 +259,7 @@ def test_unsupported_extra_on_one_rank_is_refused_on_all(tmp_path, ranks):
 
 def other_folder(path: str, elsewhere: str) -> str:
     """Rank 1 sees other content under the same name, as without a shared file system."""
-    import dtrain.checkpoint.read_checkpoint as module
+    import dtrain.checkpoint.load as module
 
     original = module.open_checkpoint
     if get_dist_info().rank == 1:

@@ -18,6 +18,7 @@ from dtrain.checkpoint import layout, retention
 from dtrain.checkpoint import lock as holders
 from dtrain.checkpoint.checkpoint_info import list_steps, read_manifest, scan_root
 from dtrain.checkpoint.lock import LOCK_FILE, lock_root
+from dtrain.checkpoint.reader import verify, verify_step
 from dtrain.checkpoint.retention import (
     RetentionRules,
     apply_retention,
@@ -27,7 +28,6 @@ from dtrain.checkpoint.retention import (
     remove_step,
 )
 from dtrain.checkpoint.save import save_sharded
-from dtrain.checkpoint.verify_step import verify, verify_step
 from dtrain.errors import CheckpointError, ConfigError
 
 RUN, OTHER = "a" * 32, "b" * 32

@@ -15,8 +15,8 @@ from checkpoint.stored import shards_of
 from dtrain.checkpoint.checkpoint_info import latest_checkpoint, list_steps
 from dtrain.checkpoint.layout import DTYPES
 from dtrain.checkpoint.load import load_sharded
+from dtrain.checkpoint.reader import verify
 from dtrain.checkpoint.save import Checkpointer, save_sharded
-from dtrain.checkpoint.verify_step import verify
 from dtrain.dist.rng import seed_all
 from dtrain.errors import CheckpointError, CheckpointMismatchError, ConfigError, CorruptCheckpointError, StaleStateError
 from dtrain.schedules.clock import Clock

@@ -17,8 +17,8 @@ from checkpoint.states import plain_state, watching
 from dtrain.checkpoint import layout, reader
 from dtrain.checkpoint.checkpoint_info import list_steps
 from dtrain.checkpoint.index import PlacedShards
+from dtrain.checkpoint.reader import verify
 from dtrain.checkpoint.save import save_sharded
-from dtrain.checkpoint.verify_step import verify
 from places import servers
 
 MANY = pytest.param(8, marks=pytest.mark.slow)

@@ -14,8 +14,8 @@ from dtrain import storage
 from dtrain.checkpoint.conversion.convert import convert
 from dtrain.checkpoint.load import load_sharded
 from dtrain.checkpoint.load_weights import load_weights_
+from dtrain.checkpoint.reader import verify
 from dtrain.checkpoint.save import save_sharded
-from dtrain.checkpoint.verify_step import verify
 from dtrain.dist.init import get_dist_info
 from dtrain.dist.mesh import build_mesh
 from dtrain.errors import CheckpointError, CorruptCheckpointError

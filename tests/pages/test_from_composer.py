@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 
 import dtrain as dt
-from dtrain.checkpoint.conversion.convert import detect_format
+from dtrain.checkpoint.weights import detect_format
 from dtrain.cli import main
 from pages.fences import DOCS
 from stand_ins import GPT, VOCAB, Block
@@ -53,7 +53,7 @@ def test_sharded_composer_checkpoint_is_converted(ranks, tmp_path: Path, monkeyp
     ranks(2).run(save_as_composer_does, str(folder))
     assert {".metadata", "__0_0.distcp", "__1_0.distcp"} <= {path.name for path in folder.iterdir()}
     (tmp_path / "latest-rank0.pt").symlink_to(folder)  # as Composer makes it
-    assert detect_format(tmp_path / "latest-rank0.pt") == "dcp"
+    assert detect_format(tmp_path / "latest-rank0.pt", "convert") == "dcp"
     monkeypatch.chdir(tmp_path)
     codes = []
     for words in ([each for each in arguments if each != "--trust"], arguments):

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from dtrain.checkpoint.extra import per_rank as per_rank
     from dtrain.checkpoint.load import Restored as Restored
     from dtrain.checkpoint.load_weights import LoadWeightsResult as LoadWeightsResult
+    from dtrain.checkpoint.reader import verify as verify
     from dtrain.checkpoint.retention import prune as prune
     from dtrain.checkpoint.save import SaveHandle as SaveHandle
-    from dtrain.checkpoint.verify_step import verify as verify
 
 __getattr__, __dir__ = attach(__name__, __file__)

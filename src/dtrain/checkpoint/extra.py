@@ -21,9 +21,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from dtrain.checkpoint import layout, tree_json
-from dtrain.checkpoint.mismatch_report import mismatch_error, missing_row, unexpected_row
-from dtrain.checkpoint.module_state import set_extra_states
-from dtrain.checkpoint.targets import ReadOnlyMemory, write_problem
+from dtrain.checkpoint.mismatch import ReadOnlyMemory, mismatch_error, missing_row, unexpected_row, write_problem
+from dtrain.checkpoint.model_state import set_extra_states
 from dtrain.checkpoint.tree_json import PER_RANK, SameAs, TensorPlaceholder, state_prefix
 from dtrain.dist.collectives import raise_on_all_ranks
 from dtrain.dist.dtensor import is_dtensor
@@ -211,12 +210,7 @@ def stored_entries(reader: CheckpointReader, states: Mapping[str, TrainState]) -
 
     Each entry is the key under which the value is stored, and the value with placeholders for tensors.
     """
-    sections = {}
-    for section in (layout.EXTRA, layout.OBJECTS):
-        sections[section] = tree = reader.structures[section]
-        if type(tree) is not dict or not all(type(name) is str for name in tree):
-            raise CorruptCheckpointError(f"{layout.INDEX}: {section}: must be a dict, got {layout.describe_value(tree)}")
-    objects = sections[layout.OBJECTS]
+    values, objects = reader.section_dict(layout.EXTRA), reader.section_dict(layout.OBJECTS)
     found = {}
     for key, tree in objects.items():
         source = tree.key if isinstance(tree, SameAs) else key
@@ -224,7 +218,7 @@ def stored_entries(reader: CheckpointReader, states: Mapping[str, TrainState]) -
             raise CorruptCheckpointError(f"{layout.INDEX}: {layout.OBJECTS}: {key}: no {source!r}")
         if any(key.startswith(state_prefix(name)) for name in states):
             found[key] = (source, objects[source])
-    extra = {tree_json.join_key(layout.EXTRA, name): tree for name, tree in sections[layout.EXTRA].items()}
+    extra = {tree_json.join_key(layout.EXTRA, name): tree for name, tree in values.items()}
     return {**found, **{key: (key, tree) for key, tree in extra.items()}}
 
 

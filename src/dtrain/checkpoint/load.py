@@ -8,42 +8,61 @@ that the state has are filled in place, so memory grows by what the state lacks 
 
 from __future__ import annotations
 
+import json
 import time
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeVar, get_args
+from functools import partial
+from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 import torch
 from torch import Tensor
 
 from dtrain import spans, storage
 from dtrain.arguments import check_choice, explain_arguments
-from dtrain.checkpoint.extra import restore_objects, saved_entries
-from dtrain.checkpoint.load_plan import OPTIMIZER, RNG, LoadOptions, LoadPlan, parse_ignore
-from dtrain.checkpoint.module_state import finish_load
-from dtrain.checkpoint.optimizer_state import clear_optimizer_, set_optimizer_
-from dtrain.checkpoint.read_checkpoint import LoadedCheckpoint
-from dtrain.checkpoint.read_tensors import copy_into_
+from dtrain.checkpoint import layout, tree_json
+from dtrain.checkpoint.data_file import FileOpener, ReadableFile
+from dtrain.checkpoint.extra import entry_structures, restore_objects, saved_entries, short_key, stored_entries
+from dtrain.checkpoint.fetch import copy_into_, read_tensors
+from dtrain.checkpoint.load_plan import (
+    OPTIMIZER,
+    RNG,
+    TRANSFORMS,
+    IgnorePatterns,
+    LoadOptions,
+    LoadPlan,
+    parse_ignore,
+    plan_load,
+)
+from dtrain.checkpoint.model_state import clear_optimizer_, extra_state_modules, extra_state_names, finish_load, set_optimizer_
+from dtrain.checkpoint.plan import TensorRead, full_region, group_by_size, plan_tensors
+from dtrain.checkpoint.reader import CheckpointReader, open_checkpoint, with_own_buffers
 from dtrain.checkpoint.retention import check_free_space
 from dtrain.checkpoint.save_thread import save_thread
-from dtrain.checkpoint.state_dict import content_key, gc_paused
+from dtrain.checkpoint.state_dict import content_key, digest_stored_entries, gc_paused
 from dtrain.checkpoint.step_choice import OnCorrupt, StepChoice, choose_on_all_ranks, log, read_on_all_ranks
-from dtrain.checkpoint.tree_json import fill_tensors, keep_skipped
+from dtrain.checkpoint.tree_json import fill_tensors, keep_skipped, list_placeholders, state_prefix
 from dtrain.dist.batch_info import LoaderHistory
 from dtrain.dist.collectives import raise_on_all_ranks
 from dtrain.dist.dtensor import to_local
 from dtrain.dist.init import get_dist_info
-from dtrain.dist.rng import seed_all, set_rng_state
-from dtrain.errors import CheckpointError, ConfigError
+from dtrain.dist.rng import check_rng_state, seed_all, set_rng_state
+from dtrain.errors import CheckpointError, CheckpointMismatchError, ConfigError, CorruptCheckpointError
+from dtrain.fqn import buffers_by_fqn
 from dtrain.run_context import Lineage
+from dtrain.shard.buffer_sync import persistent_buffers
 from dtrain.shard.unshard import reshard
 from dtrain.state import TrainState, mark_interrupted_write
-from dtrain.storage import AnyPath
+from dtrain.storage import AnyPath, RemotePath
 
 OneOrSeveral = TypeVar("OneOrSeveral", TrainState, Mapping[str, TrainState])
 _CALLER = "load_sharded"
+# Tensors of at most this size in all are kept in memory until they are applied.
+_HELD_BYTES = 64 * 2**20
+# Limit of the tensors that are read at once when a large state is applied.
+_BATCH_BYTES = 128 * 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,8 +151,9 @@ def load_sharded(
         StaleStateError: ``state`` was stepped already.
         PeerError: another rank failed.
     """
+    states: Mapping[str, TrainState] = {"": state} if isinstance(state, TrainState) else state
     with raise_on_all_ranks(_CALLER):
-        entries = _check_arguments({"": state} if isinstance(state, TrainState) else state, extra or {}, scope, on_corrupt)
+        entries = _check_arguments(states, extra or {}, scope, on_corrupt)
         ignored = parse_ignore(ignore, caller=f"{_CALLER}: ignore")
         options = LoadOptions(model_only=scope == "weights", ignore=ignored, allow_cast=allow_cast)
     with spans.span("load"):
@@ -144,45 +164,20 @@ def load_sharded(
             if not missing_ok:
                 raise CheckpointError(f"{_CALLER}: no checkpoint found in {root}. Pass missing_ok=True to start without one.")
             log(f"no checkpoint found in {folder}; starting from scratch")
-            for each in [state] if isinstance(state, TrainState) else state.values():
-                each._run_context.lineage.roots[str(folder)].looked = True
-            _warn_if_low_space(folder, _min_save_bytes(state))
+            for each_state in states.values():
+                each_state._run_context.lineage.roots[str(folder)].looked = True
+            # A save holds at least the parameters of all ranks.
+            params = (param for each_state in states.values() for param in each_state.params.values())
+            _warn_if_low_space(folder, sum(param.numel() * param.itemsize for param in params))
             return state
         with gc_paused():
-            loaded: Any = _read_and_apply(choice, folder, state, entries, options, on_corrupt)
+            loaded = _read_and_apply(choice, folder, states, entries, options, on_corrupt)
+    first = next(iter(loaded.values()))
     if not options.model_only:
-        first = loaded if isinstance(loaded, TrainState) else next(iter(loaded.values()))
         spans.set_position(first.step, samples=first.clock.samples, tokens=first.clock.tokens)
         spans.record_event("resumed", step=first.restored.step, path=str(first.restored.path))
-    result: OneOrSeveral = loaded
-    return result
-
-
-def _read_and_apply(
-    choice: StepChoice,
-    path: AnyPath,
-    state: OneOrSeveral,
-    entries: Mapping[str, Any],
-    options: LoadOptions,
-    on_corrupt: OnCorrupt,
-) -> Any:
-    """Read on all ranks, agree, and apply. Return the state or the states."""
-    started_at = time.monotonic()
-    states = {"": state} if isinstance(state, TrainState) else dict(state)
-    with ExitStack() as files:
-        read = read_on_all_ranks(choice, path, states, entries, options, on_corrupt, files)
-        loaded, choice = read.loaded, read.choice
-        if not choice.named and not options.model_only:
-            _warn_if_low_space(path, loaded.reader.manifest.bytes)
-        restore_objects(states, loaded.modules, entries, loaded.entries, caller=_CALLER)
-        new_states = _apply(loaded, choice, states, options, read.entry_digests)
-    folder, seconds = loaded.reader.folder, time.monotonic() - started_at
-    restored = Restored(step=loaded.reader.manifest.step, path=folder, seconds=seconds, ignored=loaded.ignored)
-    names = ", ".join(loaded.ignored[:5]) + (", ..." if len(loaded.ignored) > 5 else "")
-    parts = [f"loaded {folder} in {seconds:.2g} s", f"ignored {names}" if names else "", read.skipped]
-    log("; ".join(filter(None, parts)))
-    new_states = {name: new_state._replace(restored=restored) for name, new_state in new_states.items()}
-    return new_states[""] if isinstance(state, TrainState) else new_states
+    result: Any = first if isinstance(state, TrainState) else loaded
+    return result  # type: ignore[no-any-return]
 
 
 def _check_arguments(states: Any, extra: Mapping[str, Any], scope: str, on_corrupt: str) -> dict[str, Any]:
@@ -210,10 +205,30 @@ def _check_arguments(states: Any, extra: Mapping[str, Any], scope: str, on_corru
     return {} if scope == "weights" else entries
 
 
-def _min_save_bytes(state: TrainState | Mapping[str, TrainState]) -> int:
-    """Return a lower bound of the bytes of a save: the parameters of all ranks."""
-    states = [state] if isinstance(state, TrainState) else state.values()
-    return sum(param.numel() * param.itemsize for one in states for param in one.params.values())
+def _read_and_apply(
+    choice: StepChoice,
+    path: AnyPath,
+    states: Mapping[str, TrainState],
+    entries: Mapping[str, Any],
+    options: LoadOptions,
+    on_corrupt: OnCorrupt,
+) -> dict[str, TrainState]:
+    """Read on all ranks, agree, and apply. Return the loaded states by name."""
+    started_at = time.monotonic()
+    with ExitStack() as files:
+        read = partial(read_checkpoint, states=states, entries=entries, options=options, files=files)
+        agreed = read_on_all_ranks(choice, path, read, options.summary(entries), on_corrupt, files)
+        loaded, choice = agreed.loaded, agreed.choice
+        if not choice.named and not options.model_only:
+            _warn_if_low_space(path, loaded.reader.manifest.bytes)
+        restore_objects(states, loaded.values.modules, entries, loaded.values.entries, caller=_CALLER)
+        new_states = _apply(loaded, choice, states, options, agreed.entry_digests)
+    folder, seconds = loaded.reader.folder, time.monotonic() - started_at
+    restored = Restored(step=loaded.reader.manifest.step, path=folder, seconds=seconds, ignored=loaded.ignored)
+    names = ", ".join(loaded.ignored[:5]) + (", ..." if len(loaded.ignored) > 5 else "")
+    parts = [f"loaded {folder} in {seconds:.2g} s", f"ignored {names}" if names else "", agreed.skipped]
+    log("; ".join(filter(None, parts)))
+    return {name: new_state._replace(restored=restored) for name, new_state in new_states.items()}
 
 
 def _warn_if_low_space(root: AnyPath, needed_bytes: int) -> None:
@@ -223,6 +238,294 @@ def _warn_if_low_space(root: AnyPath, needed_bytes: int) -> None:
             check_free_space(root, needed_bytes, caller=_CALLER)
         except (OSError, CheckpointError) as error:
             warnings.warn(f"the next save will fail: {error}", stacklevel=4)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
+class LoadedCheckpoint:
+    """Checkpoint that was read, verified and fits the states, as far as this rank needs the checkpoint.
+
+    Args:
+        reader: the open checkpoint.
+        plans: plans by the names of the states.
+        held: tensors of each state that have been read, on the CPU, by the names of the states and the keys in the state.
+        unread: reads of all other tensors of each state, which have been verified, by the names of the states.
+        open_file: function that opens the data file of a number.
+        values: objects, extra states of modules and random state.
+        ignored: names of the model and parts of the checkpoint that match a pattern of ``ignore``.
+        entry_digest: ``digest_stored_entries`` of the values before the load gives them to their objects.
+    """
+
+    reader: CheckpointReader
+    plans: Mapping[str, LoadPlan]
+    held: Mapping[str, Mapping[str, Tensor]]
+    unread: Mapping[str, Mapping[str, TensorRead]]
+    open_file: FileOpener
+    values: StoredValues
+    ignored: tuple[str, ...]
+    entry_digest: str
+
+    def iter_tensors(self, state: str, targets: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+        """Iterate over the verified tensors of a state, in batches of limited size, by their key in the state.
+
+        Args:
+            state: name of the state.
+            targets: plain tensors to fill in place if possible; a batch then holds the target itself.
+
+        Mutates: ``targets``.
+
+        Raises:
+            CorruptCheckpointError: a file has changed since it was verified.
+        """
+        prefix, unread, held = state_prefix(state), self.unread[state], self.held[state]
+        yield dict(held)
+        done, total = list(held), len(held) + len(unread)
+        # Few chunks belong to two batches in the order of the files. Empty tensors have no reads.
+        in_order = sorted(unread, key=lambda key: unread[key].reads[0][:2] if unread[key].reads else (-1, -1))
+        for keys in group_by_size({key: unread[key].nbytes for key in in_order}, limit=_BATCH_BYTES):
+            in_place = {key: targets[name] for key in keys if (name := key.removeprefix(prefix)) in targets}
+            try:
+                tensors = read_tensors({key: unread[key] for key in keys}, self.open_file, targets=in_place)
+            except CorruptCheckpointError as error:
+                written = f"{', '.join(done[:10])}{', ...' if len(done) > 10 else ''}" or "none"
+                raise CorruptCheckpointError(
+                    f"{_CALLER}: {self.reader.folder}: {error}. The file has changed since it was verified. Loaded before: "
+                    f"{len(done)} of {total} tensors ({written}), and parts of the next {len(keys)}. "
+                    "Build the state again and load again."
+                ) from None
+            done += keys
+            batch = {key.removeprefix(prefix): tensor for key, tensor in tensors.items()}
+            yield batch
+            # The memory must be free before the next batch is read.
+            tensors.clear()
+            batch.clear()
+
+
+def read_checkpoint(
+    folder: AnyPath, states: Mapping[str, TrainState], entries: Mapping[str, Any], options: LoadOptions, files: ExitStack
+) -> LoadedCheckpoint:
+    """Verify the tensors that this rank needs, after a check that the checkpoint fits the states. Changes no state.
+
+    First the states are compared with the checkpoint, and the reads of their tensors are planned. Then the values for objects,
+    modules and generators are found. Last the tensors of both are read.
+
+    The tensors of a small state are read once, into new memory, and so are tensors that the state lacks and keeps as they are
+    read. All other tensors of a large state are verified first, and read and verified again when the load is applied, so that
+    a load needs no memory for a second copy of the state.
+
+    Mutates: ``files``, which closes the data files.
+    """
+    # Rank 0 looks for missing and foreign files. Every rank verifies what it reads.
+    reader = open_checkpoint(folder, check_files=get_dist_info().rank == 0)
+    ignored = _match_ignored(reader, states, entries, options.ignore)
+    _check_states(reader, states, options)
+    planned = {name: _plan_state(reader, name, state, options) for name, state in states.items()}
+    plans = {name: plan for name, (plan, _) in planned.items()}
+    values = _find_values(reader, states, entries, plans, options)
+    to_read = values.plan_reads(reader)
+    # A second transfer from a server would take longer than the memory is worth.
+    total = sum(tensor.nbytes for _, tensors in planned.values() for tensor in tensors.values())
+    small = isinstance(folder, RemotePath) or total <= _HELD_BYTES
+    unread: dict[str, dict[str, TensorRead]] = {}
+    for name, (plan, tensors) in planned.items():
+        held = tensors if small else {state_prefix(name) + key for key in plan.adopted}
+        to_read |= {key: tensor for key, tensor in tensors.items() if key in held}
+        unread[name] = {key: tensor for key, tensor in tensors.items() if key not in held}
+    open_file = reader.open_data if small else _keep_open(reader, files)
+    found = read_tensors(
+        to_read,
+        open_file,
+        # Tensors that are copied into the state need no memory of their own.
+        shareable={state_prefix(name) + key for name, plan in plans.items() for key in plan.targets},
+        verify=[read for tensors in unread.values() for tensor in tensors.values() for read in tensor.reads],
+    )
+    values = StoredValues(*fill_tensors(tuple(values), lambda key, ref: found[key]))
+    if values.rng is not None:
+        # The generators are set last, when all other parts have changed.
+        try:
+            check_rng_state(values.rng)
+        except ValueError as error:
+            raise CorruptCheckpointError(f"{layout.index_name(get_dist_info().rank)}: values: rng: {error}") from None
+    return LoadedCheckpoint(
+        reader=reader,
+        plans=plans,
+        held={
+            name: {key: found[prefix + key] for key in plan.regions if prefix + key in found}
+            for name, plan in plans.items()
+            for prefix in [state_prefix(name)]
+        },
+        unread=unread,
+        open_file=open_file,
+        values=values,
+        ignored=ignored,
+        entry_digest=digest_stored_entries(values.entries),
+    )
+
+
+def _plan_state(
+    reader: CheckpointReader, name: str, state: TrainState, options: LoadOptions
+) -> tuple[LoadPlan, dict[str, TensorRead]]:
+    """Compare a state with the checkpoint, and plan the reads of its tensors."""
+    part = reader.select_state(name) if name else reader
+    part = with_own_buffers(part, get_dist_info().rank, persistent_buffers(state.model, state.spec, own=True))
+    caller = f"{_CALLER}: {reader.folder}{f': {name}' if name else ''}"
+    # Without autograd, local shards are obtained faster.
+    with torch.no_grad():
+        plan = plan_load(part, state, options, caller=caller, first=name in ("", *reader.manifest.states[:1]))
+    return plan, plan_tensors(part.find_shards, plan.regions, part.refs, state_prefix(name))
+
+
+class StoredValues(NamedTuple):
+    """Values of a checkpoint that a load gives to objects, modules and generators, at first with placeholders for tensors.
+
+    Args:
+        of_run: values of entries that are equal on all ranks, by key, without ignored keys.
+        of_rank: values of entries of this rank.
+        modules: extra states of modules, by the names of the states and the names of the extra states.
+        rng: random state of this rank; None if the checkpoint has another number of ranks, if ignored, or with
+            ``scope="weights"``.
+    """
+
+    of_run: dict[str, Any]
+    of_rank: dict[str, Any]
+    modules: dict[str, dict[str, Any]]
+    rng: dict[str, Any] | None
+
+    @property
+    def entries(self) -> dict[str, Any]:
+        """Values of all entries, by key."""
+        return {**self.of_run, **self.of_rank}
+
+    def plan_reads(self, reader: CheckpointReader) -> dict[str, TensorRead]:
+        """Plan the reads of the tensors of the values, each completely."""
+        refs, own_refs = (dict(list_placeholders(tree)) for tree in (self.of_run, list(self[1:])))
+        regions, own_regions = ({key: full_region(ref.shape) for key, ref in of.items()} for of in (refs, own_refs))
+        tensors = plan_tensors(reader.find_shards, regions, refs)
+        if own_refs:
+            rank = get_dist_info().rank % reader.world_size
+            shards = {key: [shard] for key, shard in reader.shards_of_rank(rank).items()}
+            tensors |= plan_tensors(lambda _: shards, own_regions, own_refs)
+        return tensors
+
+
+def _find_values(
+    reader: CheckpointReader,
+    states: Mapping[str, TrainState],
+    entries: Mapping[str, Any],
+    plans: Mapping[str, LoadPlan],
+    options: LoadOptions,
+) -> StoredValues:
+    """Find the values to load, with placeholders for tensors."""
+    of_run: dict[str, Any] = {}
+    of_rank: dict[str, Any] = {}
+    rng = None
+    if not options.model_only:
+        of_run, of_rank = entry_structures(reader, entries, states, options.ignore, caller=_CALLER)
+        info, ranks_per_batch = get_dist_info(), next(iter(states.values())).spec.ranks_per_batch
+        # The random state applies if the number of ranks, and of ranks that share a batch and a random stream, are equal.
+        is_same_job = (reader.world_size, reader.manifest.layout.ranks_per_batch) == (info.world_size, ranks_per_batch)
+        if is_same_job and not options.ignore.part(RNG):
+            rng = reader.rank_structure(info.rank, "rng", "rng")
+    modules = {name: _module_structures(reader, name, plan.modules) for name, plan in plans.items()}
+    return StoredValues(of_run, of_rank, modules, rng)
+
+
+def _keep_open(reader: CheckpointReader, files: ExitStack) -> FileOpener:
+    """Return a function that opens data files until ``files`` is closed. A file that is removed meanwhile stays readable."""
+    opened: dict[int, ReadableFile] = {}
+
+    def close(context: AbstractContextManager[ReadableFile]) -> None:
+        # Every read was verified, so a failing close loses nothing.
+        with suppress(OSError):
+            context.__exit__(None, None, None)
+
+    def open_file(number: int) -> AbstractContextManager[ReadableFile]:
+        if number not in opened:
+            context = reader.open_data(number)
+            opened[number] = context.__enter__()
+            files.callback(close, context)
+        return nullcontext(opened[number])
+
+    return open_file
+
+
+def _match_ignored(
+    reader: CheckpointReader, states: Mapping[str, TrainState], entries: Mapping[str, Any], ignore: IgnorePatterns
+) -> tuple[str, ...]:
+    """Return the ignored names of the models, and the ignored parts, of the states and the checkpoint.
+
+    Raises:
+        ConfigError: a pattern that matches none of them.
+    """
+    if not ignore.patterns:
+        return ()
+    names = {name for state in states.values() for name in (*state.params, *buffers_by_fqn(state.model, persistent_only=True))}
+    names.update(name for state in states.values() for name in extra_state_modules(state.model))
+    parts = {OPTIMIZER, RNG, *map(short_key, entries)}
+    parts |= {tree_json.join_key(TRANSFORMS, name) for state in states.values() for name in state.transform_states}
+    saved = [reader.structures] if not reader.manifest.states else list(reader.structures[layout.STATES].values())
+    for tree in saved:
+        # Other values than dicts have no keys, and are refused when they are used.
+        keys = {section: list(map(str, tree[section])) for section in tree if type(tree[section]) is dict}
+        names.update(keys.get("params", ()), keys.get("buffers", ()), extra_state_names(tree))
+        parts |= {tree_json.join_key(TRANSFORMS, name) for name in keys.get(TRANSFORMS, ())}
+    parts |= set(map(short_key, stored_entries(reader, states))) if reader.manifest.scope == "all" else set()
+    parts |= {tree_json.join_key(layout.STATES, name) for name in (*states, *reader.manifest.states)}
+    ignore.check_used(names, parts, caller=f"{_CALLER}: ignore")
+    return (*sorted(filter(ignore.name, names)), *sorted(filter(ignore.part, parts)))
+
+
+def _check_states(reader: CheckpointReader, states: Mapping[str, TrainState], options: LoadOptions) -> None:
+    """Check that the checkpoint holds the requested states, and no other states except for ignored ones."""
+    caller, stored = f"{_CALLER}: {reader.folder}", reader.manifest.states
+    if reader.manifest.scope != "all" and not options.model_only:
+        raise CheckpointMismatchError(
+            f"{caller}: the checkpoint was saved with scope={reader.manifest.scope!r}. Pass scope='weights' to load it."
+        )
+    if "" in states and stored:
+        raise CheckpointMismatchError(
+            f"{caller}: the checkpoint holds the states {', '.join(stored)}. Pass a dict of states with these names."
+        )
+    if "" not in states and not stored:
+        raise CheckpointMismatchError(
+            f"{caller}: the checkpoint holds one state without a name, got {sorted(states)}. Pass the state itself."
+        )
+    unknown = sorted(set(states) - set(stored)) if stored else []
+    if unknown:
+        raise CheckpointMismatchError(
+            f"{caller}: states must be among the stored states {', '.join(stored)}, got {', '.join(states)}. "
+            f"Leave out {unknown[0]!r}."
+        )
+    keys = [] if options.model_only else [tree_json.join_key(layout.STATES, name) for name in stored if name not in states]
+    skipped = [key for key in keys if not options.ignore.part(key)]
+    if skipped:
+        name = tree_json.unescape_key(skipped[0].partition("/")[2])
+        raise CheckpointMismatchError(
+            f"{caller}: states must be the stored states {', '.join(stored)}, got {', '.join(states)}. "
+            f'Pass the state {name!r}, too, or ignore=["{skipped[0]}"] to skip the state.'
+        )
+
+
+def _module_structures(reader: CheckpointReader, state: str, names: Sequence[str]) -> dict[str, Any]:
+    """Return the extra states of the modules of a state, with placeholders for tensors.
+
+    Raises:
+        CheckpointMismatchError: the extra states differ between ranks, and the checkpoint has another number of ranks.
+    """
+    if not names:
+        return {}
+    info = get_dist_info()
+    part = reader.select_state(state) if state else reader
+    if reader.world_size != info.world_size and part.structures["modules"]["equal"] is not True:
+        raise CheckpointMismatchError(
+            f"{_CALLER}: {reader.folder}: the extra state of modules ({', '.join(names[:3])}) differs between the "
+            f"{reader.world_size} ranks that saved it, and this run has {info.world_size}. Load on {reader.world_size} ranks, "
+            f"or ignore={json.dumps(list(names[:3]))} to keep the current extra state."
+        )
+    rank = info.rank % reader.world_size
+    structure = part.rank_structure(rank, "modules", f"{state_prefix(state)}modules")
+    location = f"{layout.index_name(rank)}: values: modules"
+    layout.read_object(structure, location, tuple(extra_state_names(part.structures)))
+    return {name: structure[name] for name in names}
 
 
 def _apply(
@@ -242,10 +545,9 @@ def _apply(
             reshard(state.model)
             targets = {key: to_local(tensor) for key, tensor in plan.targets.items()}
             with mark_interrupted_write(state, _CALLER):
-                apply = _start_from_weights if options.model_only else _resume
-                new_states[name] = apply(state, plan, targets, loaded.iter_tensors(name, targets))
+                new_states[name] = _fill_state(state, plan, targets, loaded.iter_tensors(name, targets))
                 state._run_context.load_generation = new_states[name]._generation
-                finish_load(state.model, loaded.modules[name])
+                finish_load(state.model, loaded.values.modules[name])
     if options.model_only:
         return new_states
     manifest, folder = loaded.reader.manifest, loaded.reader.folder
@@ -256,56 +558,42 @@ def _apply(
     for state in states.values():
         # Earlier commits of this process belong to the abandoned lineage.
         state._run_context.lineage = lineage
-    if loaded.rng is not None:
-        set_rng_state(loaded.rng)
+    if loaded.values.rng is not None:
+        set_rng_state(loaded.values.rng)
     elif not options.ignore.part(RNG):
         first = new_states.get(manifest.states[0] if manifest.states else "", next(iter(new_states.values())))
         seed_all(first.seed, "resume", manifest.step, get_dist_info().rank // first.spec.ranks_per_batch)
     return new_states
 
 
-def _start_from_weights(
+def _fill_state(
     state: TrainState, plan: LoadPlan, targets: Mapping[str, Tensor], batches: Iterable[Mapping[str, Tensor]]
 ) -> TrainState:
-    """Load weights only, and start a new run."""
-    new_state = state._next(_loader_history=LoaderHistory())
-    _apply_tensors(plan, targets, batches)
-    init_transforms = state._init_transform_states
-    return new_state if init_transforms is None else new_state._replace(transform_states=init_transforms(new_state))
-
-
-def _resume(
-    state: TrainState, plan: LoadPlan, targets: Mapping[str, Tensor], batches: Iterable[Mapping[str, Tensor]]
-) -> TrainState:
-    """Load the whole state."""
-    # The length of the run is an option of this run, not of the saved run.
-    clock = None if plan.clock is None else replace(plan.clock, run_length=state.clock.run_length)
+    """Load what the plan holds into a state. A plan of weights only starts a new run."""
     # The loaders of the steps before the load do not belong to the loaded run.
-    new_state = state._next(clock=clock, seed=plan.seed, _loader_history=LoaderHistory())
+    new_state = state._next(_loader_history=LoaderHistory())
+    if plan.clock is not None:
+        # The length of the run is an option of this run, not of the saved run.
+        clock = replace(plan.clock, run_length=state.clock.run_length)
+        new_state = new_state._replace(clock=clock, seed=plan.seed)
     if plan.optimizer is not None:
         # The old state is freed before new tensors are allocated.
         clear_optimizer_(state, plan.skipped)
-    built = _apply_tensors(plan, targets, batches)
+    built = {}
+    for batch in batches:
+        copy_into_({key: targets[key] for key in batch if key in targets and batch[key] is not targets[key]}, batch)
+        built.update({key: plan.builders[key](batch[key]) for key in batch if key not in targets})
+    tensors = {**built, **plan.targets}
     if plan.optimizer is not None:
-        kept = {key: tensor for key, tensor in plan.targets.items() if key.startswith(f"{OPTIMIZER}/")}
-        tensors = {**built, **kept}
         set_optimizer_(new_state, fill_tensors(plan.optimizer, lambda key, ref: tensors[key]))
-    tree = keep_skipped(plan.transforms, state.transform_states, plan.skipped)
-    transform_states = fill_tensors(tree, lambda key, ref: plan.targets[key])
-    new_state = new_state._replace(transform_states=transform_states)
+    if plan.transforms is not None:
+        tree = keep_skipped(plan.transforms, state.transform_states, plan.skipped)
+        new_state = new_state._replace(transform_states=fill_tensors(tree, lambda key, ref: tensors[key]))
     init_transforms = state._init_transform_states
     new_names = [name for name in state.transform_states if name not in (plan.transforms or {})]
     if not new_names or init_transforms is None:
         return new_state
     # The state of a new transform, such as an average, must be computed from the loaded parameters.
     initial = init_transforms(new_state)
-    return new_state._replace(transform_states={**transform_states, **{name: initial[name] for name in new_names}})
-
-
-def _apply_tensors(plan: LoadPlan, targets: Mapping[str, Tensor], batches: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Fill the targets from the batches, and return the tensors that the plan builds."""
-    built = {}
-    for batch in batches:
-        copy_into_({key: targets[key] for key in batch if key in targets and batch[key] is not targets[key]}, batch)
-        built.update({key: plan.builders[key](batch[key]) for key in batch if key not in targets})
-    return built
+    transform_states = {**new_state.transform_states, **{name: initial[name] for name in new_names}}
+    return new_state._replace(transform_states=transform_states)

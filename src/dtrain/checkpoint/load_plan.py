@@ -6,31 +6,49 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from dtrain.checkpoint import layout, tree_json
-from dtrain.checkpoint.layout import TensorRef
-from dtrain.checkpoint.mismatch_report import MismatchRow, mismatch_error, missing_row, unequal_row, unexpected_row
-from dtrain.checkpoint.module_state import extra_state_modules, extra_state_names
-from dtrain.checkpoint.optimizer_state import TensorBuilder, compare_groups, find_unknown_state, plan_optimizer
+from dtrain.checkpoint.layout import DTYPES, TensorRef
+from dtrain.checkpoint.mismatch import MismatchRow, check_targets, mismatch_error, missing_row, unequal_row, unexpected_row
+from dtrain.checkpoint.model_state import (
+    compare_optimizer,
+    extra_state_modules,
+    extra_state_names,
+    read_dict,
+)
+from dtrain.checkpoint.plan import Region, full_region, local_region
 from dtrain.checkpoint.reader import CheckpointReader
-from dtrain.checkpoint.reshard import Region
-from dtrain.checkpoint.targets import check_targets
-from dtrain.dist.dtensor import shard_box
+from dtrain.checkpoint.tree_json import TensorPlaceholder, list_placeholders
+from dtrain.dist.dtensor import (
+    from_local_like,
+    is_dtensor,
+    is_placed_like,
+    replicate_like,
+    row_group,
+    to_local,
+)
 from dtrain.errors import ConfigError, CorruptCheckpointError
 from dtrain.fqn import buffers_by_fqn, compile_patterns
 from dtrain.run_objects import LOADER, STATEFUL
 from dtrain.schedules.clock import Clock, EpochPosition
 from dtrain.state import TrainState
 
+if TYPE_CHECKING:
+    from dtrain.checkpoint.reader import CheckpointReader
+
 OPTIMIZER, RNG, TRANSFORMS = "optimizer", "rng", "transforms"
 _PART_PATTERN = re.compile(
     rf"{OPTIMIZER}|{RNG}|{LOADER}|({STATEFUL}|{layout.EXTRA}|{TRANSFORMS}|{layout.STATES})/.*", re.DOTALL
 )
+TensorBuilder = Callable[[Tensor], Tensor]
+"""Function that builds a tensor of the state from a tensor on the CPU, which the state may keep."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +122,7 @@ class LoadOptions:
         return f"{what}objects={sorted(entries)}, ignore={sorted(self.ignore.patterns)}, cast={self.allow_cast}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
+@dataclass(slots=True, eq=False, repr=False)
 class LoadPlan:
     """Plan of a load.
 
@@ -112,23 +130,23 @@ class LoadPlan:
         regions: region of each stored tensor that this rank needs, by key.
         targets: tensors that the state has already, by key.
         builders: functions that build all other tensors of the state from the tensor that was read, by key.
-        adopted: keys of tensors that the state lacks and keeps as they are read.
+        adopted: keys of tensors that the state lacks and keeps as they are read, so that reading them takes no more memory.
         optimizer: the optimizer's tree; None if the optimizer does not change (``model_only`` or ignored).
         transforms: states of the transforms without ignored ones; None with ``model_only``, like clock and seed.
         modules: names of the extra states of modules to load.
         skipped: names in the model that do not change.
     """
 
-    regions: Mapping[str, Region]
-    targets: Mapping[str, Tensor]
-    builders: Mapping[str, TensorBuilder]
-    adopted: Set[str]
-    optimizer: dict[str, Any] | None
-    transforms: dict[str, Any] | None
-    modules: tuple[str, ...]
-    clock: Clock | None
-    seed: int | None
-    skipped: frozenset[str]
+    regions: dict[str, Region] = field(default_factory=dict)
+    targets: dict[str, Tensor] = field(default_factory=dict)
+    builders: dict[str, TensorBuilder] = field(default_factory=dict)
+    adopted: set[str] = field(default_factory=set)
+    optimizer: dict[str, Any] | None = None
+    transforms: dict[str, Any] | None = None
+    modules: list[str] = field(default_factory=list)
+    clock: Clock | None = None
+    seed: int | None = None
+    skipped: set[str] = field(default_factory=set)
 
 
 def plan_load(
@@ -147,93 +165,67 @@ def plan_load(
         CheckpointMismatchError: names, shapes, dtypes or hyperparameters that differ, the first ten in a table.
         CorruptCheckpointError: invalid values.
     """
-    comparison = _StateComparison(options, partial=reader.manifest.scope == "trainable")
+    plan = LoadPlan()
+    comparison = _StateComparison(plan, options, partial=reader.manifest.scope == "trainable")
     for section, tensors in (("params", state.params), ("buffers", buffers_by_fqn(state.model, persistent_only=True))):
-        comparison.compare_model(section, _section_refs(reader, section), tensors)
-    modules = comparison.compare_modules(extra_state_names(reader.structures), extra_state_modules(state.model))
-    optimizer = transforms = clock = seed = None
+        comparison.compare_model(section, reader.section_refs(section), tensors)
+    comparison.compare_modules(extra_state_names(reader.structures), extra_state_modules(state.model))
     if not options.model_only:
-        transforms = dict(_section_dict(reader, TRANSFORMS))
-        comparison.compare_transforms(_section_refs(reader, TRANSFORMS), transforms, state)
+        plan.transforms = dict(reader.section_dict(TRANSFORMS))
+        comparison.compare_transforms(reader.section_refs(TRANSFORMS), plan.transforms, state)
         if not options.ignore.part(OPTIMIZER):
-            optimizer = layout.read_object(
-                _section_dict(reader, OPTIMIZER), f"{layout.INDEX}: {OPTIMIZER}", ("state", "global", "groups")
-            )
-            comparison.rows.extend(find_unknown_state(optimizer, state, comparison.skipped))
-            comparison.rows.extend(compare_groups(optimizer, state, comparison.skipped))
-    check_targets(comparison.targets, caller)
+            location = f"{layout.INDEX}: {OPTIMIZER}"
+            plan.optimizer = layout.read_object(reader.section_dict(OPTIMIZER), location, ("state", "global", "groups"))
+            comparison.rows.extend(compare_optimizer(plan.optimizer, state, plan.skipped))
+    check_targets(plan.targets, caller)
     if comparison.rows:
         raise mismatch_error(caller, comparison.rows, source="checkpoint", advice=_advice(comparison.rows, options))
     if not options.model_only:
-        clock, seed = _read_clock(reader, check_step=first), _read_seed(reader)
-    if optimizer is not None:
+        plan.clock, plan.seed = _read_clock(reader, check_step=first), reader.shared["seed"]
+        if type(plan.seed) is not int:
+            raise CorruptCheckpointError(f"{layout.INDEX}: seed: must be an integer, got {layout.describe_value(plan.seed)}")
+    if plan.optimizer is not None:
         loaded = {
             name: content
-            for name, content in optimizer["state"].items()
-            if name in state.params and name not in comparison.skipped
+            for name, content in plan.optimizer["state"].items()
+            if name in state.params and name not in plan.skipped
         }
-        optimizer = {**optimizer, "state": loaded}
-        plan_optimizer(optimizer, state, reader.refs, comparison, allow_cast=options.allow_cast)
-    return LoadPlan(
-        regions=comparison.regions,
-        targets=comparison.targets,
-        builders=comparison.builders,
-        adopted=comparison.adopted,
-        optimizer=optimizer,
-        transforms=transforms,
-        modules=tuple(modules),
-        clock=clock,
-        seed=seed,
-        skipped=frozenset(comparison.skipped),
-    )
+        plan.optimizer = {**plan.optimizer, "state": loaded}
+        _plan_optimizer(plan.optimizer, state, reader.refs, plan, allow_cast=options.allow_cast)
+    return plan
 
 
 @dataclass(slots=True, eq=False, repr=False)
 class _StateComparison:
-    """Comparison of a checkpoint with a state; ``skipped`` are the names in the model that differ or are ignored."""
+    """Comparison of a checkpoint with a state. Adds the tensors of both to the plan, and a row for each difference.
 
+    The plan skips names that differ or are ignored.
+    """
+
+    plan: LoadPlan
     options: LoadOptions
     partial: bool
     rows: list[MismatchRow] = field(default_factory=list)
-    skipped: set[str] = field(default_factory=set)
-    regions: dict[str, Region] = field(default_factory=dict)
-    targets: dict[str, Tensor] = field(default_factory=dict)
-    builders: dict[str, TensorBuilder] = field(default_factory=dict)
-    adopted: set[str] = field(default_factory=set)
     _regions_by_layout: dict[Any, Region] = field(default_factory=dict)
-
-    def region_of(self, tensor: Tensor) -> Region:
-        """Return the region of a tensor that this rank has. Tensors of equal layout share one computation."""
-        tensor_layout = (tensor.shape, getattr(tensor, "placements", None), id(getattr(tensor, "device_mesh", None)))
-        region = self._regions_by_layout.get(tensor_layout)
-        if region is None:
-            box = shard_box(tensor)
-            region = self._regions_by_layout[tensor_layout] = Region(offset=box.offset, size=box.size)
-        return region
 
     def compare_model(self, section: str, stored: Mapping[str, TensorRef], here: Mapping[str, Tensor]) -> None:
         """Compare parameters or buffers."""
         unmatched = {tree_json.join_key(section, name): name for name in here}
         for key, ref in stored.items():
             name = unmatched.pop(key, None)
-            if name is not None and not self.options.ignore.name(name):
-                if self._matches(key, ref, here[name]):
-                    self._add_target(key, here[name])
-                else:
-                    self.skipped.add(name)
-            elif name is not None:
-                self.skipped.add(name)
-            else:
+            if name is None:
                 stored_name = tree_json.unescape_key(key.partition("/")[2])
                 self._unexpected(stored_name, key, str(ref), ignored=self.options.ignore.name(stored_name))
+            elif self.options.ignore.name(name) or not self._add_target(key, ref, here[name]):
+                self.plan.skipped.add(name)
         for key, name in unmatched.items():
             if self.options.ignore.name(name):
-                self.skipped.add(name)
+                self.plan.skipped.add(name)
             elif not self.partial or (section == "params" and here[name].requires_grad):
                 self._missing(name, key, str(tree_json.ref_of(here[name])))
 
-    def compare_modules(self, stored: Sequence[str], here: Collection[str]) -> list[str]:
-        """Compare the extra states of modules by name, and return the names to load."""
+    def compare_modules(self, stored: Sequence[str], here: Collection[str]) -> None:
+        """Compare the extra states of modules by name."""
         ignored = self.options.ignore.name
         for name in dict.fromkeys([*here, *stored]):
             key = tree_json.join_key("modules", name)
@@ -241,7 +233,7 @@ class _StateComparison:
                 self._unexpected(name, key, "an extra state", ignored=ignored(name))
             elif name not in stored and not (self.partial or ignored(name)):
                 self._missing(name, key, "an extra state")
-        return [name for name in stored if name in here and not ignored(name)]
+        self.plan.modules += [name for name in stored if name in here and not ignored(name)]
 
     def compare_transforms(self, stored: Mapping[str, TensorRef], tree: dict[str, Any], state: TrainState) -> None:
         """Compare the transforms by name, and the tensors of transforms that are on both sides.
@@ -251,7 +243,7 @@ class _StateComparison:
         for name in {**state.transform_states, **tree}:
             key = tree_json.join_key(TRANSFORMS, name)
             if self.options.ignore.part(key):
-                self.skipped.add(name)
+                self.plan.skipped.add(name)
             elif name not in tree:
                 self._missing(name, key, "a transform")
             elif name not in state.transform_states:
@@ -261,40 +253,40 @@ class _StateComparison:
             tree.pop(name, None)
         content = {name: content for name, content in state.transform_states.items() if name in tree}
         here = tree_json.encode(content, TRANSFORMS)[1]
+        skipped = self.plan.skipped
         for key in {**stored, **here}:
-            if self._is_skipped(key):
+            # A tensor of a skipped name has been reported with the name.
+            if skipped and not skipped.isdisjoint(map(tree_json.unescape_key, key.split("/")[1:])):
                 continue
             ref, tensor = stored.get(key), here.get(key)
             if ref is None:
                 self.rows.append(missing_row(key, str(tree_json.ref_of(here[key]))))
             elif tensor is None:
                 self.rows.append(unexpected_row(key, str(ref)))
-            elif self._matches(key, ref, tensor):
-                self._add_target(key, tensor)
+            else:
+                self._add_target(key, ref, tensor)
 
-    def _is_skipped(self, key: str) -> bool:
-        """Return True if a tensor of a transform belongs to a skipped name, which has been reported."""
-        return bool(self.skipped) and not self.skipped.isdisjoint(map(tree_json.unescape_key, key.split("/")[1:]))
-
-    def _matches(self, key: str, ref: TensorRef, tensor: Tensor) -> bool:
-        dtype = layout.DTYPES[ref.dtype]
-        if ref.shape == tuple(tensor.shape):
-            if dtype == tensor.dtype:
-                return True
-            if self.options.allow_cast and dtype.is_floating_point and tensor.dtype.is_floating_point:
-                return True
-        self.rows.append(unequal_row(key, ref, tree_json.ref_of(tensor)))
-        return False
-
-    def _add_target(self, key: str, tensor: Tensor) -> None:
-        self.regions[key], self.targets[key] = self.region_of(tensor), tensor
+    def _add_target(self, key: str, ref: TensorRef, tensor: Tensor) -> bool:
+        """Add a tensor of the state to the plan if shape and dtype fit. Return False if they differ."""
+        dtype = DTYPES[ref.dtype]
+        castable = self.options.allow_cast and dtype.is_floating_point and tensor.dtype.is_floating_point
+        if ref.shape != tuple(tensor.shape) or not (dtype == tensor.dtype or castable):
+            self.rows.append(unequal_row(key, ref, tree_json.ref_of(tensor)))
+            return False
+        # Tensors of equal layout share one computation.
+        tensor_layout = (tensor.shape, getattr(tensor, "placements", None), id(getattr(tensor, "device_mesh", None)))
+        region = self._regions_by_layout.get(tensor_layout)
+        if region is None:
+            region = self._regions_by_layout[tensor_layout] = local_region(tensor)
+        self.plan.regions[key], self.plan.targets[key] = region, tensor
+        return True
 
     def _missing(self, name: str, key: str, here: str) -> None:
-        self.skipped.add(name)
+        self.plan.skipped.add(name)
         self.rows.append(missing_row(key, here))
 
     def _unexpected(self, name: str, key: str, stored: str, *, ignored: bool) -> None:
-        self.skipped.add(name)
+        self.plan.skipped.add(name)
         if not ignored:
             self.rows.append(unexpected_row(key, stored))
 
@@ -306,60 +298,36 @@ def _advice(rows: list[MismatchRow], options: LoadOptions) -> str:
     if all(row.name.startswith(f"{OPTIMIZER}/") for row in rows):
         advice.append('Or pass ignore=["optimizer"] to keep the current optimizer.')
     elif kinds <= {"missing", "unexpected"}:
-        patterns = ", ".join(f'"{pattern}"' for pattern in _patterns_for(rows))
+        transforms = {"/".join(row.name.split("/", 2)[:2]) for row in rows if row.name.startswith(f"{TRANSFORMS}/")}
+        keys = [row.name.split("/") for row in rows if row.name.startswith(("params/", "buffers/", "modules/"))]
+        names = dict.fromkeys(tree_json.unescape_key(key[1]) for key in keys)
+        if len(names) > 4:
+            names = dict.fromkeys(f"{name.partition('.')[0]}.**" if "." in name else name for name in names)
+        patterns = ", ".join(f'"{pattern}"' for pattern in [*names, *sorted(transforms)])
         advice.append(f"Or skip names that only one side has: ignore=[{patterns}].")
     if kinds == {"dtype"} and not options.allow_cast:
         advice.append("Or pass allow_cast=True to convert floating-point dtypes.")
     return " ".join(advice)
 
 
-def _patterns_for(rows: list[MismatchRow]) -> list[str]:
-    """Return patterns of ``ignore`` for rows that only one side has: transforms, and names or modules of the model."""
-    parts = {"/".join(row.name.split("/", 2)[:2]) for row in rows if row.name.startswith(f"{TRANSFORMS}/")}
-    keys = [row.name.split("/") for row in rows if row.name.startswith(("params/", "buffers/", "modules/"))]
-    names = dict.fromkeys(tree_json.unescape_key(key[1]) for key in keys)
-    if len(names) > 4:
-        names = dict.fromkeys(f"{name.partition('.')[0]}.**" if "." in name else name for name in names)
-    return [*names, *sorted(parts)]
-
-
-def _section_refs(reader: CheckpointReader, name: str) -> dict[str, TensorRef]:
-    prefix = f"{name}/"
-    return {key: ref for key, ref in reader.refs.items() if key.startswith(prefix)}
-
-
-def _section_dict(reader: CheckpointReader, section: str) -> dict[str, Any]:
-    """Return a section, a dict with string keys, with a ``TensorPlaceholder`` in place of each tensor."""
-    values = reader.structures[section]
-    if type(values) is not dict or not all(type(key) is str for key in values):
-        raise CorruptCheckpointError(f"{layout.INDEX}: {section}: must be a dict, got {layout.describe_value(values)}")
-    return values
-
-
 def _read_clock(reader: CheckpointReader, *, check_step: bool) -> Clock:
     location = f"{layout.INDEX}: clock"
     # Both fields are optional in the file.
-    raw = {"previous": None, "step_start": None, **_section_dict(reader, "clock")}
+    raw = {"previous": None, "step_start": None, **reader.section_dict("clock")}
     previous, start = raw.pop("previous"), raw.pop("step_start")
-    if previous is not None and type(previous) is not dict:
-        raise CorruptCheckpointError(f"{location}: previous: must be a dict, got {layout.describe_value(previous)}")
     counts = _read_counts(raw, location)
     if check_step and counts["step"] != reader.manifest.step:
         raise CorruptCheckpointError(
             f"{location}: step must be {reader.manifest.step} as in the manifest, got {counts['step']}"
         )
-    return Clock(
-        **counts,
-        _previous=None if previous is None else Clock(**_read_counts(previous, f"{location}: previous")),
-        _step_start=None if start is None else _read_place(start, f"{location}: step_start"),
-    )
-
-
-def _read_place(raw: Any, location: str) -> EpochPosition:
-    numbers = [layout.read_int(value, location) for value in raw] if type(raw) is list else []
-    if len(numbers) != 2:
-        raise CorruptCheckpointError(f"{location}: must be two integers, got {layout.describe_value(raw)}")
-    return EpochPosition(*numbers)
+    if previous is not None:
+        previous = Clock(**_read_counts(read_dict(previous, "clock: previous"), f"{location}: previous"))
+    if start is not None:
+        numbers = [layout.read_int(value, f"{location}: step_start") for value in start] if type(start) is list else []
+        if len(numbers) != 2:
+            raise CorruptCheckpointError(f"{location}: step_start: must be two integers, got {layout.describe_value(start)}")
+        start = EpochPosition(*numbers)
+    return Clock(**counts, _previous=previous, _step_start=start)
 
 
 def _read_counts(raw: dict[str, Any], location: str) -> dict[str, Any]:
@@ -374,8 +342,154 @@ def _read_counts(raw: dict[str, Any], location: str) -> dict[str, Any]:
     }
 
 
-def _read_seed(reader: CheckpointReader) -> int:
-    seed = reader.shared["seed"]
-    if type(seed) is not int:
-        raise CorruptCheckpointError(f"{layout.INDEX}: seed: must be an integer, got {layout.describe_value(seed)}")
-    return seed
+def _plan_optimizer(
+    optimizer: dict[str, Any], state: TrainState, refs: Mapping[str, TensorRef], plan: LoadPlan, *, allow_cast: bool
+) -> None:
+    """Add the region and the builder of each tensor of the optimizer to ``plan``, which has the regions of the parameters.
+
+    A current tensor of the optimizer that needs new values only becomes a target instead.
+
+    Mutates: ``plan``.
+    """
+    counts_on_device = (group for group in state.optimizer.param_groups if group.get("capturable") or group.get("fused"))
+    on_device = {id(param) for group in counts_on_device for param in group["params"]}
+    shards = {name: to_local(param) for name, param in state.params.items()}
+    used = {shard.untyped_storage().data_ptr() for shard in shards.values()}
+    for name, content in optimizer["state"].items():
+        param = state.params[name]
+        local = shards[name]
+        key = tree_json.join_key("params", name)
+        placement = _ParamPlacement(
+            param=param,
+            local=local,
+            shape=tuple(param.shape),
+            region=plan.regions[key],
+            saved_ref=refs[key],
+            adopts_read=local.is_cpu and local.is_contiguous(),
+            step_device=param.device if id(param) in on_device else torch.device("cpu"),
+            allow_cast=allow_cast,
+            by_rows=getattr(state.optimizer, "shards_state_by_rows", False) and row_group(param) is not None,
+        )
+        current = state.optimizer.state.get(param, {})
+        for leaf in list_placeholders(content):
+            existing = placement.find_reusable(leaf, current, used) if current else None
+            if existing is None:
+                plan.regions[leaf.key], plan.builders[leaf.key] = placement.plan(leaf)
+                if not current and placement.adopts(leaf):
+                    plan.adopted.add(leaf.key)
+            else:
+                plan.regions[leaf.key], plan.targets[leaf.key] = placement.region, existing
+    for group, content in zip(state.optimizer.param_groups, optimizer["groups"], strict=True):
+        for name, value in content.items():
+            _plan_whole(value, group.get(name), group["params"], plan)
+    for name, value in optimizer["global"].items():
+        _plan_whole(value, state.optimizer.state.get(name), list(state.params.values()), plan)
+
+
+def _plan_whole(stored: Any, current: Any, params: Sequence[Tensor], plan: LoadPlan) -> None:
+    """Add tensors that belong to no parameter. A tensor that was a DTensor is replicated on the mesh of the parameters.
+
+    A plain tensor is placed on the device of the current tensor; without one, a scalar on the CPU, others with the parameters.
+
+    Mutates: ``plan``.
+    """
+    sharded = next((param for param in params if is_dtensor(param)), None)
+    for leaf in list_placeholders(stored):
+        plan.regions[leaf.key] = full_region(leaf.ref.shape)
+        on_cpu = not leaf.ref.shape or not params
+        device = current.device if isinstance(current, Tensor) else torch.device("cpu") if on_cpu else params[0].device
+        if leaf.ref.distributed and sharded is not None:
+            plan.builders[leaf.key] = partial(_replicate, sharded)
+        else:
+            plan.builders[leaf.key] = partial(_move_to, device)
+
+
+def _replicate(like: Tensor, whole: Tensor) -> Tensor:
+    return replicate_like(like, whole.to(like.device))
+
+
+class _ParamPlacement(NamedTuple):
+    """Placement of the optimizer's tensors of a parameter, as the optimizer itself would place them.
+
+    A tensor of the parameter's shape has the parameter's layout. ``step`` is an exception even for a scalar parameter, and is
+    on the CPU unless the optimizer counts on the device: both are conventions of torch. A tensor of another shape (a factored
+    second moment, the codes of an 8-bit optimizer) is replicated on every rank, as a DTensor if the parameter is a DTensor. A
+    plain tensor of a parameter that was sharded at the save stays plain, of any shape: it was equal on all ranks. An optimizer
+    with ``shards_state_by_rows`` gets the rows of tensors of any shape.
+
+    A tuple, because every parameter has one.
+    """
+
+    param: Tensor
+    local: Tensor
+    shape: tuple[int, ...]
+    region: Region
+    saved_ref: TensorRef
+    adopts_read: bool
+    step_device: torch.device
+    allow_cast: bool
+    by_rows: bool
+
+    def plan(self, leaf: TensorPlaceholder) -> tuple[Region, TensorBuilder]:
+        """Return the region of a stored tensor that this rank needs, and its builder."""
+        ref = leaf.ref
+        if self._is_like_param(leaf):
+            if self.adopts(leaf):
+                return self.region, partial(from_local_like, self.param)
+            return self.region, partial(self._copy, self._built_dtype(ref))
+        if self.by_rows and ref.shape:
+            return local_region(self.param, ref.shape), partial(self._by_rows, ref.shape)
+        if _is_step(leaf):
+            return full_region(ref.shape), partial(_move_to, self.step_device)
+        if ref.distributed or (ref.shape and not self.saved_ref.distributed):
+            return full_region(ref.shape), partial(_replicate, self.param)
+        return full_region(ref.shape), partial(_move_to, self.param.device)
+
+    def adopts(self, leaf: TensorPlaceholder) -> bool:
+        """Return True if the state keeps the tensor that is read, without a copy."""
+        if self._is_like_param(leaf):
+            return self.adopts_read and not (self.allow_cast and leaf.ref.dtype == self.saved_ref.dtype)
+        return _is_step(leaf) and self.step_device.type == "cpu"
+
+    def find_reusable(self, leaf: TensorPlaceholder, current: Mapping[str, Any], used: set[int]) -> Tensor | None:
+        """Return the optimizer's current tensor if it equals the tensor to build in all but the values.
+
+        Mutates: ``used``, the storages in use. A tensor that shares a storage is not reused.
+        """
+        if not self._is_like_param(leaf):
+            return None
+        tensor = current.get(tree_json.unescape_key(leaf.key.rpartition("/")[2]))
+        if not isinstance(tensor, Tensor) or tensor.dtype != self._built_dtype(leaf.ref):
+            return None
+        local = to_local(tensor)
+        if type(local) is not Tensor or tensor.shape != self.param.shape or not is_placed_like(tensor, self.param):
+            return None
+        storage = local.untyped_storage().data_ptr()
+        if local.device != self.local.device or local.stride() != self.local.stride() or storage in used:
+            return None
+        used.add(storage)
+        return tensor
+
+    def _is_like_param(self, leaf: TensorPlaceholder) -> bool:
+        stays_plain = not self.by_rows and self.saved_ref.distributed and not leaf.ref.distributed and is_dtensor(self.param)
+        return leaf.ref.shape == self.shape and not _is_step(leaf) and not stays_plain
+
+    def _built_dtype(self, ref: TensorRef) -> torch.dtype:
+        follows = self.allow_cast and ref.dtype == self.saved_ref.dtype and DTYPES[ref.dtype].is_floating_point
+        return self.param.dtype if follows else DTYPES[ref.dtype]
+
+    def _copy(self, dtype: torch.dtype, shard: Tensor) -> Tensor:
+        # Like ``zeros_like`` of the parameter, the copy has its strides, which fused kernels need.
+        copy = torch.empty_like(self.local, dtype=dtype, requires_grad=False).copy_(shard)
+        return from_local_like(self.param, copy)
+
+    def _by_rows(self, shape: tuple[int, ...], rows: Tensor) -> Tensor:
+        return from_local_like(self.param, rows.to(self.param.device), shape)
+
+
+def _is_step(leaf: TensorPlaceholder) -> bool:
+    return leaf.key.endswith("/step") and not leaf.ref.distributed
+
+
+def _move_to(device: torch.device, tensor: Tensor) -> Tensor:
+    return tensor.to(device)

@@ -15,18 +15,16 @@ from torch import Tensor, nn
 
 from dtrain import storage
 from dtrain.arguments import explain_arguments
-from dtrain.checkpoint import layout, mismatch_report, tensor_files, tree_json
+from dtrain.checkpoint import layout, mismatch, tree_json, weights
 from dtrain.checkpoint.checkpoint_info import StepRemovedError, choose_step, has_manifest, notice_removal, read_manifest
-from dtrain.checkpoint.data_file import as_bytes
+from dtrain.checkpoint.fetch import copy_into_
 from dtrain.checkpoint.layout import TensorRef
-from dtrain.checkpoint.mismatch_report import MismatchRow
-from dtrain.checkpoint.module_state import finish_load
-from dtrain.checkpoint.read_tensors import copy_into_, read_tensors
-from dtrain.checkpoint.reshard import Region, plan_reads
-from dtrain.checkpoint.targets import check_targets
-from dtrain.checkpoint.tensor_files import TensorFiles, open_step
+from dtrain.checkpoint.mismatch import MismatchRow, check_targets
+from dtrain.checkpoint.model_state import finish_load
+from dtrain.checkpoint.plan import local_region
+from dtrain.checkpoint.weights import are_equal, open_safetensors, open_step, read_batch
 from dtrain.dist.collectives import all_gather_json, broadcast_decision, raise_on_all_ranks
-from dtrain.dist.dtensor import shard_box, to_local
+from dtrain.dist.dtensor import to_local
 from dtrain.dist.init import get_dist_info
 from dtrain.errors import CheckpointError, CheckpointMismatchError, ConfigError
 from dtrain.fqn import buffers_by_fqn, compile_patterns, modules_by_fqn, parameters_by_fqn
@@ -37,175 +35,13 @@ from dtrain.storage import AnyPath
 
 Rename = Callable[[str], str | None] | Mapping[str, str | None]
 
+_CALLER = "load_weights_"
+_PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _ADVICE = "Pass rename= to map stored names to names in the model or to None, or ignore= for names that need not be stored."
 _ADAPTER_ADVICE = (
     "The step is an adapter, saved with scope='trainable'. Load it into the state: "
     "dt.load_sharded(path, state, scope='weights')."
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
-class NameMatch:
-    """Match of stored tensors and tensors of the model.
-
-    Args:
-        targets: tensor of the model, by stored name.
-        names: name in the model, by stored name.
-        duplicates: pairs of stored names of one tensor of the model; the first name is in ``targets``.
-        kept: names in the model that are not stored and need not be stored.
-        left_out: stored names that ``rename`` maps to None.
-    """
-
-    targets: Mapping[str, Tensor]
-    names: Mapping[str, str]
-    duplicates: Sequence[tuple[str, str]]
-    kept: Sequence[str]
-    left_out: Sequence[str]
-
-
-def match_by_name(
-    refs: Mapping[str, TensorRef],
-    model: nn.Module,
-    rename: Rename | None,
-    ignore: Sequence[str],
-    *,
-    caller: str,
-    advice: str,
-) -> NameMatch:
-    """Match stored tensors and tensors of the model by name.
-
-    Args:
-        refs: stored tensors by name.
-        model: model with real storage.
-        rename: function or mapping from a stored name to the name in the model, or to None.
-        ignore: patterns of names in the model that need not be stored.
-        caller: prefix of messages.
-        advice: last sentence of a mismatch.
-
-    Raises:
-        ConfigError: tensors on the meta device, a pattern or a name in ``rename`` without match, or an invalid value.
-        CheckpointMismatchError: tensors without match or of another shape or dtype; lists the first ten.
-    """
-    here, aliases = _model_tensors(model, caller)
-    allowed = _ignore_matcher(ignore, {*here, *aliases}, caller)
-    names = _apply_rename(refs, rename, caller)
-    rows: list[MismatchRow] = []
-    stored_as: dict[str, str] = {}
-    duplicates = []
-    for name, model_name in names.items():
-        first = aliases.get(model_name, model_name)
-        if first in stored_as:
-            duplicates.append((stored_as[first], name))
-            continue
-        stored_as[first] = name
-        tensor = here.get(first)
-        label = name if name == model_name else f"{model_name} (stored as {name})"
-        if tensor is None:
-            rows.append(mismatch_report.unexpected_row(model_name, str(refs[name]), label=label))
-        elif not _fits(refs[name], tensor):
-            rows.append(mismatch_report.unequal_row(model_name, refs[name], tree_json.ref_of(tensor), label=label))
-    every_name = defaultdict(set, {first: {first} for first in here})
-    for alias, first in aliases.items():
-        every_name[first].add(alias)
-    absent = [first for first in here if first not in stored_as]
-    kept = [first for first in absent if any(map(allowed, every_name[first]))]
-    rows.extend(mismatch_report.missing_row(first, _describe_tensor(here[first])) for first in absent if first not in kept)
-    if rows:
-        raise mismatch_report.mismatch_error(caller, rows, source="file", advice=advice)
-    if not stored_as:
-        raise CheckpointMismatchError(
-            f"{caller}: at least one of the {len(refs)} tensors must match the model, but rename= leaves out all of them. "
-            "Return at least one name of the model from rename=."
-        )
-    return NameMatch(
-        targets={name: here[first] for first, name in stored_as.items()},
-        names={name: names[name] for name in stored_as.values()},
-        duplicates=duplicates,
-        kept=kept,
-        left_out=[name for name in refs if name not in names],
-    )
-
-
-def _model_tensors(model: nn.Module, caller: str) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return the tensors to load by name, and the aliases of shared tensors."""
-    params, aliases = parameters_by_fqn(model)
-    buffers = buffers_by_fqn(model, persistent_only=True)
-    tensors, aliases = {**params, **buffers}, {**aliases, **_buffer_aliases(buffers, model)}
-    meta = [name for name, tensor in tensors.items() if tensor.is_meta]
-    if meta:
-        raise ConfigError(
-            f"{caller}: {len(meta)} of {len(tensors)} tensors are on the meta device (first: {meta[0]}). Call dt.materialize."
-        )
-    return tensors, aliases
-
-
-def _buffer_aliases(buffers: Mapping[str, Tensor], model: nn.Module) -> dict[str, str]:
-    """Map the aliases of buffers to their first name. A module with two names has two names for each buffer."""
-    first = {id(buffer): name for name, buffer in buffers.items()}
-    every = {
-        f"{prefix}.{key}" if prefix else key: id(buffer)
-        for prefix, module in modules_by_fqn(model, include_duplicates=True)
-        for key, buffer in module._buffers.items()
-    }
-    return {name: first[buffer] for name, buffer in every.items() if name not in buffers and buffer in first}
-
-
-def _ignore_matcher(ignore: Sequence[str], names: Iterable[str], caller: str) -> Callable[[str], bool]:
-    if isinstance(ignore, str):
-        raise ConfigError(f"{caller}: ignore must be a list of patterns, got the string {ignore!r}. Write [{ignore!r}].")
-    if not isinstance(ignore, Iterable):
-        raise ConfigError(
-            f"{caller}: ignore must be a list of patterns such as ['head.*'], got {ignore!r}. Put a single pattern into a list."
-        )
-    names = list(names)
-    for pattern in ignore:
-        if not any(map(compile_patterns([pattern], caller=f"{caller}: ignore"), names)):
-            raise ConfigError(
-                f"{caller}: ignore must match names of the model, got {pattern!r}. * matches text without a dot, ** any text. "
-                "Print [name for name, _ in model.named_parameters()] to see the names."
-            )
-    return compile_patterns(ignore, caller=f"{caller}: ignore")
-
-
-def _apply_rename(refs: Mapping[str, TensorRef], rename: Rename | None, caller: str) -> dict[str, str]:
-    """Return the name in the model of each stored tensor, without names that ``rename`` maps to None."""
-    mapping = {} if rename is None else rename
-    if isinstance(mapping, Mapping):
-        unknown = [name for name in mapping if name not in refs]
-        if unknown:
-            raise ConfigError(
-                f"{caller}: rename must have stored names, got {unknown[0]!r} ({len(unknown)} such names). "
-                "Remove these entries from rename=, or use the names that the file stores."
-            )
-        results = {name: mapping.get(name, name) for name in refs}
-    elif not callable(mapping):
-        raise ConfigError(
-            f"{caller}: rename must be a function of the stored name, or a mapping, got {mapping!r}. "
-            f"Pass rename={{'old.weight': 'new.weight'}}, for example."
-        )
-    else:
-        results = {name: mapping(name) for name in refs}
-    bad = next((name for name, result in results.items() if not isinstance(result, str | None)), None)
-    if bad is not None:
-        raise ConfigError(
-            f"{caller}: rename must return a name in the model or None for {bad!r}, got {results[bad]!r}. "
-            "Return None to leave a tensor out."
-        )
-    return {name: result for name, result in results.items() if result is not None}
-
-
-def _fits(ref: TensorRef, tensor: Tensor) -> bool:
-    dtype = layout.DTYPES[ref.dtype]
-    castable = dtype.is_floating_point and tensor.is_floating_point()
-    return ref.shape == tuple(tensor.shape) and (castable or dtype == tensor.dtype)
-
-
-def _describe_tensor(tensor: Tensor) -> str:
-    return f"{layout.DTYPE_NAMES.get(tensor.dtype, tensor.dtype)} {list(tensor.shape)}"
-
-
-_CALLER = "load_weights_"
-_PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -275,18 +111,180 @@ def load_weights_(
     with raise_on_all_ranks(_CALLER), _add_path_to_errors(source):
         # A gathered copy of parameters would hide the shards, which are the targets of the load.
         reshard(model)
-        files = _open_source(source, model)
-        advice = _ADAPTER_ADVICE if has_manifest(source) and read_manifest(source).scope == "trainable" else _ADVICE
-        match = match_by_name(files.refs, model, rename, ignore, caller=f"{_CALLER}: {source}", advice=advice)
+        advice = _ADVICE
+        if has_manifest(source):
+            rank, own_buffers = get_dist_info().rank, persistent_buffers(model, get_spec(model), own=True)
+            files = open_step(source, rank, own_buffers=own_buffers, check_files=rank == 0)
+            advice = _ADAPTER_ADVICE if read_manifest(source).scope == "trainable" else _ADVICE
+        else:
+            files = open_safetensors(source)
+        match = _match_by_name(files.refs, model, rename, ignore, caller=f"{_CALLER}: {source}", advice=advice)
         check_targets({match.names[key]: tensor for key, tensor in match.targets.items()}, f"{_CALLER}: {source}")
-        _check_duplicates(files, source, match)
-        tensors = _read_regions(files, {name: _local_region(tensor) for name, tensor in match.targets.items()})
-    _check_same_files(files, source, match)
+        # Files of models with tied weights may store them twice.
+        for first, other in match.duplicates:
+            if not are_equal(files, first, other, [local_region(match.targets[first])]):
+                raise CheckpointMismatchError(
+                    f"{_CALLER}: {source}: {first!r} and {other!r} must be equal, because both are {match.names[first]!r} of "
+                    "the model. Leave out one of them with rename=."
+                )
+        tensors = read_batch(files, {name: local_region(tensor) for name, tensor in match.targets.items()})
+    names = hashlib.sha256(layout.canonical_json(sorted(match.names.items()))).hexdigest()
+    hashes_by_rank = all_gather_json([files.content_hash, names])
+    for rank, hashes in enumerate(hashes_by_rank):
+        if hashes != hashes_by_rank[0]:
+            raise CheckpointError(
+                f"{_CALLER}: rank {rank} and rank 0 see different files in {source}, or their rename differs. All nodes must "
+                "share the file system."
+            )
     with torch.no_grad():
         copy_into_({name: to_local(tensor) for name, tensor in match.targets.items()}, tensors)
         finish_load(model, {})
     loaded = tuple(match.names[name] for name in match.targets)
     return LoadWeightsResult(path=source, loaded=loaded, kept=tuple(match.kept), left_out=tuple(match.left_out))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
+class _NameMatch:
+    """Match of stored tensors and tensors of the model.
+
+    Args:
+        targets: tensor of the model, by stored name.
+        names: name in the model, by stored name.
+        duplicates: pairs of stored names of one tensor of the model; the first name is in ``targets``.
+        kept: names in the model that are not stored and need not be stored.
+        left_out: stored names that ``rename`` maps to None.
+    """
+
+    targets: Mapping[str, Tensor]
+    names: Mapping[str, str]
+    duplicates: Sequence[tuple[str, str]]
+    kept: Sequence[str]
+    left_out: Sequence[str]
+
+
+def _match_by_name(
+    refs: Mapping[str, TensorRef],
+    model: nn.Module,
+    rename: Rename | None,
+    ignore: Sequence[str],
+    *,
+    caller: str,
+    advice: str,
+) -> _NameMatch:
+    """Match stored tensors and tensors of the model by name. ``advice`` is the last sentence of a mismatch.
+
+    Raises:
+        ConfigError: tensors on the meta device, a pattern or a name in ``rename`` without match, or an invalid value.
+        CheckpointMismatchError: tensors without match or of another shape or dtype; lists the first ten.
+    """
+    here, aliases = _model_tensors(model, caller)
+    allowed = _ignore_matcher(ignore, {*here, *aliases}, caller)
+    names = _apply_rename(refs, rename, caller)
+    rows: list[MismatchRow] = []
+    stored_as: dict[str, str] = {}
+    duplicates = []
+    for name, model_name in names.items():
+        first = aliases.get(model_name, model_name)
+        if first in stored_as:
+            duplicates.append((stored_as[first], name))
+            continue
+        stored_as[first] = name
+        tensor = here.get(first)
+        label = name if name == model_name else f"{model_name} (stored as {name})"
+        if tensor is None:
+            rows.append(mismatch.unexpected_row(model_name, str(refs[name]), label=label))
+        elif refs[name].shape != tuple(tensor.shape) or not (
+            (dtype := layout.DTYPES[refs[name].dtype]) == tensor.dtype
+            or (dtype.is_floating_point and tensor.is_floating_point())
+        ):
+            rows.append(mismatch.unequal_row(model_name, refs[name], tree_json.ref_of(tensor), label=label))
+    every_name = defaultdict(set, {first: {first} for first in here})
+    for alias, first in aliases.items():
+        every_name[first].add(alias)
+    absent = [first for first in here if first not in stored_as]
+    kept = [first for first in absent if any(map(allowed, every_name[first]))]
+    for first in absent:
+        if first not in kept:
+            dtype_name = layout.DTYPE_NAMES.get(here[first].dtype, here[first].dtype)
+            rows.append(mismatch.missing_row(first, f"{dtype_name} {list(here[first].shape)}"))
+    if rows:
+        raise mismatch.mismatch_error(caller, rows, source="file", advice=advice)
+    if not stored_as:
+        raise CheckpointMismatchError(
+            f"{caller}: at least one of the {len(refs)} tensors must match the model, but rename= leaves out all of them. "
+            "Return at least one name of the model from rename=."
+        )
+    return _NameMatch(
+        targets={name: here[first] for first, name in stored_as.items()},
+        names={name: names[name] for name in stored_as.values()},
+        duplicates=duplicates,
+        kept=kept,
+        left_out=[name for name in refs if name not in names],
+    )
+
+
+def _model_tensors(model: nn.Module, caller: str) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return the tensors to load by name, and the aliases of shared tensors."""
+    params, aliases = parameters_by_fqn(model)
+    buffers = buffers_by_fqn(model, persistent_only=True)
+    # A module with two names has two names for each buffer.
+    first_names = {id(buffer): name for name, buffer in buffers.items()}
+    for prefix, module in modules_by_fqn(model, include_duplicates=True):
+        for key, buffer in module._buffers.items():
+            name = f"{prefix}.{key}" if prefix else key
+            if name not in buffers and id(buffer) in first_names:
+                aliases[name] = first_names[id(buffer)]
+    tensors = {**params, **buffers}
+    meta = [name for name, tensor in tensors.items() if tensor.is_meta]
+    if meta:
+        raise ConfigError(
+            f"{caller}: {len(meta)} of {len(tensors)} tensors are on the meta device (first: {meta[0]}). Call dt.materialize."
+        )
+    return tensors, aliases
+
+
+def _ignore_matcher(ignore: Sequence[str], names: Iterable[str], caller: str) -> Callable[[str], bool]:
+    if isinstance(ignore, str):
+        raise ConfigError(f"{caller}: ignore must be a list of patterns, got the string {ignore!r}. Write [{ignore!r}].")
+    if not isinstance(ignore, Iterable):
+        raise ConfigError(
+            f"{caller}: ignore must be a list of patterns such as ['head.*'], got {ignore!r}. Put a single pattern into a list."
+        )
+    names = list(names)
+    for pattern in ignore:
+        if not any(map(compile_patterns([pattern], caller=f"{caller}: ignore"), names)):
+            raise ConfigError(
+                f"{caller}: ignore must match names of the model, got {pattern!r}. * matches text without a dot, ** any text. "
+                "Print [name for name, _ in model.named_parameters()] to see the names."
+            )
+    return compile_patterns(ignore, caller=f"{caller}: ignore")
+
+
+def _apply_rename(refs: Mapping[str, TensorRef], rename: Rename | None, caller: str) -> dict[str, str]:
+    """Return the name in the model of each stored tensor, without names that ``rename`` maps to None."""
+    mapping = {} if rename is None else rename
+    if isinstance(mapping, Mapping):
+        unknown = [name for name in mapping if name not in refs]
+        if unknown:
+            raise ConfigError(
+                f"{caller}: rename must have stored names, got {unknown[0]!r} ({len(unknown)} such names). "
+                "Remove these entries from rename=, or use the names that the file stores."
+            )
+        results = {name: mapping.get(name, name) for name in refs}
+    elif not callable(mapping):
+        raise ConfigError(
+            f"{caller}: rename must be a function of the stored name, or a mapping, got {mapping!r}. "
+            f"Pass rename={{'old.weight': 'new.weight'}}, for example."
+        )
+    else:
+        results = {name: mapping(name) for name in refs}
+    bad = next((name for name, result in results.items() if not isinstance(result, str | None)), None)
+    if bad is not None:
+        raise ConfigError(
+            f"{caller}: rename must return a name in the model or None for {bad!r}, got {results[bad]!r}. "
+            "Return None to leave a tensor out."
+        )
+    return {name: result for name, result in results.items() if result is not None}
 
 
 @contextmanager
@@ -310,22 +308,20 @@ def _resolve_source(source: AnyPath | str) -> AnyPath:
 def _choose_source(path: AnyPath) -> AnyPath:
     """Choose the file or folder to read: the path itself, or the newest step of a root."""
     if storage.file_size(path) is not None:
-        if Path(path.name).suffix != tensor_files.SUFFIX:
-            raise CheckpointError(
-                f"{_CALLER}: path must be a {tensor_files.SUFFIX} file, got {path}.{_pickle_hint([path.name])}"
-            )
+        if Path(path.name).suffix != weights.SUFFIX:
+            raise CheckpointError(f"{_CALLER}: path must be a {weights.SUFFIX} file, got {path}.{_pickle_hint([path.name])}")
         return path
     if not storage.is_folder(path):
         raise CheckpointError(f"{_CALLER}: path must exist, got {path}. Check the path, because nothing is downloaded.")
-    if has_manifest(path) or tensor_files.is_model_folder(path):
+    if has_manifest(path) or weights.is_model_folder(path):
         return path
     step = choose_step(path, _CALLER)
     if step is None:
         names = storage.list_names(path)
         raise CheckpointError(
-            f"{_CALLER}: {path} must hold {tensor_files.MODEL_FILE}, {tensor_files.INDEX_FILE} or a checkpoint of dtrain, "
+            f"{_CALLER}: {path} must hold {weights.MODEL_FILE}, {weights.INDEX_FILE} or a checkpoint of dtrain, "
             f"got {', '.join(names[:5]) or 'an empty folder'}."
-            f"{_pickle_hint(names) or f' Name the {tensor_files.SUFFIX} file or the folder.'}"
+            f"{_pickle_hint(names) or f' Name the {weights.SUFFIX} file or the folder.'}"
         )
     return step
 
@@ -338,46 +334,3 @@ def _pickle_hint(names: Iterable[str]) -> str:
         f" {pickle} may be a pickle, which can run code and is never opened. Load the pickle where you trust it, and save the "
         "model with safetensors.torch.save_model (or save_pretrained)."
     )
-
-
-def _open_source(path: AnyPath, model: nn.Module) -> TensorFiles:
-    if has_manifest(path):
-        rank, own_buffers = get_dist_info().rank, persistent_buffers(model, get_spec(model), own=True)
-        return open_step(path, rank, own_buffers=own_buffers, check_files=rank == 0)
-    return tensor_files.open_safetensors_folder(path) if storage.is_folder(path) else tensor_files.open_safetensors_file(path)
-
-
-def _local_region(tensor: Tensor) -> Region:
-    box = shard_box(tensor)
-    return Region(offset=box.offset, size=box.size)
-
-
-def _check_duplicates(files: TensorFiles, path: AnyPath, match: NameMatch) -> None:
-    """Raise if stored tensors of one tensor of the model differ. Files of models with tied weights may store them twice."""
-    for first, other in match.duplicates:
-        region = _local_region(match.targets[first])
-        if files.refs[first] != files.refs[other] or _region_bytes(files, first, region) != _region_bytes(files, other, region):
-            raise CheckpointMismatchError(
-                f"{_CALLER}: {path}: {first!r} and {other!r} must be equal, because both are {match.names[first]!r} of the "
-                "model. Leave out one of them with rename=."
-            )
-
-
-def _read_regions(files: TensorFiles, regions: Mapping[str, Region]) -> dict[str, Tensor]:
-    sizes = {name: region.size for name, region in regions.items()}
-    return read_tensors(sizes, plan_reads(files.find_shards(regions), regions), files.refs, files.open_file)
-
-
-def _region_bytes(files: TensorFiles, name: str, region: Region) -> bytes:
-    return bytes(as_bytes(_read_regions(files, {name: region})[name]))
-
-
-def _check_same_files(files: TensorFiles, path: AnyPath, match: NameMatch) -> None:
-    names = hashlib.sha256(layout.canonical_json(sorted(match.names.items()))).hexdigest()
-    hashes_by_rank = all_gather_json([files.content_hash, names])
-    for rank, hashes in enumerate(hashes_by_rank):
-        if hashes != hashes_by_rank[0]:
-            raise CheckpointError(
-                f"{_CALLER}: rank {rank} and rank 0 see different files in {path}, or their rename differs. All nodes must "
-                "share the file system."
-            )

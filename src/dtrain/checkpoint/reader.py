@@ -1,19 +1,24 @@
-"""Open a checkpoint: its manifest and index, and the indexes of the ranks whose files a caller needs."""
+"""Open a checkpoint, and verify a whole step.
+
+An open checkpoint has a verified manifest and index. The indexes of ranks are read when a caller needs their files.
+``verify_step`` reads every byte, and checks that each tensor is stored completely and once. Its memory does not grow with the
+step.
+"""
 
 from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, TypeVar
 
 from dtrain import storage
 from dtrain.checkpoint import layout, tree_json
-from dtrain.checkpoint.checkpoint_info import read_manifest
-from dtrain.checkpoint.data_file import InMemoryFile, OpenedFile
+from dtrain.checkpoint.checkpoint_info import CheckpointInfo, choose_step, notice_removal, read_info, read_manifest, scan_root
+from dtrain.checkpoint.data_file import InMemoryFile, OpenedFile, verify_file
 from dtrain.checkpoint.index import (
     PlacedShards,
     RankIndex,
@@ -27,9 +32,9 @@ from dtrain.checkpoint.index import (
     shard_kind,
 )
 from dtrain.checkpoint.layout import Manifest
-from dtrain.checkpoint.reshard import Region
+from dtrain.checkpoint.plan import Region, check_cover
 from dtrain.checkpoint.tree_json import state_prefix, strip_prefix
-from dtrain.errors import CheckpointMismatchError, CorruptCheckpointError
+from dtrain.errors import CheckpointError, CheckpointMismatchError, CorruptCheckpointError
 from dtrain.launch import heartbeats
 from dtrain.storage import AnyPath
 from dtrain.storage.parallel_parts import for_each_part
@@ -141,8 +146,8 @@ class CheckpointReader:
         structures: decoded ``shared``, with a ``TensorPlaceholder`` in place of each tensor.
         ranks: reader of the files of the ranks.
         numbers: number of each tensor in the index of the run, by key.
-        inline: shards of the tensors in the index of the run, by number.
-        own: shards of tensors that only one rank has and that are used as tensors of the run, by key.
+        placed: shards that are known without the index of a rank, by key: of the tensors in the index of the run, and of
+            tensors that only one rank has and that are used as tensors of the run.
         state: name of the selected state; None without one.
     """
 
@@ -154,8 +159,7 @@ class CheckpointReader:
     structures: Mapping[str, Any]
     ranks: RankFilesReader
     numbers: Mapping[str, int]
-    inline: Mapping[int, StoredShard]
-    own: Mapping[str, StoredShard]
+    placed: Mapping[str, StoredShard]
     state: str | None = None
 
     @property
@@ -174,14 +178,11 @@ class CheckpointReader:
         wanted: dict[int, tuple[list[int], list[tuple[list[Any], int, int, ShardKind]]]] = defaultdict(lambda: ([], []))
         kinds, tensors = self.index.kinds, self.index.tensors
         for key, region in regions.items():
-            if key in self.own:
-                found[key] = [self.own[key]]
+            if key in self.placed:
+                found[key] = [self.placed[key]]
                 continue
             number = self.numbers[key]
             kind = tensors[number]
-            if not kind:
-                found[key] = [self.inline[number]]
-                continue
             parts = parts_of.get((kind, region))
             if parts is None:
                 parts = parts_of[kind, region] = kinds[kind - 1].parts_in(region.offset, region.size)
@@ -197,6 +198,17 @@ class CheckpointReader:
             for begin, (shards, at, file, part) in zip(begins, places, strict=True):
                 shards[at] = StoredShard(file, begin, part)
         return found
+
+    def section_refs(self, section: str) -> dict[str, tree_json.TensorRef]:
+        """Return the tensors of a section by key."""
+        return {key: ref for key, ref in self.refs.items() if key.startswith(f"{section}/")}
+
+    def section_dict(self, section: str) -> dict[str, Any]:
+        """Return a section, a dict with string keys, with a ``TensorPlaceholder`` in place of each tensor."""
+        values = self.structures[section]
+        if type(values) is not dict or not all(type(key) is str for key in values):
+            raise CorruptCheckpointError(f"{layout.INDEX}: {section}: must be a dict, got {layout.describe_value(values)}")
+        return values
 
     def values_of(self, rank: int) -> Any:
         """Return the encoded values of a rank."""
@@ -217,11 +229,9 @@ class CheckpointReader:
         shards = {key: shard._replace(file=1 + 2 * rank) for key, shard in placed.per_rank.items()}
         return shards if self.state is None else _select(shards, state_prefix(self.state))
 
-    @contextmanager
-    def open_data(self, number: int) -> Iterator[OpenedFile]:
+    def open_data(self, number: int) -> AbstractContextManager[OpenedFile]:
         """Open a data file."""
-        with self.ranks.open_data(number) as opened:
-            yield opened
+        return self.ranks.open_data(number)
 
     def select_state(self, name: str) -> CheckpointReader:
         """Return the checkpoint of one of several states, as if the state had been saved alone.
@@ -240,6 +250,7 @@ class CheckpointReader:
             self,
             refs=_select(self.refs, prefix),
             numbers=_select(self.numbers, prefix),
+            placed=_select(self.placed, prefix),
             shared={**self.shared[layout.STATES][name], **of_run},
             structures={section: strip_prefix(tree, prefix) for section, tree in self.structures[layout.STATES][name].items()},
             state=name,
@@ -285,7 +296,13 @@ def open_checkpoint(folder: AnyPath, *, check_files: bool = True) -> CheckpointR
         _check_sizes(sizes, {layout.INDEX: manifest.index_bytes})
     index = read_run_index(folder, manifest)
     if check_files:
-        _check_files(sizes, {layout.INDEX: manifest.index_bytes, **index.sizes})
+        expected = {layout.INDEX: manifest.index_bytes, **index.sizes}
+        names = {layout.MANIFEST, *expected}
+        missing, foreign = names - sizes.keys(), sizes.keys() - names
+        if missing or foreign:
+            problem = "file is missing" if missing else "file is not part of the checkpoint"
+            raise CorruptCheckpointError(f"{min(missing or foreign)}: {problem}")
+        _check_sizes(sizes, expected)
     shared = _check_shared(index.shared, manifest)
     refs: dict[str, tree_json.TensorRef] = {}
 
@@ -304,18 +321,8 @@ def open_checkpoint(folder: AnyPath, *, check_files: bool = True) -> CheckpointR
         structures=structures,
         ranks=RankFilesReader(folder, index),
         numbers=dict(zip(refs, range(len(refs)), strict=True)),
-        inline=_place_inline(index, refs),
-        own={},
+        placed=_place_inline(index, refs),
     )
-
-
-def _check_files(found: Mapping[str, int | None], expected: Mapping[str, int]) -> None:
-    names = {layout.MANIFEST, *expected}
-    if found.keys() != names:
-        missing, foreign = sorted(names - found.keys()), sorted(found.keys() - names)
-        name = (missing or foreign)[0]
-        raise CorruptCheckpointError(f"{name}: file is missing" if missing else f"{name}: file is not part of the checkpoint")
-    _check_sizes(found, expected)
 
 
 def _check_sizes(found: Mapping[str, int | None], expected: Mapping[str, int]) -> None:
@@ -358,20 +365,17 @@ def _check_kinds(index: RunIndex, refs: Mapping[str, tree_json.TensorRef]) -> No
         agreeing.add((id(ref), number))
 
 
-def _place_inline(index: RunIndex, refs: Mapping[str, tree_json.TensorRef]) -> dict[int, StoredShard]:
-    """Return the shards of the tensors in the index of the run, by number."""
+def _place_inline(index: RunIndex, refs: Mapping[str, tree_json.TensorRef]) -> dict[str, StoredShard]:
+    """Return the shards of the tensors in the index of the run, by key."""
     dtypes = {key: ref.dtype for (key, ref), number in zip(refs.items(), index.tensors, strict=True) if not number}
-    begins, at = {}, 0
+    placed, begin = {}, 0
     for key in inline_order(dtypes):
-        begins[key] = at
-        at += layout.DTYPES[dtypes[key]].itemsize
-    if at != len(index.inline):
-        raise CorruptCheckpointError(f"{layout.INDEX}: inline: must have {at} bytes, got {len(index.inline)}")
-    return {
-        number: StoredShard(_INLINE_FILE, begins[key], shard_kind(ref.dtype, ref.shape, (0,) * len(ref.shape), ref.shape))
-        for number, (key, ref) in enumerate(refs.items())
-        if key in begins
-    }
+        shape = refs[key].shape
+        placed[key] = StoredShard(_INLINE_FILE, begin, shard_kind(dtypes[key], shape, (0,) * len(shape), shape))
+        begin += layout.DTYPES[dtypes[key]].itemsize
+    if begin != len(index.inline):
+        raise CorruptCheckpointError(f"{layout.INDEX}: inline: must have {begin} bytes, got {len(index.inline)}")
+    return placed
 
 
 def with_own_buffers(reader: CheckpointReader, rank: int, names: Collection[str]) -> CheckpointReader:
@@ -386,10 +390,112 @@ def with_own_buffers(reader: CheckpointReader, rank: int, names: Collection[str]
     if not reader.index.local_buffers:
         return reader
     own_keys = {tree_json.join_key("buffers", name) for name in names}
-    shards, refs = {}, dict(reader.refs)
+    placed, refs = dict(reader.placed), dict(reader.refs)
     for source, is_own in ((0, False), (rank % reader.world_size, True)):
         stored = tree_json.tensor_refs(reader.values_of(source), "")
         for key, shard in reader.shards_of_rank(source).items():
             if key.startswith("buffers/") and (key in own_keys) is is_own:
-                shards[key], refs[key] = shard, stored[key]
-    return replace(reader, own=shards, refs=refs)
+                placed[key], refs[key] = shard, stored[key]
+    return replace(reader, placed=placed, refs=refs)
+
+
+def verify_step(folder: AnyPath) -> CheckpointReader:
+    """Verify every byte of a step, and that each tensor is stored completely and once.
+
+    Raises:
+        CorruptCheckpointError: names the file and the reason.
+    """
+    reader = open_checkpoint(folder)
+    verify_data(reader)
+    return reader
+
+
+def verify_indexes(reader: CheckpointReader) -> None:
+    """Verify the indexes of all ranks, one after the other, and that each tensor is stored completely and once.
+
+    Raises:
+        CorruptCheckpointError: names the file and the reason.
+    """
+    for _ in _iter_ranks(reader):
+        pass
+
+
+def _iter_ranks(reader: CheckpointReader) -> Iterator[RankFilesReader]:
+    """Iterate over readers of one rank each, whose indexes are not kept. Checks first that all tensors are complete."""
+    keys = dict(zip(reader.index.tensors, reader.refs, strict=True))
+    for number, kind in enumerate(reader.index.kinds, 1):
+        parts = kind.parts_in((0,) * len(kind.shape), kind.shape)
+        check_cover(keys.get(number, f"kinds[{number - 1}]"), [StoredShard(rank, 0, part) for rank, part in parts], kind.shape)
+    for rank in range(reader.world_size):
+        ranks = RankFilesReader(reader.folder, reader.index)
+        values, location = ranks.placed(rank).values, layout.index_name(rank)
+        if not reader.manifest.states:
+            layout.read_object(values, f"{location}: values", ("buffers", "modules", "rng", layout.EXTRA, layout.OBJECTS))
+        for name in reader.manifest.states:
+            state_values(values, name, location)
+        yield ranks
+
+
+def verify_data(reader: CheckpointReader, on_bytes: Callable[[int], object] = lambda _: None) -> None:
+    """Verify all data and indexes of an open checkpoint. Memory does not grow with the checkpoint.
+
+    Args:
+        reader: the checkpoint.
+        on_bytes: called with the number of bytes after each part of the tensor data.
+
+    Raises:
+        CorruptCheckpointError: names the file and the reason.
+    """
+
+    def report(nbytes: int) -> None:
+        # One rank may verify older steps while the other ranks wait.
+        heartbeats.heartbeat("verify")
+        on_bytes(nbytes)
+
+    for rank, ranks in enumerate(_iter_ranks(reader)):
+        for frozen in range(len(reader.index.files[rank].data_bytes)):
+            with ranks.open_data(1 + 2 * rank + frozen) as opened:
+                verify_file(opened, report)
+
+
+def verify(path: AnyPath | str) -> CheckpointInfo:
+    """Read a whole checkpoint, and return its description if every byte matches its digest.
+
+        info = dt.checkpoint.verify("runs/gpt/ckpt")
+        print(f"step {info.step}: {info.bytes} bytes verified")
+
+    Args:
+        path: folder of a step, or a root, whose newest step is verified.
+
+    Raises:
+        CorruptCheckpointError: names the file and the reason.
+        CheckpointError: there is no checkpoint, the checkpoint cannot be read, or another process removed it meanwhile.
+    """
+    try:
+        folder = choose_step(storage.resolve_path(path), "verify")
+        if folder is None:
+            raise CheckpointError(f"verify: no checkpoint found in {path}. Save one with save_sharded, or correct the path.")
+        try:
+            with notice_removal(folder):
+                verify_step(folder)
+                return read_info(folder)
+        except CheckpointError as error:
+            raise type(error)(f"verify: {folder}: {error}") from None
+    except OSError as error:
+        raise CheckpointError(f"verify: {error}") from error
+
+
+def iter_sound_steps_before(folder: AnyPath) -> Iterable[CheckpointInfo]:
+    """Iterate over the steps of the root that were committed before ``folder`` and pass verification, newest first."""
+    committed = scan_root(folder.parent).committed
+    serials = [c.serial for c in committed if c.path == folder]
+    step = layout.step_of(folder.name)
+    for candidate in reversed(committed):
+        # The serial of a step with a corrupt manifest is unknown, so its step number is compared instead.
+        older = candidate.serial < serials[0] if serials else step is None or candidate.step < step
+        if older and candidate.path != folder:
+            try:
+                verify_step(candidate.path)
+            except CorruptCheckpointError:
+                continue
+            yield candidate

@@ -38,14 +38,13 @@ from dtrain.checkpoint import layout, tree_json
 from dtrain.checkpoint.data_file import as_bytes, digest_of
 from dtrain.checkpoint.extra import check_plain_tensors, saved_entries, short_key, split_entries
 from dtrain.checkpoint.layout import SaveScope
-from dtrain.checkpoint.module_state import check_state_dicts, extra_state_modules, get_extra_states
-from dtrain.checkpoint.targets import check_own_memory
+from dtrain.checkpoint.mismatch import check_own_memory
+from dtrain.checkpoint.model_state import check_state_dicts, extra_state_modules, get_extra_states, optimizer_section
 from dtrain.dist.incident_protocol import format_ranks
 from dtrain.dist.rng import rng_state
 from dtrain.errors import ConfigError
 from dtrain.shard.buffer_sync import persistent_buffers
 from dtrain.state import TrainState
-from dtrain.step.optimizer_state import check_storable, stored_options
 
 # Sections whose tensors a load writes into tensors of the state.
 _FILLED_IN_PLACE = ("params", "buffers", "transforms")
@@ -117,7 +116,7 @@ def collect_contents(
                 check_own_memory(found, "save_sharded")
             tensors.update(found)
         rank_values = values.setdefault(layout.STATES, {}).setdefault(name, {}) if name else values
-        buffers = _per_rank_buffers(state, scope)
+        buffers = persistent_buffers(state.model, state.spec, own=True) if "buffers" in layout.SECTIONS[scope] else {}
         rank_values["buffers"], found = tree_json.encode(buffers, f"{prefix}buffers")
         check_own_memory(found, "save_sharded")
         per_rank.update(found)
@@ -151,64 +150,19 @@ def _sections(state: TrainState, scope: SaveScope, dtype: torch.dtype | None) ->
     if "modules" in layout.SECTIONS[scope]:
         check_state_dicts(state.model)
     tree: dict[str, Callable[[], Any]] = {
-        "params": lambda: {name: _cast(param, dtype) for name, param in params.items()},
+        "params": lambda: {
+            name: param.detach().to(dtype) if dtype is not None and param.is_floating_point() else param
+            for name, param in params.items()
+        },
         "buffers": lambda: persistent_buffers(state.model, state.spec, own=False),
         # The exchange of digests may find that the ranks differ.
         "modules": lambda: {"names": [*extra_state_modules(state.model)], "equal": True},
-        "optimizer": lambda: {
-            "state": _optimizer_state(state),
-            "global": _global_optimizer_state(state),
-            "groups": optimizer_groups(state),
-        },
+        "optimizer": lambda: optimizer_section(state),
         "transforms": lambda: dict(state.transform_states),
         "clock": lambda: state.clock.state_dict(),
         "seed": lambda: state.seed,
     }
     return {section: tree[section]() for section in layout.SECTIONS[scope]}
-
-
-def _per_rank_buffers(state: TrainState, scope: SaveScope) -> dict[str, Tensor]:
-    return persistent_buffers(state.model, state.spec, own=True) if "buffers" in layout.SECTIONS[scope] else {}
-
-
-def _cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    return tensor.detach().to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
-
-
-def _optimizer_state(state: TrainState) -> dict[str, Any]:
-    """Return the optimizer's state by parameter name, in the order of the parameters."""
-    check_storable(state)
-    names = {id(param): name for name, param in state.params.items()}
-    by_name = {}
-    for param, content in state.optimizer.state.items():
-        if isinstance(param, str):
-            continue
-        by_name[names[id(param)]] = content
-    return {name: dict(by_name[name]) for name in state.params if name in by_name}
-
-
-def _global_optimizer_state(state: TrainState) -> dict[str, Any]:
-    """Return the optimizer's state that belongs to no parameter: its keys are texts."""
-    keys: dict[Any, Any] = state.optimizer.state
-    return {key: content for key, content in keys.items() if isinstance(key, str)}
-
-
-ADDED_OPTIONS = "added_options"
-"""Key, in the stored hyperparameters of a group, of the names that the optimizer has added since the beginning of the run."""
-
-
-def optimizer_groups(state: TrainState) -> list[dict[str, Any]]:
-    """Return the optimizer's hyperparameters by group, with the names of the group's parameters under ``params``."""
-    names = {id(param): name for name, param in state.params.items()}
-    at_the_beginning = state._run_context.group_options
-    groups = []
-    for at, group in enumerate(state.optimizer.param_groups):
-        options = stored_options(group)
-        known = at_the_beginning[at] if at < len(at_the_beginning) else options
-        added = sorted(options.keys() - known)
-        options["params"] = [names[id(param)] for param in group["params"]]
-        groups.append({**options, ADDED_OPTIONS: added} if added else options)
-    return groups
 
 
 def content_hashes(contents: CheckpointContents) -> dict[str, str]:

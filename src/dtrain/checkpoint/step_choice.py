@@ -8,10 +8,10 @@ from __future__ import annotations
 import hashlib
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from dtrain import storage
 from dtrain.checkpoint import layout
@@ -27,16 +27,15 @@ from dtrain.checkpoint.checkpoint_info import (
     scan_root,
     skipped_steps,
 )
-from dtrain.checkpoint.load_plan import LoadOptions
-from dtrain.checkpoint.read_checkpoint import LoadedCheckpoint, read_checkpoint
-from dtrain.checkpoint.state_dict import digest_stored_entries
-from dtrain.checkpoint.verify_step import iter_sound_steps_before
+from dtrain.checkpoint.reader import iter_sound_steps_before
 from dtrain.dist.collectives import all_gather_json, broadcast_decision, raise_on_all_ranks
 from dtrain.dist.init import get_dist_info
 from dtrain.errors import CheckpointError, CheckpointMismatchError, ConfigError, CorruptCheckpointError
 from dtrain.run_context import RootHistory
-from dtrain.state import TrainState
 from dtrain.storage import AnyPath
+
+if TYPE_CHECKING:
+    from dtrain.checkpoint.load import LoadedCheckpoint
 
 OnCorrupt = Literal["raise", "previous"]
 _CALLER = "load_sharded"
@@ -119,13 +118,20 @@ class AgreedRead:
 def read_on_all_ranks(
     choice: StepChoice,
     path: AnyPath,
-    states: Mapping[str, TrainState],
-    entries: Mapping[str, Any],
-    options: LoadOptions,
+    read: Callable[[AnyPath], LoadedCheckpoint],
+    options: str,
     on_corrupt: OnCorrupt,
     files: ExitStack,
 ) -> AgreedRead:
     """Read a checkpoint on all ranks and agree on its content. Try older steps if corrupt steps may be skipped.
+
+    Args:
+        choice: step to read first.
+        path: root, or folder of a step.
+        read: function that reads a step and keeps its files open in ``files``.
+        options: summary of the options of this rank.
+        on_corrupt: "previous" tries older steps.
+        files: open files.
 
     Collective: exchanges of JSON on the control group.
     """
@@ -137,9 +143,9 @@ def read_on_all_ranks(
             try:
                 with notice_removal(folder):
                     choice.check_listed(folder)
-                    loaded = read_checkpoint(folder, states, entries, options, files)
+                    loaded = read(folder)
                 digest = hashlib.sha256(layout.encode_manifest(loaded.reader.manifest)).hexdigest()
-                entry_digest = digest_stored_entries(loaded.entries)
+                entry_digest = loaded.entry_digest
             except StepRemovedError:
                 removed = True
             except CorruptCheckpointError as error:
@@ -148,7 +154,7 @@ def read_on_all_ranks(
                 raise
             except CheckpointError as error:
                 raise CheckpointError(f"{_CALLER}: {folder}: {error}") from None
-        report: list[Any] = [corruption, digest, options.summary(entries), removed, entry_digest]
+        report: list[Any] = [corruption, digest, options, removed, entry_digest]
         reports = cast(list[list[Any]], all_gather_json(report))
         gone = any(report[3] for report in reports)
         bad = next((f"rank {rank}: {report[0]}" for rank, report in enumerate(reports) if report[0] is not None), None)

@@ -14,8 +14,9 @@ from dtrain.checkpoint import layout, tree_json
 from dtrain.checkpoint.data_file import FileLayout, SerializedFile, TensorSlot, plan_file_layout, verify_file
 from dtrain.checkpoint.index import RankIndex, RankParts, RunIndex, merge_parts
 from dtrain.checkpoint.layout import Blocks, RankFiles
+from dtrain.checkpoint.plan import assign_writers
 from dtrain.checkpoint.reader import open_checkpoint
-from dtrain.checkpoint.reshard import assign_writers
+from dtrain.checkpoint.state_dict import CheckpointContents
 from dtrain.dist.dtensor import ShardBox, full_box, is_dtensor, shard_box, to_local
 from dtrain.errors import CheckpointError
 from dtrain.storage import AnyPath

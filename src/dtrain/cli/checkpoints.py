@@ -149,7 +149,7 @@ def _checkpoint_facts(reader: CheckpointReader) -> dict[str, Any]:
 
     from dtrain.checkpoint import layout
     from dtrain.checkpoint.conversion.diff import tensors_and_values
-    from dtrain.checkpoint.reshard import full_region
+    from dtrain.checkpoint.plan import full_region
 
     manifest = reader.manifest
     stored, values = tensors_and_values(reader)
@@ -178,7 +178,7 @@ def _checkpoint_facts(reader: CheckpointReader) -> dict[str, Any]:
 
 
 def _tensor_facts(key: str, ref: Any, shards: Any, reader: CheckpointReader) -> dict[str, Any]:
-    from dtrain.checkpoint.conversion.weight_stream import nbytes
+    from dtrain.checkpoint.weights import nbytes
 
     parts = [
         {"file": reader.ranks.file_name(shard.file), "offset": list(shard.kind.offset), "size": list(shard.kind.size)}
@@ -238,8 +238,7 @@ def verify(
 def _verify_step(folder: AnyPath, deep: bool) -> dict[str, Any]:
     """Return the facts of a verified step, or its problem."""
     from dtrain.checkpoint.checkpoint_info import read_info
-    from dtrain.checkpoint.reader import open_checkpoint
-    from dtrain.checkpoint.verify_step import verify_indexes
+    from dtrain.checkpoint.reader import open_checkpoint, verify_indexes
 
     try:
         if deep:
@@ -257,8 +256,7 @@ def _verify_step(folder: AnyPath, deep: bool) -> dict[str, Any]:
 
 
 def _verify_deeply(folder: AnyPath) -> None:
-    from dtrain.checkpoint.reader import open_checkpoint
-    from dtrain.checkpoint.verify_step import verify_data
+    from dtrain.checkpoint.reader import open_checkpoint, verify_data
 
     reader = open_checkpoint(folder)
     with ByteProgressBar(folder.name, sum(sum(files.data_bytes) for files in reader.index.files)) as bar:

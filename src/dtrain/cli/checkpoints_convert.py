@@ -19,7 +19,7 @@ from dtrain.storage import AnyPath
 if TYPE_CHECKING:
     from dtrain.checkpoint.checkpoint_info import CheckpointInfo, CorruptStep
     from dtrain.checkpoint.conversion.diff import CheckpointDifference
-    from dtrain.checkpoint.tensor_files import TensorFiles
+    from dtrain.checkpoint.weights import TensorFiles
 
 
 def find_folder(path: str, command: str) -> AnyPath:
@@ -197,7 +197,8 @@ def diff(
 
     The first line is a summary. The table lists tensors that only one checkpoint has, and differences in shape, dtype or value,
     with the number of different elements and the largest absolute difference. Plain values (the clock, hyperparameters) are
-    compared, too. World sizes and strategies may differ. Both checkpoints are read in pieces and verified.
+    compared, too, but not the seconds of the clock. World sizes and strategies may differ. Both checkpoints are read in pieces
+    and verified.
 
     Exit codes: 0 equal; 1 different, or a checkpoint cannot be read; 2 bad usage.
     """
@@ -205,11 +206,7 @@ def diff(
 
     paths = [_find_source(path) for path in (a, b)]
     with prefix_errors("checkpoints: diff", CheckpointError):
-        try:
-            (left, values), (right, other_values) = _open_both(paths, weights=weights or state is not None, state=state)
-        # The reader of weights names the command that it was written for.
-        except (CheckpointError, ConfigError) as error:
-            raise type(error)(str(error).removeprefix("convert: ")) from None
+        (left, values), (right, other_values) = _open_both(paths, weights=weights or state is not None, state=state)
         with ByteProgressBar("comparing", common_bytes(left, right)) as bar:
             differences = [*diff_tensors(left, right, on_bytes_compared=bar.advance), *diff_values(values, other_values)]
     if as_json:
@@ -244,7 +241,7 @@ def _summarize_differences(differences: list[CheckpointDifference], left: Tensor
 
 def _find_source(path: str) -> AnyPath:
     """Return the step, or the folder or file of another format, that ``path`` names."""
-    from dtrain.checkpoint.tensor_files import SUFFIX, is_model_folder
+    from dtrain.checkpoint.weights import SUFFIX, is_model_folder
 
     if path.endswith(SUFFIX) and storage.file_size(storage.resolve_path(path)) is not None:
         return storage.resolve_path(path)
@@ -253,15 +250,16 @@ def _find_source(path: str) -> AnyPath:
 
 
 def _open_both(paths: list[AnyPath], *, weights: bool, state: str | None) -> list[tuple[TensorFiles, dict[str, Any]]]:
-    """Return tensors and plain values of both checkpoints, or only weights if one has only weights."""
+    """Return tensors and compared plain values of both checkpoints, or only weights if one has only weights."""
     from dtrain.checkpoint.checkpoint_info import has_manifest
-    from dtrain.checkpoint.conversion.convert import detect_format, open_weights
-    from dtrain.checkpoint.conversion.diff import tensors_and_values
+    from dtrain.checkpoint.conversion.diff import tensors_and_values, without_seconds
     from dtrain.checkpoint.reader import open_checkpoint
+    from dtrain.checkpoint.weights import detect_format, open_weights
 
     if not weights and all(has_manifest(path) for path in paths):
-        return [tensors_and_values(open_checkpoint(path)) for path in paths]
-    return [(open_weights(path, detect_format(path), scratch=None, key=None, state=state), {}) for path in paths]
+        opened = [tensors_and_values(open_checkpoint(path)) for path in paths]
+        return [(tensors, without_seconds(values)) for tensors, values in opened]
+    return [(open_weights(path, detect_format(path, "diff"), caller="diff", state=state), {}) for path in paths]
 
 
 def _difference_facts(difference: CheckpointDifference) -> dict[str, Any]:

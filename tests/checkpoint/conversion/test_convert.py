@@ -142,15 +142,15 @@ def test_remote_destination_is_refused(source):
 
 _PEAK = """
 import sys
-from dtrain.checkpoint.conversion import convert, weight_stream, write_formats
+from dtrain.checkpoint import weights
+from dtrain.checkpoint.conversion import convert, write_formats
 
 
 def resident(which):
     return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith(which))
 
 
-for function in (weight_stream.batch_regions, weight_stream.group_by_size):
-    function.__kwdefaults__["limit"] = 8 * 2**20
+weights.batch_regions.__kwdefaults__["limit"] = write_formats.BUFFER_BYTES = 8 * 2**20
 convert.convert("x.safetensors", "warm", to=sys.argv[1])
 open("/proc/self/clear_refs", "w").write("5")  # the peak begins anew
 before = resident("VmRSS")

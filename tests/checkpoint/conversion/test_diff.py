@@ -7,8 +7,8 @@ import torch
 from safetensors.torch import save_file
 
 from dtrain.checkpoint.conversion import diff
-from dtrain.checkpoint.conversion.diff import count_differences, diff_tensors, diff_values
-from dtrain.checkpoint.tensor_files import open_safetensors_file
+from dtrain.checkpoint.conversion.diff import count_differences, diff_tensors, diff_values, without_seconds
+from dtrain.checkpoint.weights import open_safetensors
 
 NAN, INF = float("nan"), float("inf")
 
@@ -57,8 +57,8 @@ def test_diff_tensors_sums_over_batches(tmp_path, monkeypatch, limit):
     compared = []
     found = list(
         diff_tensors(
-            open_safetensors_file(tmp_path / "a.safetensors"),
-            open_safetensors_file(tmp_path / "b.safetensors"),
+            open_safetensors(tmp_path / "a.safetensors"),
+            open_safetensors(tmp_path / "b.safetensors"),
             on_bytes_compared=compared.append,
         )
     )
@@ -76,3 +76,9 @@ def test_diff_values_reports_type_changes_and_missing_keys():
         "new": (None, "None"),
         "long": (f"'{'x' * 56}...", f"'{'y' * 56}..."),
     }
+
+
+def test_seconds_of_clocks_are_not_compared():
+    values = {"clock/seconds": 1.5, "clock/previous/seconds": 1.0, "states/a/clock/seconds": 2.0, "clock/step": 3}
+    others = {"extra/clock/seconds": 4.0, "optimizer/state/clock/seconds": 5.0}
+    assert without_seconds({**values, **others}) == {"clock/step": 3, **others}

@@ -11,9 +11,8 @@ from dtrain.checkpoint.conversion.convert import convert
 from dtrain.checkpoint.layout import CHUNK_BYTES
 from dtrain.checkpoint.load import load_sharded
 from dtrain.checkpoint.load_weights import load_weights_
-from dtrain.checkpoint.reader import open_checkpoint
+from dtrain.checkpoint.reader import open_checkpoint, verify
 from dtrain.checkpoint.save import save_sharded
-from dtrain.checkpoint.verify_step import verify
 from dtrain.errors import CheckpointMismatchError, ConfigError
 
 

@@ -29,10 +29,10 @@ def states_of(kind: str, seed: int = 0) -> Any:
 def _save(root: str, kind: str, seed: int) -> None:
     import dtrain as dt
     from checkpoint.states import train
-    from dtrain.checkpoint import reshard
+    from dtrain.checkpoint import plan
 
     # So that the second rank has something to write.
-    reshard.MIN_WRITER_BYTES = 1
+    plan.MIN_WRITER_BYTES = 1
     with dt.init_dist(device="cpu"):
         states = states_of(kind, seed)
         # Ranks without a mesh train equal replicas only with equal draws.

@@ -13,133 +13,35 @@ A tied weight is written once, as by ``save_pretrained``; transformers ties weig
 from __future__ import annotations
 
 import secrets
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Literal, get_args
 
 from dtrain import storage
-from dtrain.checkpoint import layout, tensor_files
-from dtrain.checkpoint.checkpoint_info import choose_step, has_manifest, notice_removal, read_manifest
-from dtrain.checkpoint.conversion.weight_stream import (
+from dtrain.checkpoint import layout
+from dtrain.checkpoint.layout import DTYPES
+from dtrain.checkpoint.weights import (
+    MODEL_FILE,
+    SOURCE_FORMATS,
+    SUFFIX,
+    SourceFormat,
+    TensorFiles,
     WeightStream,
-    apply_ties,
-    stream_weights,
+    are_equal,
+    batch_regions,
+    detect_format,
+    open_weights,
+    rename_tensors,
     write_safetensors,
 )
-from dtrain.checkpoint.tensor_files import MODEL_FILE, SUFFIX, TensorFiles, open_step
-from dtrain.errors import CheckpointError, ConfigError
+from dtrain.errors import CheckpointError, CheckpointMismatchError, ConfigError
 from dtrain.storage import AnyPath
 
-SourceFormat = Literal["dtrain", "hf", "dcp", "pt"]
-SOURCE_FORMATS: tuple[SourceFormat, ...] = get_args(SourceFormat)
-PICKLE_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
-# File in a folder of torch.distributed.checkpoint.
-_DCP_METADATA_FILE = ".metadata"
-_UNTRUSTED_FORMATS: tuple[SourceFormat, ...] = ("dcp", "pt")
-_PROGRAM = "dtrain.checkpoint.conversion.unpickle_subprocess"
 _CALLER = "convert"
-
-
-def detect_format(path: AnyPath) -> SourceFormat:
-    """Detect the format of a path from file names.
-
-    Raises:
-        CheckpointError: an unknown format.
-    """
-    if storage.file_size(path) is not None:
-        suffix = PurePath(path.name).suffix
-        if suffix == tensor_files.SUFFIX:
-            return "hf"
-        if suffix in PICKLE_SUFFIXES:
-            return "pt"
-    elif storage.is_folder(path):
-        if has_manifest(path):
-            return "dtrain"
-        if tensor_files.is_model_folder(path):
-            return "hf"
-        if storage.exists(path / _DCP_METADATA_FILE):
-            return "dcp"
-        names = storage.list_names(path)
-        if any(layout.step_of(name) is not None for name in (path.name, *names)):
-            return "dtrain"
-        pickle = next((name for name in names if PurePath(name).suffix in PICKLE_SUFFIXES), None)
-        if pickle is not None:
-            raise CheckpointError(
-                f"{_CALLER}: path must be a file, got the folder {path} of pickles. Name one, such as {pickle}, and trust "
-                "it (--trust)."
-            )
-    else:
-        raise ConfigError(f"{_CALLER}: path must exist, got {path}. Check the path.")
-    raise CheckpointError(
-        f"{_CALLER}: path must be a checkpoint of dtrain, a folder with {tensor_files.MODEL_FILE} or "
-        f"{tensor_files.INDEX_FILE}, a {tensor_files.SUFFIX} file, a folder of torch.distributed.checkpoint or a "
-        f"{PICKLE_SUFFIXES[0]} file, got {path}. Name its format."
-    )
-
-
-def check_trust(path: AnyPath, kind: SourceFormat, *, trust: bool) -> None:
-    """Raise if a source can run code and is not trusted.
-
-    Raises:
-        ConfigError: an untrusted source, or one on another machine.
-    """
-    if kind in _UNTRUSTED_FORMATS and not trust:
-        kind_text = "a pickle" if kind == "pt" else "a folder of torch.distributed.checkpoint, which holds a pickle"
-        raise ConfigError(
-            f"{_CALLER}: {path} is {kind_text}, and reading it runs its code. Pass trust (--trust) if you know who wrote it."
-        )
-    if kind in _UNTRUSTED_FORMATS and not isinstance(path, Path):
-        raise ConfigError(f"{_CALLER}: path must be on this machine, got {path}. Copy it to this machine first.")
-
-
-def open_weights(path: AnyPath, kind: SourceFormat, *, scratch: Path | None, key: str | None, state: str | None) -> TensorFiles:
-    """Open the tensors of a model by their names.
-
-    Args:
-        path: source of the format ``kind``.
-        kind: format of the source.
-        scratch: new file for formats that run code, into which a subprocess copies the tensors.
-        key: path to the dict of the tensors, for formats that run code.
-        state: name of the state if a step holds several.
-
-    Raises:
-        CheckpointError: an unreadable source.
-        CorruptCheckpointError: a source that was changed, as far as its format can tell.
-    """
-    if kind == "dtrain":
-        return _open_newest_step(path, state)
-    if kind == "hf":
-        return (
-            tensor_files.open_safetensors_folder(path) if storage.is_folder(path) else tensor_files.open_safetensors_file(path)
-        )
-    assert scratch is not None, "a format that runs code needs a scratch file"
-    # The key "" is the top-level dict.
-    dict_path = [] if key is None else [key]
-    command = [sys.executable, "-W", "ignore", "-m", _PROGRAM, kind, str(path), str(scratch), *dict_path]
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, check=False)
-    if done.returncode != 0:
-        lines = done.stderr.decode(errors="replace").strip().splitlines() or [f"the reader ended with code {done.returncode}"]
-        name, _, message = lines[-1].partition(": ")
-        raise ConfigError(message) if name == ConfigError.__name__ else CheckpointError(message or lines[-1])
-    return tensor_files.open_safetensors_file(scratch)
-
-
-def _open_newest_step(path: AnyPath, state: str | None) -> TensorFiles:
-    step = choose_step(path, _CALLER)
-    if step is None:
-        raise CheckpointError(f"{_CALLER}: no checkpoint found in {path}. Pass a folder that `dtrain checkpoints list` shows.")
-    with notice_removal(step):
-        states = read_manifest(step).states
-        if states and state is None:
-            named = ", ".join(map(repr, states))
-            raise ConfigError(f"{_CALLER}: {step} holds the states {named}. Name one with state (--state).")
-        return open_step(step, 0, state=state)
-
-
+CAST_DTYPES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
+_UNTRUSTED_FORMATS: tuple[SourceFormat, ...] = ("dcp", "pt")
 TargetFormat = Literal["hf", "dtrain", "dcp", "safetensors"]
 TARGET_FORMATS: tuple[TargetFormat, ...] = get_args(TargetFormat)
 CONFIG_FILE = "config.json"
@@ -227,15 +129,14 @@ def convert(
     source, folder = storage.resolve_path(path), storage.resolve_path(destination)
     if not isinstance(folder, Path):
         raise ConfigError(f"{_CALLER}: destination must be on this machine, got {folder}. Copy the result there afterwards.")
-    kind = detect_format(source) if format is None else format
-    _check_arguments(folder, kind, to, max_shard_bytes, step)
-    check_trust(source, kind, trust=trust)
+    kind = detect_format(source, _CALLER) if format is None else format
+    _check_arguments(source, folder, kind, to, trust, max_shard_bytes, step)
     content = _read_config(source, kind, to, config)
     inner = ""
     single = MODEL_FILE if to == "safetensors" and folder.suffix == SUFFIX else ""
     with _staging_folder(folder, file_name=single) as (staging, result):
-        dict_path = key if kind in ("dcp", "pt") else None
-        files = open_weights(source, kind, scratch=staging / "source.safetensors", key=dict_path, state=state)
+        dict_path, scratch = key if kind in _UNTRUSTED_FORMATS else None, staging / "source.safetensors"
+        files = open_weights(source, kind, caller=_CALLER, state=state, key=dict_path, scratch=scratch)
         files = apply_ties(files, tie or {}, once=to == "dtrain")
         weights = stream_weights(files, dtype=dtype, on_bytes_written=on_bytes_written)
         if not weights.dtypes:
@@ -250,7 +151,7 @@ def convert(
         elif to == "hf":
             formats.write_hugging_face(result, weights, max_shard_bytes=max_shard_bytes, config=content)
         elif to == "dcp":
-            formats.write_dcp(result, weights, key=None if kind in ("dcp", "pt") else key)
+            formats.write_dcp(result, weights, key=None if kind in _UNTRUSTED_FORMATS else key)
         else:
             inner = _write_root_or_step(result, folder, weights, step, buffers)
     return ConvertResult(path=folder / inner, tensors=len(weights.dtypes), bytes=weights.bytes)
@@ -271,7 +172,7 @@ def _write_root_or_step(result: Path, folder: Path, weights: WeightStream, step:
     return name
 
 
-def _check_arguments(folder: Path, kind: str, to: str, max_shard_bytes: int, step: int) -> None:
+def _check_arguments(source: AnyPath, folder: Path, kind: str, to: str, trust: bool, max_shard_bytes: int, step: int) -> None:
     if to not in TARGET_FORMATS:
         raise ConfigError(f"{_CALLER}: to must be one of {', '.join(TARGET_FORMATS)}, got {to!r}. Choose one of them.")
     if kind not in SOURCE_FORMATS:
@@ -291,6 +192,13 @@ def _check_arguments(folder: Path, kind: str, to: str, max_shard_bytes: int, ste
             raise ConfigError(
                 f"{_CALLER}: destination must not be in a root of a run, got {folder.parent} with {existing}. Name a new root."
             )
+    if kind in _UNTRUSTED_FORMATS and not trust:
+        kind_text = "a pickle" if kind == "pt" else "a folder of torch.distributed.checkpoint, which holds a pickle"
+        raise ConfigError(
+            f"{_CALLER}: {source} is {kind_text}, and reading it runs its code. Pass trust (--trust) if you know who wrote it."
+        )
+    if kind in _UNTRUSTED_FORMATS and not isinstance(source, Path):
+        raise ConfigError(f"{_CALLER}: path must be on this machine, got {source}. Copy it to this machine first.")
 
 
 def _read_config(path: AnyPath, kind: SourceFormat, to: TargetFormat, config: Path | str | None) -> bytes | None:
@@ -327,3 +235,49 @@ def _staging_folder(folder: Path, *, file_name: str) -> Iterator[tuple[Path, Pat
         storage.sync_folder(folder.parent)
     finally:
         storage.remove_folder(staging)
+
+
+def stream_weights(files: TensorFiles, *, dtype: str | None, on_bytes_written: Callable[[int], None]) -> WeightStream:
+    """Stream all tensors of ``files``; floating-point tensors are cast to ``fp32``, ``bf16`` or ``fp16`` unless None.
+
+    Raises:
+        ConfigError: another value of ``dtype``.
+    """
+    if dtype is not None and dtype not in CAST_DTYPES:
+        raise ConfigError(
+            f"{_CALLER}: dtype must be one of {', '.join(CAST_DTYPES)}, got {dtype!r}. Leave out dtype to keep the dtypes."
+        )
+    dtypes = {
+        name: CAST_DTYPES[dtype] if dtype is not None and DTYPES[ref.dtype].is_floating_point else ref.dtype
+        for name, ref in files.refs.items()
+    }
+    return WeightStream(files=files, dtypes=dtypes, on_bytes_written=on_bytes_written)
+
+
+def apply_ties(files: TensorFiles, tie: Mapping[str, str], *, once: bool) -> TensorFiles:
+    """Return ``files`` with tied tensors (a further name -> the first) under both names, or ``once`` under the first.
+
+    Raises:
+        ConfigError: none of two tied names is stored.
+        CheckpointMismatchError: both names are stored, and their tensors differ.
+    """
+    names = {name: name for name in files.refs}
+    for alias, first in tie.items():
+        stored = next((name for name in (first, alias) if name in files.refs), None)
+        if stored is None or alias == first:
+            raise ConfigError(
+                f"{_CALLER}: tie must map a name to another, one of which is stored, got {alias!r}: {first!r}. "
+                f"Pass tie={{'lm_head.weight': 'embed.weight'}}, for example, with names of the source."
+            )
+        if (
+            alias in files.refs
+            and first in files.refs
+            and not are_equal(files, alias, first, (batch[alias] for batch in batch_regions(files.refs, [alias])))
+        ):
+            raise CheckpointMismatchError(
+                f"{_CALLER}: tie must map equal tensors, but {alias!r} and {first!r} are both stored and differ. Leave out tie."
+            )
+        names |= {alias: stored, first: stored}
+        if once:
+            del names[alias]
+    return rename_tensors(files, names)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -10,15 +11,16 @@ import torch
 from torch import Tensor
 
 from dtrain.checkpoint import tree_json
-from dtrain.checkpoint.conversion.weight_stream import BUFFER_BYTES, batch_regions, nbytes, raw_bytes, read_batch
 from dtrain.checkpoint.layout import TensorRef
 from dtrain.checkpoint.reader import CheckpointReader
-from dtrain.checkpoint.tensor_files import TensorFiles
+from dtrain.checkpoint.weights import BUFFER_BYTES, TensorFiles, batch_regions, nbytes, raw_bytes, read_batch
 
 DifferenceKind = Literal["only in a", "only in b", "shape", "dtype", "values", "plain value"]
 # Elements compared at a time, because they are converted to float64.
 _RUN_ELEMENTS = 2**21
 _MAX_VALUE_CHARS = 60
+# The clock before a step is stored with the clock of the step.
+_SECONDS = re.compile(r"(?:states/[^/]+/)?clock/(?:previous/)?seconds")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,15 +47,22 @@ class CheckpointDifference:
 
 def tensors_and_values(reader: CheckpointReader) -> tuple[TensorFiles, dict[str, Any]]:
     """Return all tensors of a step by key, and all plain values by path. Those of one rank are below ``rank-00000``."""
-    refs, own = dict(reader.refs), dict(reader.own)
+    refs, placed = dict(reader.refs), dict(reader.placed)
     values = dict(_plain_values(reader.shared))
     for rank in range(reader.world_size):
         prefix, rank_values = f"rank-{rank:05d}", reader.values_of(rank)
         refs |= {f"{prefix}/{key}": ref for key, ref in tree_json.tensor_refs(rank_values, "").items()}
-        own |= {f"{prefix}/{key}": shard for key, shard in reader.shards_of_rank(rank).items()}
+        placed |= {f"{prefix}/{key}": shard for key, shard in reader.shards_of_rank(rank).items()}
         values |= {f"{prefix}/{key}": value for key, value in _plain_values(rank_values)}
-    reader = replace(reader, refs=refs, own=own)
-    return TensorFiles(content_hash="", refs=refs, find_shards=reader.find_shards, open_file=reader.open_data), values
+    reader = replace(reader, refs=refs, placed=placed)
+    tensors = TensorFiles(
+        content_hash="",
+        refs=refs,
+        keys={key: key for key in refs},
+        find_shards=reader.find_shards,
+        open_file=reader.open_data,
+    )
+    return tensors, values
 
 
 def _plain_values(tree: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -73,17 +82,18 @@ def _iter_values(tree: Any, path: str) -> Iterator[tuple[str, Any]]:
         yield path, tree
 
 
+def without_seconds(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return plain values without the seconds of the clock, which differ between two runs with equal results."""
+    return {path: value for path, value in values.items() if not _SECONDS.fullmatch(path)}
+
+
 def diff_values(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[CheckpointDifference]:
     """Compare plain values by path. A pure function."""
     for path in {**a, **b}:
-        left, right = (_text(values[path]) if path in values else None for values in (a, b))
+        # The text distinguishes 1 from 1.0, and NaN equals NaN.
+        left, right = (repr(values[path]) if path in values else None for values in (a, b))
         if left != right:
             yield CheckpointDifference(key=path, kind="plain value", a=_shorten(left), b=_shorten(right))
-
-
-def _text(value: Any) -> str:
-    # The text distinguishes 1 from 1.0, and NaN equals NaN.
-    return repr(value)
 
 
 def _shorten(text: str | None) -> str | None:
@@ -116,31 +126,21 @@ def diff_tensors(a: TensorFiles, b: TensorFiles, *, on_bytes_compared: Callable[
     for name in both:
         if a.refs[name].shape != b.refs[name].shape:
             yield CheckpointDifference(key=name, kind="shape", a=str(a.refs[name]), b=str(b.refs[name]))
-    yield from _diff_common_tensors(
-        a, b, [name for name in both if a.refs[name].shape == b.refs[name].shape], on_bytes_compared
-    )
-
-
-def _diff_common_tensors(
-    a: TensorFiles, b: TensorFiles, names: list[str], on_bytes_compared: Callable[[int], None]
-) -> Iterator[CheckpointDifference]:
-    found: dict[str, tuple[int, float | None]] = {}
-    for batch in batch_regions(a.refs, names, limit=BUFFER_BYTES // 2):
+    common = [name for name in both if a.refs[name].shape == b.refs[name].shape]
+    counts, largest = dict.fromkeys(common, 0), dict[str, float | None].fromkeys(common)
+    for batch in batch_regions(a.refs, common, limit=BUFFER_BYTES // 2):
         left, right = read_batch(a, batch), read_batch(b, batch)
         for name in batch:
             count, max_abs = count_differences(left[name], right[name])
-            old_count, old_max = found.get(name, (0, None))
-            found[name] = (
-                old_count + count,
-                max_abs if old_max is None else old_max if max_abs is None else _max_or_nan(old_max, max_abs),
-            )
+            counts[name] += count
+            largest[name] = _largest(largest[name], max_abs)
             on_bytes_compared(left[name].nbytes)
-    for name in names:
-        count, max_abs = found[name]
+    for name in common:
         ref_a, ref_b = a.refs[name], b.refs[name]
-        if ref_a.dtype != ref_b.dtype or count:
+        if ref_a.dtype != ref_b.dtype or counts[name]:
             kind: DifferenceKind = "values" if ref_a.dtype == ref_b.dtype else "dtype"
-            yield CheckpointDifference(key=name, kind=kind, a=str(ref_a), b=str(ref_b), differing=count, max_abs=max_abs)
+            difference = CheckpointDifference(key=name, kind=kind, a=str(ref_a), b=str(ref_b))
+            yield replace(difference, differing=counts[name], max_abs=largest[name])
 
 
 def count_differences(a: Tensor, b: Tensor) -> tuple[int, float | None]:
@@ -149,24 +149,24 @@ def count_differences(a: Tensor, b: Tensor) -> tuple[int, float | None]:
         return 0, None
     count, max_abs = 0, None
     for run_a, run_b in zip(a.reshape(-1).split(_RUN_ELEMENTS), b.reshape(-1).split(_RUN_ELEMENTS), strict=True):
-        differ = _differing_elements(run_a, run_b)
+        double_a, double_b = run_a.double(), run_b.double()
+        if a.dtype == b.dtype:
+            differ = (raw_bytes(run_a).view(-1, a.itemsize) != raw_bytes(run_b).view(-1, a.itemsize)).any(1)
+        else:
+            differ = (double_a != double_b) & ~(double_a.isnan() & double_b.isnan())
         count += int(differ.sum())
         if bool(differ.any()):
             # The maximum is NaN if one of the differences is NaN.
-            run_max = float((run_a.double() - run_b.double())[differ].abs().max())
+            run_max = float((double_a - double_b)[differ].abs().max())
             if run_max == 0 and not a.is_floating_point() and not b.is_floating_point():
                 # Two different integers may have one float64 value.
                 run_max = 1.0
-            max_abs = run_max if max_abs is None else _max_or_nan(max_abs, run_max)
+            max_abs = _largest(max_abs, run_max)
     return count, max_abs
 
 
-def _differing_elements(a: Tensor, b: Tensor) -> Tensor:
-    if a.dtype == b.dtype:
-        return (raw_bytes(a).view(-1, a.itemsize) != raw_bytes(b).view(-1, a.itemsize)).any(1)
-    double_a, double_b = a.double(), b.double()
-    return (double_a != double_b) & ~(double_a.isnan() & double_b.isnan())
-
-
-def _max_or_nan(a: float, b: float) -> float:
+def _largest(a: float | None, b: float | None) -> float | None:
+    """Return the larger difference, NaN if one is NaN, None without any."""
+    if a is None or b is None:
+        return b if a is None else a
     return a if a != a or a >= b else b

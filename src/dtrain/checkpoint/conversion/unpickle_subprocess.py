@@ -22,9 +22,10 @@ from torch.distributed.checkpoint import FileSystemReader, load
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from dtrain.checkpoint.conversion.weight_stream import BUFFER_BYTES, cpu_bytes, group_by_size
-from dtrain.checkpoint.data_file import TensorSlot, plan_file_layout
+from dtrain.checkpoint.data_file import TensorSlot, as_bytes, plan_file_layout
 from dtrain.checkpoint.layout import DTYPE_NAMES
+from dtrain.checkpoint.plan import group_by_size
+from dtrain.checkpoint.weights import BUFFER_BYTES
 from dtrain.errors import CheckpointError, ConfigError
 from dtrain.storage import FileWriter
 
@@ -110,18 +111,15 @@ def select_dict(paths: Sequence[KeyPath], key: str | None, source: str) -> dict[
     return {path: path[-1] for path in paths if "/".join(path[:-1]) == key}
 
 
-def _write(out: Path, slots: Sequence[TensorSlot], tensors: Callable[[Sequence[TensorSlot]], Iterator[Tensor]]) -> None:
-    layout = plan_file_layout(slots)
-    with FileWriter(out) as file:
-        file.write(layout.header)
-        for tensor in tensors(layout.slots):
-            file.write(cpu_bytes(tensor))
-
-
 def main(kind: str, source: str, out: str, key: str | None = None) -> int:
     """Run the program and return its exit code."""
     try:
-        _write(Path(out), *(_open_pickle if kind == "pt" else _open_dcp_folder)(source, key))
+        slots, read = (_open_pickle if kind == "pt" else _open_dcp_folder)(source, key)
+        layout = plan_file_layout(slots)
+        with FileWriter(Path(out)) as file:
+            file.write(layout.header)
+            for tensor in read(layout.slots):
+                file.write(as_bytes(tensor))
     except (CheckpointError, ConfigError) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1

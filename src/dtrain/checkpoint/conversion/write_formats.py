@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 import xxhash
 from torch import Tensor
@@ -21,19 +22,22 @@ from torch.distributed.checkpoint.planner import WriteItem
 
 from dtrain import storage
 from dtrain.checkpoint import layout, tree_json
-from dtrain.checkpoint.conversion.weight_stream import (
+from dtrain.checkpoint.data_file import plan_blocks
+from dtrain.checkpoint.index import encode_rank_index, encode_run_index
+from dtrain.checkpoint.layout import DTYPES, Blocks, Manifest, MeshLayout, RankFiles
+from dtrain.checkpoint.plan import full_region, group_by_size
+from dtrain.checkpoint.state_dict import CheckpointContents
+from dtrain.checkpoint.weights import (
+    BUFFER_BYTES,
+    INDEX_FILE,
+    MODEL_FILE,
     WeightStream,
-    group_by_size,
     nbytes,
     read_batch,
     rename_tensors,
-    tensor_region,
     write_safetensors,
 )
-from dtrain.checkpoint.data_file import FileLayout, plan_blocks, plan_file_layout
-from dtrain.checkpoint.index import RankIndex, RankParts, RunIndex, encode_rank_index, encode_run_index, merge_parts
-from dtrain.checkpoint.layout import DTYPES, Blocks, Manifest, MeshLayout, RankFiles
-from dtrain.checkpoint.tensor_files import INDEX_FILE, MODEL_FILE
+from dtrain.checkpoint.write_plan import build_rank_index, build_run_index, plan_rank_write, rank_parts
 from dtrain.errors import CheckpointError
 from dtrain.fqn import compile_patterns
 from dtrain.schedules.clock import Clock
@@ -101,21 +105,25 @@ def write_step(folder: Path, weights: WeightStream, *, step: int, buffers: Itera
         step: step of the clock.
         buffers: patterns of the names of buffers, besides the known patterns; all other floating tensors are parameters.
     """
-    keys = _tensor_keys(weights, buffers)
+    is_buffer = compile_patterns([*KNOWN_BUFFER_PATTERNS, *buffers], caller="convert: buffers")
+    keys = {}
+    for name, dtype in weights.dtypes.items():
+        section = "params" if DTYPES[dtype].is_floating_point and not is_buffer(name) else "buffers"
+        keys[name] = tree_json.join_key(section, name)
     by_key = replace(
         weights,
         files=rename_tensors(weights.files, {key: name for name, key in keys.items()}),
         dtypes={key: weights.dtypes[name] for name, key in keys.items()},
     )
-    file_layout = plan_file_layout(by_key.slots)
-    digester = _BlockDigester(plan_blocks(file_layout))
-    size = write_safetensors(folder / layout.data_name(0), by_key, by_key.dtypes, digester.update)
-    shared = _shared_values(weights, keys, step)
-    rank_index, run_index = _build_indexes(file_layout, shared, Blocks(digester.ends, digester.digests))
-    of_rank = encode_rank_index(rank_index)
+    write_plan = plan_rank_write(_step_contents(weights, keys, step), 0, 1, separate_frozen=False)
+    data_name = layout.data_name(0)
+    digester = _BlockDigester(plan_blocks(write_plan.files[data_name]))
+    size = write_safetensors(folder / data_name, by_key, write_plan.shards, digester.update)
+    of_rank = encode_rank_index(build_rank_index(write_plan, [Blocks(digester.ends, digester.digests)]))
     storage.write_file(folder / layout.index_name(0), of_rank)
     files = RankFiles(len(of_rank), hashlib.sha256(of_rank).hexdigest(), (size,))
-    data = encode_run_index(replace(run_index, files=(files,)))
+    report = [msgspec.to_builtins(files), rank_parts(write_plan).encode()]
+    data = encode_run_index(build_run_index(write_plan, None, [report]))
     storage.write_file(folder / layout.INDEX, data)
     manifest = Manifest(
         run_id=secrets.token_hex(16),
@@ -134,39 +142,21 @@ def write_step(folder: Path, weights: WeightStream, *, step: int, buffers: Itera
     storage.sync_folder(folder)
 
 
-def _tensor_keys(weights: WeightStream, buffers: Iterable[str]) -> dict[str, str]:
-    """Return the key of each tensor by name."""
-    is_buffer = compile_patterns([*KNOWN_BUFFER_PATTERNS, *buffers], caller="convert: buffers")
-
-    def section(name: str) -> str:
-        trained = DTYPES[weights.dtypes[name]].is_floating_point and not is_buffer(name)
-        return "params" if trained else "buffers"
-
-    return {name: tree_json.join_key(section(name), name) for name in weights.dtypes}
-
-
-def _shared_values(weights: WeightStream, keys: Mapping[str, str], step: int) -> dict[str, Any]:
-    """Return the encoded values of the run."""
+def _step_contents(weights: WeightStream, keys: Mapping[str, str], step: int) -> CheckpointContents:
+    """Return the contents of a step of these weights, with tensors without memory."""
     tree: dict[str, Any] = {"params": {}, "buffers": {}, "modules": {"names": [], "equal": True}}
     tree |= {"clock": Clock(step=step).state_dict(), "seed": 0}
     for slot in weights.slots:
         section = keys[slot.key].partition("/")[0]
         # An expanded scalar has any shape without memory.
         tree[section][slot.key] = torch.empty((), dtype=DTYPES[slot.dtype], device="cpu").expand(slot.size)
-    return {section: tree_json.encode(part, section)[0] for section, part in tree.items()}
-
-
-def _build_indexes(file_layout: FileLayout, shared: dict[str, Any], blocks: Blocks) -> tuple[RankIndex, RunIndex]:
-    """Build the indexes of a step of one rank, without the list of files."""
-    refs: dict[str, tree_json.TensorRef] = {}
-    for section, values in shared.items():
-        refs |= tree_json.tensor_refs(values, section)
-    stored = {slot.key: (0, (0,) * len(slot.size), slot.size) for slot in file_layout.slots if slot.nbytes}
-    kinds, tensors = merge_parts(refs, (), [RankParts.of(list(refs), stored)])
-    begins = [file_layout.ranges[key][0] for key in refs if key in stored]
+    shared: dict[str, Any] = {}
+    tensors: dict[str, Tensor] = {}
+    for section, part in tree.items():
+        shared[section], found = tree_json.encode(part, section)
+        tensors |= found
     values = {section: tree_json.encode({}, section)[0] for section in ("buffers", "modules", "rng", "extra", "objects")}
-    rank_index = RankIndex(rank=0, begins=begins, per_rank=[], blocks=(blocks,), values=values)
-    return rank_index, RunIndex(files=(), kinds=kinds, tensors=tensors, inline=b"", local_buffers=False, shared=shared)
+    return CheckpointContents(shared=shared, tensors=tensors, values=values, per_rank={}, frozen=frozenset())
 
 
 class _StreamingSavePlanner(DefaultSavePlanner):  # type: ignore[misc,unused-ignore]
@@ -177,7 +167,9 @@ class _StreamingSavePlanner(DefaultSavePlanner):  # type: ignore[misc,unused-ign
         self._weights, self._names = weights, names
         refs = weights.files.refs
         sizes = {name: nbytes(refs[name]) for name in weights.dtypes}
-        together = [{name: tensor_region(refs[name]) for name in group} for group in group_by_size(sizes)]
+        together = [
+            {name: full_region(refs[name].shape) for name in group} for group in group_by_size(sizes, limit=BUFFER_BYTES)
+        ]
         self._regions = {name: group for group in together for name in group}
         self._batch: dict[str, Tensor] = {}
         self._last: Tensor | None = None

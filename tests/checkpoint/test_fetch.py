@@ -11,13 +11,14 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from checkpoint.stored import index_shards
 from dtrain import storage
 from dtrain.checkpoint import data_file as digest_module
-from dtrain.checkpoint import layout, read_tensors, reshard
+from dtrain.checkpoint import fetch, layout, plan
 from dtrain.checkpoint.data_file import digest_of
 from dtrain.checkpoint.index import StoredShard, shard_kind
 from dtrain.checkpoint.layout import DTYPES, Blocks, TensorRef
-from dtrain.checkpoint.reshard import Region, index_shards, plan_reads
+from dtrain.checkpoint.plan import Region, index_shards, plan_tensors
 from dtrain.errors import CorruptCheckpointError
 
 
@@ -60,9 +61,9 @@ def small(monkeypatch):
     def set_sizes(chunk: int, large: int, read: int, threaded: int) -> None:
         for module in (layout, digest_module):
             monkeypatch.setattr(module, "CHUNK_BYTES", chunk)
-        monkeypatch.setattr(read_tensors, "_DIRECT_MIN_BYTES", large)
-        monkeypatch.setattr(read_tensors, "_MIN_THREADED_FETCHES", threaded)
-        monkeypatch.setattr(reshard, "MAX_STRIDED_READ_BYTES", read)
+        monkeypatch.setattr(fetch, "_DIRECT_MIN_BYTES", large)
+        monkeypatch.setattr(fetch, "_MIN_THREADED_FETCHES", threaded)
+        monkeypatch.setattr(plan, "MAX_STRIDED_READ_BYTES", read)
 
     return set_sizes
 
@@ -106,9 +107,7 @@ def test_read_tensors_fills_any_region_from_any_shards(tmp_path_factory, small, 
         targets[key] = Region(offset=tuple(low), size=tuple(size))
     block = min(chunk, draw(st.sampled_from([8, 40, 512])))
     files = Files(tmp_path_factory.mktemp("files"), list(map(bytes, contents)), digests=draw(st.booleans()), block=block)
-    landed = read_tensors.read_tensors(
-        {k: r.size for k, r in targets.items()}, plan_reads(index_shards(parts), targets), refs, files.open
-    )
+    landed = fetch.read_tensors(plan_tensors(lambda _: index_shards(parts), targets, refs), files.open)
     for key, region in targets.items():
         wanted = tensors[key][tuple(slice(at, at + n) for at, n in zip(region.offset, region.size, strict=True))]
         assert landed[key].dtype == wanted.dtype
@@ -132,9 +131,7 @@ def two_tensors(tmp_path, *, digests: bool = True) -> tuple[Files, dict, dict]:
 
 
 def landed(files: Files, boxes: dict, refs: dict, **targets: Region) -> dict[str, torch.Tensor]:
-    return read_tensors.read_tensors(
-        {key: region.size for key, region in targets.items()}, plan_reads(boxes, targets), refs, files.open
-    )
+    return fetch.read_tensors(plan_tensors(lambda _: boxes, targets, refs), files.open)
 
 
 @pytest.mark.parametrize("share", ["most", "few"])
@@ -142,10 +139,8 @@ def test_shareable_tensors_are_views_unless_most_of_a_chunk_would_be_kept_for_no
     small(2504, 2**16, 2**20, 1000)
     files, boxes, refs = two_tensors(tmp_path)
     regions = {key: Region(offset=(0,), size=(count,)) for key, count in (("small", 10), ("large", 300))}
-    found = read_tensors.read_tensors(
-        {key: region.size for key, region in regions.items()},
-        plan_reads(boxes, regions),
-        refs,
+    found = fetch.read_tensors(
+        plan_tensors(lambda _: boxes, regions, refs),
         files.open,
         shareable={"most": ["large"], "few": ["small"]}[share],
     )
@@ -197,15 +192,3 @@ def test_truncated_file_is_reported(tmp_path, small, digests, size):
     path.write_bytes(path.read_bytes()[:size])
     with pytest.raises(CorruptCheckpointError, match=r"file 0: (must have at least \d+ bytes, ends at byte \d+|bytes from)"):
         landed(files, boxes, refs, large=Region(offset=(0,), size=(300,)))
-
-
-def test_keys_sharing_bytes_are_both_filled(tmp_path, small):
-    small(512, 8, 2**20, 1000)
-    files, boxes, refs = two_tensors(tmp_path)
-    boxes["tied"] = boxes["large"]
-    refs["tied"] = refs["large"]
-    everything = {key: Region(offset=(0,), size=ref.shape) for key, ref in refs.items()}
-    found = landed(files, boxes, refs, **everything)
-    assert torch.equal(found["tied"], torch.arange(300))
-    assert torch.equal(found["large"], torch.arange(300))
-    assert found["tied"].data_ptr() != found["large"].data_ptr()

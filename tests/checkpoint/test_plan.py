@@ -9,9 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dtrain.checkpoint import reshard
+from checkpoint.stored import index_shards
+from dtrain.checkpoint import data_file, layout, plan
 from dtrain.checkpoint.index import StoredShard, shard_kind
-from dtrain.checkpoint.reshard import Region, assign_writers, index_shards, plan_reads
+from dtrain.checkpoint.layout import Blocks
+from dtrain.checkpoint.plan import ReadItem, Region, assign_writers, index_shards, plan_fetches, plan_reads
 from dtrain.errors import CorruptCheckpointError
 
 HEADER = 24  # the boxes do not begin at the start of the file
@@ -45,12 +47,12 @@ def test_plan_reads_fills_any_region_from_any_grid(data):
     size = [data.draw(st.integers(0, n - at)) for n, at in zip(shape, low, strict=True)]
     region = Region(offset=tuple(low), size=tuple(size))
     target = torch.full(size, -1, dtype=torch.int32)
-    plan_bytes = reshard.MAX_STRIDED_READ_BYTES
-    reshard.MAX_STRIDED_READ_BYTES = data.draw(st.sampled_from([1, 20, plan_bytes]))
+    plan_bytes = plan.MAX_STRIDED_READ_BYTES
+    plan.MAX_STRIDED_READ_BYTES = data.draw(st.sampled_from([1, 20, plan_bytes]))
     try:
         reads = plan_reads(index_shards(shards), {"w": region})
     finally:
-        reshard.MAX_STRIDED_READ_BYTES = plan_bytes
+        plan.MAX_STRIDED_READ_BYTES = plan_bytes
     written = torch.zeros(size, dtype=torch.int32)
     for read in reads:
         assert HEADER <= read.begin < read.end <= len(files[read.file])
@@ -112,14 +114,11 @@ def test_coverage_check_agrees_with_element_counting(data):
     target = tuple((at, data.draw(st.integers(at + 1, n))) for at, n in zip(low, shape, strict=True))
     region = Region(offset=tuple(low), size=tuple(b - a for a, b in target))
     full = torch.zeros([n + 1 for n in shape] if shape else [], dtype=torch.int32)
-    few, reshard._LINEAR_SEARCH_MAX = reshard._LINEAR_SEARCH_MAX, data.draw(st.sampled_from([0, 8]))
     try:
         reads = plan_reads(index_shards(write(full, boxes)[0]), {"w": region})
         found = "fits"
     except CorruptCheckpointError as error:
         found = next(word for word in ("overlap", "hold") if word in str(error))
-    finally:
-        reshard._LINEAR_SEARCH_MAX = few
     assert found == naive(shape, boxes, target)
     if found == "fits":
         assert sum(prod(b - a for a, b in read.target) for read in reads) == prod(region.size)
@@ -175,17 +174,6 @@ def test_plan_reads_cost_is_linear_in_shards(small, large):
     assert work[1] < 5 * work[0]
 
 
-@pytest.mark.parametrize("shape", [(2000, 1), (1, 2000)], ids=["rows", "columns"])
-def test_plan_reads_skips_untouched_shards_cheaply(shape):
-    index = grid(*shape)
-    dim = shape.index(2000)
-    one = Region(offset=tuple(1000 * (d == dim) for d in (0, 1)), size=(1, 1))
-    found = []
-    # A pass over their ends and one over their geometry, of a line each.
-    assert lines_run(lambda: found.extend(plan_reads(index, {"w": one}))) < 2000 * 4
-    assert [read.file for read in found] == [1000]
-
-
 def test_plan_reads_reuses_plan_of_equal_tensors():
     def work(count: int) -> int:
         kind = shard_kind("F32", (8, 8), (0, 0), (8, 8))
@@ -228,6 +216,36 @@ def test_duplicate_scalar_shards_are_refused():
         plan_reads(index_shards([{"w": shard}, {"w": shard}]), {"w": Region(offset=(), size=())})
 
 
+def read_of(begin: int, end: int) -> ReadItem:
+    return ReadItem(0, begin, end, f"{begin}", (), (), (), 0)
+
+
+# The drawn example of ``plan_fetches``: blocks of 8 bytes, and a limit of two blocks.
+READS = [read_of(3, 5), read_of(10, 22), read_of(35, 37)]
+
+
+def test_plan_fetches_reads_needed_blocks_once(monkeypatch):
+    monkeypatch.setattr(data_file, "CHUNK_BYTES", 16)
+    fetches = plan_fetches(Blocks([8, 16, 24, 32, 40], b""), READS, is_remote=False)
+    assert [(fetch.begin, fetch.end, fetch.blocks) for fetch in fetches] == [
+        (0, 16, range(2)), (16, 24, range(2, 3)), (32, 40, range(4, 5)),
+    ]  # fmt: skip
+    assert [[segment[:2] for segment in fetch.segments] for fetch in fetches] == [[(3, 5), (10, 16)], [(16, 22)], [(35, 37)]]
+
+
+def test_plan_fetches_reads_small_gaps_from_a_server_and_blocks_to_verify():
+    blocks = Blocks([8, 16, 24, 32, 40], b"")
+    assert [fetch[:2] for fetch in plan_fetches(blocks, READS, is_remote=True)] == [(0, 40)]
+    assert [fetch[:2] for fetch in plan_fetches(blocks, [], [(9, 10), (33, 34)], is_remote=False)] == [(8, 16), (32, 40)]
+
+
+def test_plan_fetches_of_a_file_without_digests_are_chunks(monkeypatch):
+    monkeypatch.setattr(layout, "CHUNK_BYTES", 16)
+    fetches = plan_fetches(None, READS, is_remote=False)
+    assert [fetch[:3] for fetch in fetches] == [(0, 16, range(0)), (16, 32, range(0)), (32, 48, range(0))]
+    assert [[segment[:2] for segment in fetch.segments] for fetch in fetches] == [[(3, 5), (10, 16)], [(16, 22)], [(35, 37)]]
+
+
 def test_empty_region_needs_no_shards():
     assert plan_reads({}, {"w": Region(offset=(10, 0), size=(0, 3))}) == []
 
@@ -236,7 +254,7 @@ def test_empty_region_needs_no_shards():
 def test_assign_writers_balances_bytes(tensors):
     named = {f"t{at}": tensor for at, tensor in enumerate(tensors)}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reshard, "MIN_WRITER_BYTES", 1)
+        patch.setattr(plan, "MIN_WRITER_BYTES", 1)
         chosen = assign_writers(named)
         assert chosen == assign_writers(named)
     for copies in {c for _, c in tensors}:
@@ -245,9 +263,9 @@ def test_assign_writers_balances_bytes(tensors):
             if c == copies:
                 loads[chosen[key]] += nbytes
         assert set(loads) == set(range(copies)), "no number beyond the replicas"
-        writers = {at for at in loads if at % (copies // min(copies, reshard.MAX_WRITERS)) == 0}
+        writers = {at for at in loads if at % (copies // min(copies, plan.MAX_WRITERS)) == 0}
         assert all(load == 0 for at, load in loads.items() if at not in writers)
-        if sum(loads.values()) >= reshard.MAX_WRITERS:
+        if sum(loads.values()) >= plan.MAX_WRITERS:
             used = [loads[at] for at in writers]
             assert max(used) - min(used) <= 2 * max(n for n, c in tensors if c == copies)
 

@@ -8,10 +8,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from dtrain.checkpoint.conversion.weight_stream import batch_regions, group_by_size, nbytes, read_batch, tensor_region
 from dtrain.checkpoint.index import shard_kind
 from dtrain.checkpoint.layout import DTYPES, TensorRef
-from dtrain.checkpoint.tensor_files import TensorFiles, open_safetensors_file
+from dtrain.checkpoint.plan import full_region, group_by_size
+from dtrain.checkpoint.weights import (
+    TensorFiles,
+    batch_regions,
+    nbytes,
+    open_safetensors,
+    read_batch,
+    rename_tensors,
+)
 
 SHAPES = st.lists(st.integers(0, 5), max_size=3).map(tuple)
 REFS = st.dictionaries(
@@ -64,7 +71,7 @@ def test_read_batch_returns_stored_values_for_any_limit(tmp_path, limit):
         "flags": torch.tensor([True, False]),
     }
     save_file(tensors, tmp_path / "x.safetensors")
-    stored = open_safetensors_file(tmp_path / "x.safetensors")
+    stored = open_safetensors(tmp_path / "x.safetensors")
     found = {name: [] for name in tensors}
     for batch in batch_regions(stored.refs, tensors, limit=limit):
         for name, tensor in read_batch(stored, batch).items():
@@ -79,7 +86,7 @@ def test_read_batch_returns_stored_values_for_any_limit(tmp_path, limit):
 def test_read_batch_cast_equals_tensor_to_dtype(tmp_path):
     tensor = torch.randn(50, 3)
     save_file({"a": tensor}, tmp_path / "x.safetensors")
-    stored = open_safetensors_file(tmp_path / "x.safetensors")
+    stored = open_safetensors(tmp_path / "x.safetensors")
     pieces = [read_batch(stored, batch, {"a": "BF16"})["a"] for batch in batch_regions(stored.refs, ["a"], limit=100)]
     assert len(pieces) > 1
     assert torch.equal(torch.cat(pieces), tensor.to(torch.bfloat16))
@@ -92,18 +99,29 @@ def test_read_batch_joins_columns_of_several_files(tmp_path, limit):
     halves = []
     for at, columns in enumerate((whole[:, :4], whole[:, 4:])):
         save_file({"x": columns.contiguous()}, tmp_path / f"{at}.safetensors")
-        halves.append(open_safetensors_file(tmp_path / f"{at}.safetensors"))
+        halves.append(open_safetensors(tmp_path / f"{at}.safetensors"))
     boxes = []
     for file, half in enumerate(halves):
-        (shard,) = half.find_shards({"x": tensor_region(half.refs["x"])})["x"]
+        (shard,) = half.find_shards({"x": full_region(half.refs["x"].shape)})["x"]
         boxes.append(shard._replace(file=file, kind=shard_kind("F32", (7, 6), (0, 4 * file), shard.kind.size)))
     ref = TensorRef(dtype="F32", shape=(7, 6), distributed=True)
     stored = TensorFiles(
         content_hash="",
         refs={"x": ref},
+        keys={"x": "x"},
         find_shards=lambda regions: {"x": boxes},
         open_file=lambda number: halves[number].open_file(0),
     )
     pieces = [read_batch(stored, batch)["x"] for batch in batch_regions(stored.refs, ["x"], limit=limit)]
     assert len(pieces) == {1: 7, 60: 4, 10_000: 1}[limit]
     assert torch.equal(torch.cat(pieces), whole)
+
+
+def test_tied_names_are_read_once(tmp_path):
+    save_file({"a": torch.arange(6.0), "b": torch.ones(2)}, tmp_path / "x.safetensors")
+    stored = rename_tensors(open_safetensors(tmp_path / "x.safetensors"), {"first": "a", "second": "a", "b": "b"})
+    (batch,) = batch_regions(stored.refs, stored.refs)
+    found = read_batch(stored, batch)
+    assert torch.equal(found["first"], torch.arange(6.0))
+    assert found["second"].data_ptr() == found["first"].data_ptr()
+    assert torch.equal(found["b"], torch.ones(2))
