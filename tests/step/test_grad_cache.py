@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dtrain.data.batch_axes import batch_spec
+from dtrain.data.batch import batch_spec
 from dtrain.dist.differentiable import all_gather_with_grad
 from dtrain.dist.dtensor import full_tensor
 from dtrain.dist.init import get_dist_info

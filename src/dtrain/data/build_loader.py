@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from dtrain.arguments import check_choice, check_int, check_number, explain_arguments
-from dtrain.data.batch_axes import BatchSpec
+from dtrain.data.batch import BatchSpec
 from dtrain.data.batch_source import BatchOptions, MapBatchSource
 from dtrain.data.dataset import MapDataset, as_row_dataset, fingerprint_dataset, is_hugging_face
 from dtrain.data.fetcher import ON_ERROR_MODES, Fetcher, OnError, SampleTransform
