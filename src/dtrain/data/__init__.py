@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 from dtrain.lazy_imports import attach
 
 if TYPE_CHECKING:
+    from dtrain.data.batch import prefetch_to_device as prefetch_to_device
     from dtrain.data.batch import split_batch as split_batch
     from dtrain.data.dataset import MapDataset as MapDataset
     from dtrain.data.dataset import memory_map as memory_map
-    from dtrain.data.device_prefetch import prefetch_to_device as prefetch_to_device
     from dtrain.data.fetcher import SampleTransform as SampleTransform
     from dtrain.data.fetcher import collate as collate
     from dtrain.data.fetcher import seed_per_sample as seed_per_sample

@@ -6,15 +6,17 @@ every tensor. A ``BatchSpec`` describes other batches, and is needed to count to
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import index
-from typing import Any, SupportsIndex
+from typing import Any, SupportsIndex, TypeVar
 
 import torch
 from torch import Tensor
 
 from dtrain.arguments import check_int, explain_arguments
+from dtrain.device import is_accelerator
 from dtrain.dist.batch_info import BatchInfo
 from dtrain.errors import ConfigError
 from dtrain.typing import Batch, CountFn, SplitFn, WeightFn, is_tensordict
@@ -496,3 +498,69 @@ def _batch_keys(batch: Batch) -> list[Any]:
     if not (isinstance(batch, Mapping) or is_tensordict(batch)):
         raise ConfigError(f"batch_spec: needs a mapping of tensors, got a {type(batch).__name__}. Let collate return a dict.")
     return list(batch.keys())
+
+
+Item = TypeVar("Item")
+
+
+def prefetch_to_device(batches: Iterable[Batch], device: torch.device | str, *, prefetch_factor: int = 2) -> Iterator[Batch]:
+    """Yield ``batches`` on ``device``, and copy the next ``prefetch_factor`` batches while the loop uses the current batch.
+
+    On an accelerator, tensors are copied from page-locked memory on a separate stream. The current stream waits for the copy,
+    but the host does not wait. On another device, each batch is moved when the loop requests the batch, without prefetch.
+
+    For a dtrain loader use ``build_loader(device=...)`` instead, which keeps the position at the batch that was issued. Around
+    ``loader.until(...)``, prefetching would move the position ahead of the loop.
+
+    Example:
+        >>> import dtrain as dt
+        >>> batches = [torch.arange(2), torch.arange(3)]
+        >>> [batch.tolist() for batch in dt.data.prefetch_to_device(batches, "cpu")]
+        [[0, 1], [0, 1, 2]]
+
+    Raises:
+        ConfigError: ``prefetch_factor`` is below 1.
+    """
+    check_int("prefetch_to_device", "prefetch_factor", prefetch_factor)
+    yield from prefetch_items(
+        batches,
+        torch.device(device),
+        prefetch_factor=prefetch_factor,
+        get_batch=lambda batch: batch,
+        set_batch=copy_batch_info,
+    )
+
+
+def prefetch_items(
+    items: Iterable[Item],
+    device: torch.device,
+    *,
+    prefetch_factor: int,
+    get_batch: Callable[[Item], Batch],
+    set_batch: Callable[[Item, Batch], Item],
+    is_last: Callable[[Item], bool] = lambda _: False,
+) -> Iterator[Item]:
+    """Prefetch items that hold a batch, as ``prefetch_to_device`` does. ``is_last`` stops read-ahead."""
+    if not is_accelerator(device):
+        for item in items:
+            yield set_batch(item, to_device(get_batch(item), device))
+        return
+    stream = torch.Stream(device)
+    copies: deque[tuple[Item, Any]] = deque()
+    for item in items:
+        with stream:
+            moved = set_batch(item, to_device(pin_memory(get_batch(item)), device))
+            copies.append((moved, stream.record_event()))
+        while len(copies) > (0 if is_last(item) else prefetch_factor):
+            yield _wait_for_copy(*copies.popleft(), device, get_batch)
+    while copies:
+        yield _wait_for_copy(*copies.popleft(), device, get_batch)
+
+
+def _wait_for_copy(item: Item, copied: Any, device: torch.device, get_batch: Callable[[Item], Batch]) -> Item:
+    """Make the current stream wait for the copy, and keep the tensors' memory allocated until the stream has used them."""
+    current = torch.accelerator.current_stream(device)
+    current.wait_event(copied)
+    for tensor in list_tensors(get_batch(item)):
+        tensor.record_stream(current)
+    return item

@@ -83,6 +83,11 @@ class BatchSource(Protocol):
     options: BatchOptions
 
     @property
+    def is_indexed(self) -> bool:
+        """True if samples can be read again by index, in any order."""
+        ...
+
+    @property
     def single_reader(self) -> bool:
         """True if the dataset has a single position, so that a second reader moves the first reader."""
         ...
@@ -116,6 +121,7 @@ class MapBatchSource:
     fetcher: Fetcher
     order: SampleOrder
     options: BatchOptions
+    is_indexed: ClassVar[bool] = True
     single_reader: ClassVar[bool] = False
     can_skip: ClassVar[bool] = True
 

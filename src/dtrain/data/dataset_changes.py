@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Generator, Iterator
+from typing import TYPE_CHECKING
 
-import torch
-
-from dtrain.data.batch_source import BatchSource, LoaderItem
-from dtrain.data.iterable_batch_source import IterableBatchSource
 from dtrain.data.position import Position, is_reached
-from dtrain.device import is_accelerator
 from dtrain.schedules.durations import Duration
 from dtrain.typing import Plain
+
+if TYPE_CHECKING:
+    from dtrain.data.batch_source import BatchSource, LoaderItem
 
 _RESTARTS_IN_A_ROW = 3
 
@@ -78,14 +77,6 @@ class DatasetWatch:
         return changed - too_many
 
 
-def reads_ahead(source: BatchSource, device: torch.device | None) -> bool:
-    """Return True if the loader may read a batch before the loop has ended the body of the batch before."""
-    if isinstance(source, IterableBatchSource):
-        # A StreamingDataset shares its state with its workers, which change it.
-        return source.options.workers.count > 0 and source.adapter is None
-    return source.options.workers.count > 0 or (device is not None and is_accelerator(device))
-
-
 def items_with_changes(
     read: Callable[[Position, Plain], Generator[LoaderItem, None, None]],
     source: BatchSource,
@@ -107,7 +98,7 @@ def items_with_changes(
         state: state of an iterable dataset at ``begin``.
         evaluation: True if the items are those of an evaluation, which ends with its epoch.
     """
-    watch, is_indexed, has_warned, at = DatasetWatch(source), not isinstance(source, IterableBatchSource), False, begin
+    watch, has_warned, at = DatasetWatch(source), False, begin
     while True:
         items = read(at, state)
         for item in items:
@@ -116,7 +107,7 @@ def items_with_changes(
             yield item
             if item.position_only or is_reached(goal, item.position_after):
                 continue
-            if is_indexed:
+            if source.is_indexed:
                 if watch.needs_restart(ends_epoch=item.ends_epoch and not evaluation):
                     break
             elif (changed := watch.changed_by_loop()) and not item.ends_epoch and not has_warned:

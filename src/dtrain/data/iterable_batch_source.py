@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 from torch.utils.data import IterableDataset, get_worker_info
 
@@ -156,6 +156,7 @@ class IterableBatchSource:
     pre_sharded: bool = False
     adapter: MosaicAdapter | None = None
     initial_state: InitialState = field(default_factory=InitialState)
+    is_indexed: ClassVar[bool] = False
 
     @property
     def global_batch_size(self) -> int:

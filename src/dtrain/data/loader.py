@@ -16,9 +16,9 @@ from dtrain.arguments import check_int
 from dtrain.data.batch import FailedBatch, attach_batch_info
 from dtrain.data.batch_source import BatchSource, LoaderItem, next_item
 from dtrain.data.dataset import hash_fingerprint
-from dtrain.data.dataset_changes import items_with_changes, reads_ahead
-from dtrain.data.device_prefetch import items_on_device
+from dtrain.data.dataset_changes import items_with_changes
 from dtrain.data.fetcher import describe_error
+from dtrain.data.iterable_batch_source import IterableBatchSource
 from dtrain.data.position import (
     EpochBatches,
     IssuedBatch,
@@ -33,6 +33,7 @@ from dtrain.data.position import (
     read_position,
     write_position,
 )
+from dtrain.device import is_accelerator
 from dtrain.dist.batch_info import BatchInfo
 from dtrain.dist.context import current_context
 from dtrain.dist.init import get_dist_info
@@ -419,3 +420,32 @@ class Loader:
     def __repr__(self) -> str:
         count, size = self._fingerprint.get("count", "unknown"), self._source.options.global_batch_size
         return f"Loader(samples={count}, global_batch_size={'varies' if callable(size) else size}, epoch={self.position.epoch})"
+
+
+def items_on_device(
+    items: Iterator[LoaderItem], source: BatchSource, device: torch.device | None, prefetch_factor: int
+) -> Iterator[LoaderItem]:
+    """Return the ``items`` of ``source`` with their batches on ``device``, prefetched; None leaves the batches on the host.
+
+    The next epoch of an iterable dataset is not read ahead.
+    """
+    if device is None:
+        return items
+    return prefetch_items(
+        items,
+        device,
+        prefetch_factor=prefetch_factor,
+        get_batch=lambda item: item.batch,
+        set_batch=lambda item, batch: replace(item, batch=batch),
+        # The loop may change an iterable dataset at the end of an epoch, and samples in preparation cannot be read again.
+        # If ranks end their epochs independently, the next batch also depends on the step on this batch.
+        is_last=lambda item: not source.is_indexed and item.ends_epoch,
+    )
+
+
+def reads_ahead(source: BatchSource, device: torch.device | None) -> bool:
+    """Return True if the loader may read a batch before the loop has ended the body of the batch before."""
+    if isinstance(source, IterableBatchSource):
+        # A StreamingDataset shares its state with its workers, which change it.
+        return source.options.workers.count > 0 and source.adapter is None
+    return source.options.workers.count > 0 or (device is not None and is_accelerator(device))
