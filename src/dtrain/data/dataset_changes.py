@@ -7,8 +7,16 @@ loop has changed one, the loader discards the batches in preparation and reads t
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Generator, Iterator
-from typing import TYPE_CHECKING
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator
+from enum import Enum
+from functools import cache, partial
+from io import IOBase
+from types import BuiltinFunctionType, FunctionType, MethodType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from torch import Tensor, nn
 
 from dtrain.data.position import Position, is_reached
 from dtrain.schedules.durations import Duration
@@ -16,6 +24,7 @@ from dtrain.typing import Plain
 
 if TYPE_CHECKING:
     from dtrain.data.batch_source import BatchSource, LoaderItem
+
 
 _RESTARTS_IN_A_ROW = 3
 
@@ -124,3 +133,213 @@ def items_with_changes(
 
 def _warn(event: str) -> None:
     print(f"dtrain: loader: {event}", file=sys.stderr)
+
+
+# A larger container counts by its identity and length.
+_CONTAINER_ENTRIES = 32
+_ATTRIBUTE_ENTRIES, _NESTED_CONTAINERS = 128, 3
+_OBJECTS = 64
+
+_PLAIN = frozenset({int, float, complex, str, bytes, bool, type(None)})
+# A union of types would be made again for each value.
+_SEQUENCES, _SETS, _ARRAYS = (list, tuple, deque), (set, frozenset), (np.ndarray, bytearray)
+_CONTAINERS = (*_SEQUENCES, *_SETS, dict)
+_FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType, partial)
+# Threads of their own, or state that processes share, change these datasets.
+_UNWATCHED_MODULES = ("dtrain.data.stream.", "datasets.", "streaming.", "torchdata.", "multiprocessing.")
+_UNWATCHED_KINDS = (nn.Module, Tensor, type, Enum, IOBase)
+_HEAP_TYPE = 1 << 9
+
+
+class _Same:
+    """Fact that is equal for the same object only. The reference keeps the object's id from being used again."""
+
+    __slots__ = ("_part",)
+
+    def __init__(self, part: Any) -> None:
+        self._part = part
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self._part is other._part
+
+    def __hash__(self) -> int:
+        return id(self._part)
+
+
+class Attributes:
+    """Comparable facts of the watched attributes by name, such as ``dataset.level``."""
+
+    __slots__ = ("_alive", "_checks", "facts")
+
+    def __init__(self) -> None:
+        self.facts: dict[str, Any] = {}
+        # An id is unique while its object lives.
+        self._alive: list[Any] = []
+        self._checks: list[tuple[Callable[[Any], Any], Any, Any]] = []
+
+    def add_check(self, function: Callable[[Any], Any], part: Any, alive: Any = None) -> None:
+        """Remember ``function(part)``, which is cheaper to compare than facts. Mutates: this object."""
+        self._alive.append(alive)
+        self._checks.append((function, part, function(part)))
+
+    def is_current(self) -> bool:
+        """Return True if no attribute has changed. The check takes about a microsecond."""
+        try:
+            for function, part, expected in self._checks:
+                if function(part) != expected:
+                    return False
+        # A thread of the user's may change the attribute now.
+        except Exception:  # noqa: BLE001
+            return False
+        return True
+
+    def differing_names(self, later: Attributes) -> frozenset[str]:
+        """Return the names of the attributes that differ from those of ``later``."""
+        before, after, missing = self.facts, later.facts, object()
+        if before == after:
+            return frozenset()
+        return frozenset(name for name in before.keys() | after.keys() if before.get(name, missing) != after.get(name, missing))
+
+
+def read_attributes(dataset: Any, transform: Any, collate: Any) -> Attributes:
+    """Read the watched attributes.
+
+    Watched are the attributes of the three objects, and of datasets and callable objects that their attributes hold. Names with
+    a leading underscore are not watched.
+    """
+    attributes, queue = Attributes(), deque[tuple[str, Any]]()
+    seen: set[int] = set()
+    for name, root in (("dataset", dataset), ("transform", transform), ("collate", collate)):
+        if root is not None:
+            _add_fact(attributes, name, root, queue)
+    while queue and len(seen) < _OBJECTS:
+        path, part = queue.popleft()
+        if id(part) not in seen:
+            seen.add(id(part))
+            try:
+                found = list(_attributes_of(part, attributes))
+            # The class may compute its attributes with code of the user's.
+            except Exception:  # noqa: BLE001
+                continue
+            for name, value in found:
+                _add_fact(attributes, f"{path}.{name}", value, queue)
+    return attributes
+
+
+def _add_fact(attributes: Attributes, name: str, value: Any, queue: deque[tuple[str, Any]]) -> None:
+    try:
+        fact = _Fact(attributes, queue).of(value, name, 0)
+    # A thread of the user's changes the container, or a class of the user's overrides a method of the container.
+    except Exception:  # noqa: BLE001
+        fact = _Same(value)
+    if fact is not None:
+        attributes.facts[name] = fact
+
+
+class _Fact:
+    """Reader of one attribute. ``queue`` collects the objects in the attribute whose own attributes are watched."""
+
+    __slots__ = ("_attributes", "_queue", "_room")
+
+    def __init__(self, attributes: Attributes, queue: deque[tuple[str, Any]]) -> None:
+        self._attributes, self._queue, self._room = attributes, queue, _ATTRIBUTE_ENTRIES
+
+    def of(self, value: Any, path: str, depth: int) -> Any:
+        """Return a comparable fact of ``value``; None for an object that is not watched."""
+        kind: Any = type(value)
+        if kind in _PLAIN:
+            # The type tells 1 from 1.0 and True.
+            return kind, value
+        if isinstance(value, Tensor):
+            self._attributes.add_check(_version, value)
+            return _Same(value), _version(value)
+        if isinstance(value, _ARRAYS):
+            return _Same(value)
+        if isinstance(value, np.generic):
+            return kind, value.tobytes()
+        if isinstance(value, Enum):
+            return _Same(value)
+        if isinstance(value, _CONTAINERS):
+            return self._of_container(value, path, depth)
+        if isinstance(value, _FUNCTIONS):
+            return self._of_function(value, path, depth)
+        if not is_watched(kind):
+            return None
+        self._queue.append((path, value))
+        return _Same(value)
+
+    def _of_container(self, value: Any, path: str, depth: int) -> Any:
+        size = len(value)
+        self._room -= size
+        if size > _CONTAINER_ENTRIES or self._room < 0 or depth == _NESTED_CONTAINERS:
+            self._attributes.add_check(len, value)
+            return _Same(value), size
+        if isinstance(value, dict):
+            self._attributes.add_check(_ids_in_dict, value, value.copy())
+        else:
+            self._attributes.add_check(_ids, value, tuple(value))
+        if isinstance(value, _SETS):
+            return type(value), frozenset(entry if type(entry) in _PLAIN else id(entry) for entry in value)
+        if not isinstance(value, dict):
+            return type(value), tuple(self.of(entry, f"{path}[{at}]", depth + 1) for at, entry in enumerate(value))
+        entries = list(value.items())
+        keys = tuple(key if type(key) in _PLAIN else id(key) for key, _ in entries)
+        return type(value), keys, tuple(self.of(entry, f"{path}[{key!r}]", depth + 1) for key, entry in entries)
+
+    def _of_function(self, function: Any, path: str, depth: int) -> Any:
+        """Return a fact of a function. Of its variables, only the arguments of a ``partial`` are watched."""
+        if isinstance(function, partial):
+            parts = (function.func, function.args, function.keywords)
+            return _Same(function), tuple(self.of(part, path, depth + 1) for part in parts) if depth < _NESTED_CONTAINERS else 0
+        owner: Any = getattr(function, "__self__", None)
+        owner_kind: Any = type(owner)
+        # The object of another method may be the user's training, which changes in each step.
+        if type(function) is MethodType and is_watched(owner_kind):
+            self._queue.append((path, owner))
+        # A method is another object each time it is read.
+        return (_Same(owner), _Same(function.__func__)) if type(function) is MethodType else _Same(function)
+
+
+@cache
+def is_watched(kind: type) -> bool:
+    """Return True for a class, written in Python, of datasets or of callable objects."""
+    if not kind.__flags__ & _HEAP_TYPE or f"{kind.__module__}.".startswith(_UNWATCHED_MODULES):
+        return False
+    # Each class can be called, so the names are looked up in its bases.
+    is_read = any(name in vars(base) for base in kind.__mro__ for name in ("__getitem__", "__iter__", "__call__"))
+    return is_read and not issubclass(kind, _UNWATCHED_KINDS)
+
+
+def _attributes_of(part: Any, attributes: Attributes) -> Iterator[tuple[str, Any]]:
+    """Yield the watched attributes. Mutates: ``attributes``, whose checks compare their identities."""
+    kind: Any = type(part)
+    if isinstance(namespace := getattr(part, "__dict__", None), dict):
+        attributes.add_check(_ids_in_dict, namespace, values := namespace.copy())
+        yield from ((name, value) for name, value in values.items() if name[:1] != "_")
+    if names := _slot_names(kind):
+        attributes.add_check(_slot_ids, part, slots := [getattr(part, name, None) for name in names])
+        yield from zip(names, slots, strict=True)
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _ids(values: Iterable[Any]) -> list[int]:
+    return list(map(id, values))
+
+
+def _ids_in_dict(values: dict[Any, Any]) -> list[int]:
+    return [*map(id, values), *map(id, values.values())]
+
+
+def _slot_ids(part: Any) -> list[int]:
+    kind: Any = type(part)
+    return [id(getattr(part, name, None)) for name in _slot_names(kind)]
+
+
+@cache
+def _slot_names(kind: type) -> tuple[str, ...]:
+    slots = (base.__dict__.get("__slots__", ()) for base in kind.__mro__)
+    names = (name for part in slots for name in ((part,) if isinstance(part, str) else part))
+    return tuple(name for name in names if not name.startswith("_"))

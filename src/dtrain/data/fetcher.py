@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.utils.data import default_collate, get_worker_info
 
 from dtrain.data.dataset import ColumnDataset, read_samples
-from dtrain.data.watched_attributes import Attributes, read_attributes
-from dtrain.data.worker_batch import INLINE_TENSOR_BYTES, Payload, WorkerBatch, describe_shared_memory_error
+from dtrain.data.dataset_changes import Attributes, read_attributes
+from dtrain.data.workers import INLINE_TENSOR_BYTES, Payload, WorkerBatch, describe_shared_memory_error
 from dtrain.dist.generator_state import SeedOnDraw, fork_rng, reseed
 from dtrain.dist.rng import derive_seed, generator
 from dtrain.errors import ConfigError, DataError, ShardError

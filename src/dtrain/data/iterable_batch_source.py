@@ -20,8 +20,7 @@ from dtrain.data.batch_source import BatchOptions, EmptyBatchTemplate, LoaderIte
 from dtrain.data.fetcher import Fetcher, failed_payload
 from dtrain.data.position import EpochBatches, Position, is_reached
 from dtrain.data.sampling.sample_order import check_same_state, rank_share
-from dtrain.data.worker_batch import Payload, WorkerBatch
-from dtrain.data.workers import load_batches
+from dtrain.data.workers import Payload, WorkerBatch, load_batches
 from dtrain.errors import ConfigError
 from dtrain.schedules.durations import Duration
 from dtrain.typing import Plain
