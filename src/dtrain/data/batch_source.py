@@ -11,7 +11,7 @@ from dtrain import spans
 from dtrain.data.batch import BatchSpec, narrow_batch
 from dtrain.data.fetcher import BatchRequest, Fetcher, describe_error
 from dtrain.data.position import EpochBatches, LastBatch, Position, batch_indices, is_reached
-from dtrain.data.sampling.sample_order import CachedOrder, SampleOrder, rank_positions
+from dtrain.data.sample_order import CachedOrder, SampleOrder, rank_positions
 from dtrain.data.workers import Payload, WorkerBatch, WorkerConfig, load_batches
 from dtrain.dist.batch_info import BatchStatus
 from dtrain.dist.context import current_context

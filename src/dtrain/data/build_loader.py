@@ -14,13 +14,13 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from dtrain.arguments import check_choice, check_int, check_number, explain_arguments
 from dtrain.data.batch import BatchSpec
 from dtrain.data.batch_source import BatchOptions, MapBatchSource
+from dtrain.data.block_shuffle import BlockShuffle
 from dtrain.data.dataset import MapDataset, as_row_dataset, fingerprint_dataset, is_hugging_face
 from dtrain.data.fetcher import ON_ERROR_MODES, Fetcher, OnError, SampleTransform
 from dtrain.data.iterable_batch_source import IterableBatchSource, adapt_mosaic, as_iterable, is_mosaic
 from dtrain.data.loader import Loader
 from dtrain.data.position import LAST_BATCH_MODES, LastBatch
-from dtrain.data.sampling.block_shuffle import BlockShuffle
-from dtrain.data.sampling.sample_order import dataset_order
+from dtrain.data.sample_order import dataset_order
 from dtrain.data.workers import WorkerConfig, workers_for_rank
 from dtrain.device import is_accelerator
 from dtrain.dist.init import get_dist_info

@@ -19,7 +19,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from dtrain.data.batch_source import BatchOptions, EmptyBatchTemplate, LoaderItem, unpack_or_raise
 from dtrain.data.fetcher import Fetcher, failed_payload
 from dtrain.data.position import EpochBatches, Position, is_reached
-from dtrain.data.sampling.sample_order import check_same_state, rank_share
+from dtrain.data.sample_order import check_same_state, rank_share
 from dtrain.data.workers import Payload, WorkerBatch, load_batches
 from dtrain.errors import ConfigError
 from dtrain.schedules.durations import Duration

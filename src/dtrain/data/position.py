@@ -14,7 +14,7 @@ from typing import Literal, Protocol, cast
 import torch
 from torch import Tensor
 
-from dtrain.data.sampling.sample_order import CachedOrder, SampleOrder
+from dtrain.data.sample_order import CachedOrder, SampleOrder
 from dtrain.dist.batch_info import BatchStatus
 from dtrain.dist.context import current_context
 from dtrain.errors import CheckpointMismatchError, ConfigError

@@ -44,8 +44,8 @@ from dtrain.typing import Plain
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from dtrain.data.sampling.block_shuffle import BlockShuffle
-    from dtrain.data.sampling.sample_order import SampleOrder
+    from dtrain.data.block_shuffle import BlockShuffle
+    from dtrain.data.sample_order import SampleOrder
 
 DownloadMode = Literal["whole", "ranged"]
 
@@ -339,7 +339,7 @@ class ShardedDataset:
 
     def order(self, seed: int, shuffle: bool | BlockShuffle) -> SampleOrder:
         """Return the order of an epoch, with a block shuffle over the shards; see ``BlockShuffle``."""
-        from dtrain.data.sampling.block_shuffle import shard_order
+        from dtrain.data.block_shuffle import shard_order
 
         return shard_order(self.shard_sizes, seed=seed, shuffle=shuffle)
 

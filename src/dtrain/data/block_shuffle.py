@@ -16,8 +16,15 @@ import torch
 from torch import Tensor
 
 from dtrain.arguments import check_choice, check_int
-from dtrain.data.sampling.permutation import IntArray, permute_array, permute_in_ranges
-from dtrain.data.sampling.sample_order import ElasticSampler, SampleOrder, check_range, check_same_state
+from dtrain.data.sample_order import (
+    ElasticSampler,
+    IntArray,
+    SampleOrder,
+    check_range,
+    check_same_state,
+    permute_array,
+    permute_in_ranges,
+)
 from dtrain.dist.rng import derive_seed
 from dtrain.errors import ConfigError
 

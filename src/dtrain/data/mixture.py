@@ -18,10 +18,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dtrain.arguments import check_int
+from dtrain.data.block_shuffle import BlockShuffle
 from dtrain.data.dataset import MapDataset, fingerprint_dataset, read_samples
-from dtrain.data.sampling.block_shuffle import BlockShuffle
-from dtrain.data.sampling.permutation import IntArray
-from dtrain.data.sampling.sample_order import SampleOrder, check_range, check_same_state, dataset_order
+from dtrain.data.sample_order import IntArray, SampleOrder, check_range, check_same_state, dataset_order
 from dtrain.dist.rng import derive_seed
 from dtrain.errors import CheckpointMismatchError, ConfigError
 from dtrain.typing import Plain
