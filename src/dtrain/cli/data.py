@@ -303,7 +303,7 @@ def infer_encodings(
     if form != "mds":
         missing = next(name for name in selected if name not in known)
         raise ConfigError(f"--columns: {form} needs types for all columns or for none, but {missing!r} has no type. Add types.")
-    from dtrain.data.stream.formats.mds_encodings import infer_encoding
+    from dtrain.data.stream.formats.mds import infer_encoding
 
     encodings = {name: known[name] if name in known else infer_encoding(first[name]) for name in selected}
     return chain([first], samples), encodings

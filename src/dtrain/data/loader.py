@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 
 from dtrain.arguments import check_int
-from dtrain.data.batch import FailedBatch, attach_batch_info
+from dtrain.data.batch import FailedBatch, attach_batch_info, prefetch_items
 from dtrain.data.batch_source import BatchSource, LoaderItem, next_item
 from dtrain.data.dataset import hash_fingerprint
 from dtrain.data.dataset_changes import items_with_changes

@@ -16,7 +16,6 @@ import xxhash
 
 from dtrain import storage
 from dtrain.arguments import format_count
-from dtrain.data.stream.download import wrap_os_errors
 from dtrain.data.stream.formats.shard_format import ShardEntry, ShardFile, get_format, one_line, wrap_shard_errors
 from dtrain.data.stream.shard_index import (
     HASHES,
@@ -26,9 +25,8 @@ from dtrain.data.stream.shard_index import (
     read_index,
     read_index_chunks,
 )
-from dtrain.data.stream.shard_store import RangeSource, ShardStore
-from dtrain.data.stream.shard_table import ShardTable
-from dtrain.data.stream.shard_table_builder import ShardTableBuilder
+from dtrain.data.stream.shard_store import RangeSource, ShardStore, wrap_os_errors
+from dtrain.data.stream.shard_table import ShardTable, ShardTableBuilder
 from dtrain.errors import ConfigError, DataError, DtrainError
 from dtrain.storage import AnyPath, FileReader, LockableFile, RemotePath, TransferProgress
 from dtrain.storage.parallel_parts import for_each_part

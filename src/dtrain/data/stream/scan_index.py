@@ -19,8 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dtrain.data.stream.formats.shard_format import ShardEntry
-from dtrain.data.stream.shard_table import ShardTable
-from dtrain.data.stream.shard_table_builder import ShardTableBuilder
+from dtrain.data.stream.shard_table import ShardTable, ShardTableBuilder
 from dtrain.errors import DtrainError
 
 # White space of JSON, which is less than that of re.

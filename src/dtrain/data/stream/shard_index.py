@@ -14,8 +14,7 @@ import xxhash
 from dtrain.data.stream.formats.compression import COMPRESSION_SUFFIXES, parse_compression
 from dtrain.data.stream.formats.shard_format import FORMATS, ShardEntry, ShardFile
 from dtrain.data.stream.scan_index import scan_index
-from dtrain.data.stream.shard_table import ShardTable
-from dtrain.data.stream.shard_table_builder import MAX_COUNT, ShardTableBuilder
+from dtrain.data.stream.shard_table import MAX_COUNT, ShardTable, ShardTableBuilder
 from dtrain.errors import ConfigError, DataError
 from dtrain.typing import Plain
 

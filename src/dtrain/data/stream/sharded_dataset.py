@@ -15,7 +15,6 @@ import numpy as np
 from dtrain import storage
 from dtrain.arguments import check_choice, check_int
 from dtrain.data.stream.find_shards import find_shards
-from dtrain.data.stream.fork_safety import FORK_REGISTRY
 from dtrain.data.stream.formats.shard_format import (
     MAX_SAMPLE_BYTES,
     Shard,
@@ -26,7 +25,7 @@ from dtrain.data.stream.formats.shard_format import (
     wrap_shard_errors,
 )
 from dtrain.data.stream.open_shards import ByteLRU, OpenShardCache, ShardPrefetcher
-from dtrain.data.stream.shard_cache import ShardCache
+from dtrain.data.stream.shard_cache import FORK_REGISTRY, ShardCache
 from dtrain.data.stream.shard_index import guess_format
 from dtrain.data.stream.shard_store import (
     MAX_SHARD_BYTES,

@@ -12,7 +12,7 @@ import pytest
 from PIL import Image, ImageChops
 
 from dtrain.data.stream.formats.compression import parse_compression
-from dtrain.data.stream.formats.mds_encodings import ENCODINGS, parse_encoding
+from dtrain.data.stream.formats.mds import ENCODINGS, parse_encoding
 from dtrain.data.stream.formats.shard_format import FORMATS, ShardEntry, ShardFile
 from dtrain.data.stream.shard_index import HASHES
 from dtrain.data.stream.write_shards import write_shards

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dtrain.data.stream.formats import images, unsafe_pickle
 from dtrain.data.stream.formats.shard_format import (
     ByteSource,
     ByteSourceFile,
@@ -26,6 +25,7 @@ from dtrain.data.stream.formats.shard_format import (
     check_sample,
     check_sample_bytes,
     to_numpy,
+    unpickle,
 )
 from dtrain.errors import ConfigError, DataError
 from dtrain.typing import Plain
@@ -98,7 +98,7 @@ _DECODERS: Mapping[str, Callable[[memoryview], Any]] = {
     **dict.fromkeys(("json", "jsn"), lambda view: json.loads(str(view, "utf-8"))),
     "npy": lambda view: np.load(io.BytesIO(view), allow_pickle=False),
     "npz": _decode_npz,
-    **dict.fromkeys(("pkl", "pickle", "pyd"), unsafe_pickle.loads),
+    **dict.fromkeys(("pkl", "pickle", "pyd"), unpickle),
 }
 PICKLE_SUFFIXES = ("pkl", "pickle", "pyd")
 IMAGE_SUFFIXES = ("jpg", "jpeg", "png", "ppm", "pgm", "pbm", "webp", "bmp", "tif", "tiff")
@@ -152,7 +152,7 @@ class TarShard:
         """Return the size of a decoded member that may grow when decoded; 0 for other members."""
         kind = member_kind(column)
         if self._images and kind in IMAGE_SUFFIXES:
-            return images.decoded_bytes(view)
+            return shard_format.decoded_bytes(view)
         if kind == "npz":
             with zipfile.ZipFile(io.BytesIO(view)) as archive:
                 return sum(member.file_size for member in archive.infolist())
@@ -163,7 +163,7 @@ class TarShard:
             raise ValueError(f"{column} must have {size} bytes, got {len(view)}")
         kind = member_kind(column)
         if self._images and kind in IMAGE_SUFFIXES:
-            return images.decode_image(view)
+            return shard_format.decode_image(view)
         return _DECODERS.get(kind, bytes)(view)
 
     def close(self) -> None:
@@ -188,7 +188,7 @@ class TarFormat(ShardFormat):
         """Check the options; see ``ShardFormat.check``."""
         super().check(entry, options)
         if options.get("images"):
-            images.check_pillow()
+            shard_format.check_pillow()
 
     def open_unchecked(
         self, source: ByteSource, entry: ShardEntry, options: Mapping[str, Any], max_sample_bytes: int, decoded: ByteLRU | None
