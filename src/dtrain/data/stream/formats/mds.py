@@ -25,9 +25,17 @@ from dtrain.data.stream.formats.shard_format import (
     ShardEntry,
     ShardFormat,
     check_columns,
+    check_pillow,
     check_sample,
     check_sample_bytes,
+    decode_image,
+    decode_raw_image,
+    encode_image,
+    encode_raw_image,
+    image_bytes,
+    infer_image_encoding,
     pickle_value,
+    raw_image_bytes,
     to_numpy,
     unpickle,
 )
@@ -160,7 +168,7 @@ class MdsFormat(ShardFormat):
                 )
         texts = [str(text) for text in entry.details["column_encodings"]]  # type: ignore[union-attr]
         if any(kind in text for text in texts for kind in _IMAGE_ENCODINGS):
-            shard_format.check_pillow()
+            check_pillow()
 
     def open_unchecked(
         self, source: ByteSource, entry: ShardEntry, options: Mapping[str, Any], max_sample_bytes: int, decoded: ByteLRU | None
@@ -313,9 +321,9 @@ def infer_encoding(value: Any) -> str:
     elif isinstance(value, np.ndarray | np.generic):
         name = value.dtype.name
     else:
-        name = next(
-            (name for kind, name in _ENCODING_OF_TYPE.items() if type(value) is kind), ""
-        ) or shard_format.infer_image_encoding(value)
+        name = next((name for kind, name in _ENCODING_OF_TYPE.items() if type(value) is kind), "") or infer_image_encoding(
+            value
+        )
     if name.partition(":")[2] not in ("", *_NUMBER_OF) or (name not in ENCODINGS and not name.startswith("ndarray")):
         raise ConfigError(f"a value of type {type(value).__name__} has no default encoding. Pass columns={{name: encoding}}.")
     return name
@@ -426,18 +434,16 @@ def _encode_jpegs(value: Any) -> bytes:
 
 
 _BYTES = MdsEncoding(encode=lambda value: bytes(_require_type(value, bytes, bytearray)), decode=bytes)
-_PIL = MdsEncoding(encode=shard_format.encode_raw, decode=shard_format.decode_raw, decoded_bytes=shard_format.decoded_raw_bytes)
+_PIL = MdsEncoding(encode=encode_raw_image, decode=decode_raw_image, decoded_bytes=raw_image_bytes)
 _JPEG = MdsEncoding(
-    encode=partial(shard_format.encode_image, "JPEG"),
-    decode=shard_format.decode_image,
-    decoded_bytes=shard_format.decoded_bytes,
+    encode=partial(encode_image, "JPEG"),
+    decode=decode_image,
+    decoded_bytes=image_bytes,
 )
-_PNG = MdsEncoding(
-    encode=partial(shard_format.encode_image, "PNG"), decode=shard_format.decode_image, decoded_bytes=shard_format.decoded_bytes
-)
+_PNG = MdsEncoding(encode=partial(encode_image, "PNG"), decode=decode_image, decoded_bytes=image_bytes)
 _JPEGS = MdsEncoding(
     encode=_encode_jpegs,
-    decode=lambda view: [shard_format.decode_image(part) for part in _split_parts(view)],
+    decode=lambda view: [decode_image(part) for part in _split_parts(view)],
     decoded_bytes=_decoded_bytes_of_parts(_JPEG, 0),
 )
 

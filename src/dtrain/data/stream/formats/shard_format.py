@@ -413,14 +413,14 @@ def decode_image(view: memoryview) -> Any:
     return image
 
 
-def decoded_bytes(view: memoryview) -> int:
+def image_bytes(view: memoryview) -> int:
     """Return the bytes that an image takes in memory, from the header of its file."""
     image = _import_pillow().open(BytesIO(view))
     return _pixel_bytes(image.width, image.height, image.mode)
 
 
-def decoded_raw_bytes(view: memoryview) -> int:
-    """Return the bytes that an image in the form of ``encode_raw`` takes in memory."""
+def raw_image_bytes(view: memoryview) -> int:
+    """Return the bytes that an image in the form of ``encode_raw_image`` takes in memory."""
     width, height, length = np.frombuffer(view, "<u4", 3).tolist()
     return _pixel_bytes(width, height, str(view[12 : 12 + length], "ascii"))
 
@@ -430,13 +430,13 @@ def _pixel_bytes(width: int, height: int, mode: str) -> int:
     return width * height * (1 if mode in ("1", "L", "P") else 4)
 
 
-def decode_raw(view: memoryview) -> Any:
-    """Decode an image in the form of ``encode_raw``."""
+def decode_raw_image(view: memoryview) -> Any:
+    """Decode an image in the form of ``encode_raw_image``."""
     width, height, length = np.frombuffer(view, "<u4", 3).tolist()
     return _import_pillow().frombytes(str(view[12 : 12 + length], "ascii"), (width, height), bytes(view[12 + length :]))
 
 
-def encode_raw(image: Any) -> bytes:
+def encode_raw_image(image: Any) -> bytes:
     """Encode an image as width, height and length of the mode (4 bytes each), the mode, and the pixels."""
     mode = _require_image(image).mode.encode()
     head: bytes = np.array([*image.size, len(mode)], "<u4").tobytes() + mode

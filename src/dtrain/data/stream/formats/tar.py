@@ -22,8 +22,11 @@ from dtrain.data.stream.formats.shard_format import (
     Sample,
     ShardEntry,
     ShardFormat,
+    check_pillow,
     check_sample,
     check_sample_bytes,
+    decode_image,
+    image_bytes,
     to_numpy,
     unpickle,
 )
@@ -152,7 +155,7 @@ class TarShard:
         """Return the size of a decoded member that may grow when decoded; 0 for other members."""
         kind = member_kind(column)
         if self._images and kind in IMAGE_SUFFIXES:
-            return shard_format.decoded_bytes(view)
+            return image_bytes(view)
         if kind == "npz":
             with zipfile.ZipFile(io.BytesIO(view)) as archive:
                 return sum(member.file_size for member in archive.infolist())
@@ -163,7 +166,7 @@ class TarShard:
             raise ValueError(f"{column} must have {size} bytes, got {len(view)}")
         kind = member_kind(column)
         if self._images and kind in IMAGE_SUFFIXES:
-            return shard_format.decode_image(view)
+            return decode_image(view)
         return _DECODERS.get(kind, bytes)(view)
 
     def close(self) -> None:
@@ -188,7 +191,7 @@ class TarFormat(ShardFormat):
         """Check the options; see ``ShardFormat.check``."""
         super().check(entry, options)
         if options.get("images"):
-            shard_format.check_pillow()
+            check_pillow()
 
     def open_unchecked(
         self, source: ByteSource, entry: ShardEntry, options: Mapping[str, Any], max_sample_bytes: int, decoded: ByteLRU | None
