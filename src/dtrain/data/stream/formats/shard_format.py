@@ -1,4 +1,4 @@
-"""``ShardFormat``: the base of shard formats; protocols of their readers and writers; ``FORMATS``: the registry of formats.
+"""``ShardFormat``: the base of shard formats; protocols of their readers and writers; ``get_format``: a format by its name.
 
 Helpers of the formats check samples, wrap errors, and present a source of bytes as a file object."""
 
@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from io import BytesIO
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
@@ -86,7 +86,7 @@ class ShardEntry:
     Args:
         file: file of the shard.
         samples: number of samples.
-        format: a key of ``FORMATS``.
+        format: one of ``FORMAT_NAMES``.
         details: plain data that the format needs to open the shard; MDS: names and encodings of the columns.
     """
 
@@ -100,7 +100,7 @@ class ShardFormat:
     """Reader of a file format. One object per format, without state. A subclass implements ``open_unchecked`` and ``count``."""
 
     name: str
-    """Key of the format in ``FORMATS``, and name in an index."""
+    """Name of the format, also in an index."""
 
     suffixes: tuple[str, ...] = ()
     """Suffixes of file names without the suffix of a compression; empty if only an index identifies the format."""
@@ -169,38 +169,24 @@ class ShardFormat:
         raise NotImplementedError
 
 
-_FORMAT_MODULES = {"mds": "mds", "parquet": "parquet", "jsonl": "json_lines", "text": "json_lines", "tar": "tar"}
+_FORMAT_MODULES = MappingProxyType(
+    {"mds": "mds", "parquet": "parquet", "jsonl": "json_lines", "text": "json_lines", "tar": "tar"}
+)
 
-
-class _FormatRegistry(Mapping[str, ShardFormat]):
-    """Mapping from a name to a format. The module and the package of a format are imported on first use."""
-
-    def __getitem__(self, name: str) -> ShardFormat:
-        if name not in _FORMAT_MODULES:
-            raise KeyError(name)
-        module = importlib.import_module(f"dtrain.data.stream.formats.{_FORMAT_MODULES[name]}")
-        return cast(ShardFormat, getattr(module, name.upper()))
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(_FORMAT_MODULES)
-
-    def __len__(self) -> int:
-        return len(_FORMAT_MODULES)
-
-
-FORMATS: Mapping[str, ShardFormat] = _FormatRegistry()
-"""Every readable shard format, by name."""
+FORMAT_NAMES = tuple(_FORMAT_MODULES)
+"""Names of all readable shard formats."""
 
 
 def get_format(name: str) -> ShardFormat:
-    """Return the shard format of a name.
+    """Return the shard format of a name. The module and the package of a format are imported on first use.
 
     Raises:
         ConfigError: the name is unknown.
     """
-    if name not in FORMATS:
-        raise ConfigError(f"format {name!r} is unknown. Use one of {', '.join(FORMATS)}.")
-    return FORMATS[name]
+    if name not in _FORMAT_MODULES:
+        raise ConfigError(f"format {name!r} is unknown. Use one of {', '.join(FORMAT_NAMES)}.")
+    module = importlib.import_module(f"dtrain.data.stream.formats.{_FORMAT_MODULES[name]}")
+    return cast(ShardFormat, getattr(module, name.upper()))
 
 
 def check_sample_bytes(actual: int, limit: int) -> None:
