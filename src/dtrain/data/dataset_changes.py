@@ -2,13 +2,16 @@
 
 Workers have copies of these objects, and a loader reads ahead. So a loader compares a few attributes after each batch. If the
 loop has changed one, the loader discards the batches in preparation and reads them again.
+
+Only data in attributes of objects are read: numbers, strings, small containers, tensors and arrays. Modules, classes, variables
+of functions and the state of other objects (models, generators, files, locks) are not read, and no large container is walked.
 """
 
 from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from enum import Enum
 from functools import cache, partial
 from io import IOBase
@@ -25,8 +28,21 @@ from dtrain.typing import Plain
 if TYPE_CHECKING:
     from dtrain.data.batch_source import BatchSource, LoaderItem
 
-
 _RESTARTS_IN_A_ROW = 3
+# A larger container counts by its identity and length.
+_CONTAINER_ENTRIES = 32
+_ATTRIBUTE_ENTRIES, _NESTED_CONTAINERS = 128, 3
+_OBJECTS = 64
+
+_PLAIN = frozenset({int, float, complex, str, bytes, bool, type(None)})
+# A union of types would be made again for each value.
+_SEQUENCES, _SETS, _ARRAYS = (list, tuple, deque), (set, frozenset), (np.ndarray, bytearray)
+_CONTAINERS = (*_SEQUENCES, *_SETS, dict)
+_FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType, partial)
+# Threads of their own, or state that processes share, change these datasets.
+_UNWATCHED_MODULES = ("dtrain.data.stream.", "datasets.", "streaming.", "torchdata.", "multiprocessing.")
+_UNWATCHED_KINDS = (nn.Module, Tensor, type, Enum, IOBase)
+_HEAP_TYPE = 1 << 9
 
 
 class DatasetWatch:
@@ -46,16 +62,14 @@ class DatasetWatch:
         """Leave out attributes that reading has changed, here or (``changed``) in a worker. Mutates: this object."""
         if changed:
             self._changed_by_reading |= changed
-        if self._reads_here and not self._latest.is_current():
+        if self._reads_here:
             before, self._latest = self._latest, self._read()
-            self._changed_by_reading |= before.differing_names(self._latest)
+            self._changed_by_reading |= differing_names(before, self._latest)
 
     def changed_by_loop(self) -> frozenset[str]:
         """Return the names that the loop has changed since the last call. Mutates: this object, to the current values."""
-        if self._latest.is_current():
-            return frozenset()
         before, self._latest = self._latest, self._read()
-        return before.differing_names(self._latest) - self._changed_by_reading
+        return differing_names(before, self._latest) - self._changed_by_reading
 
     def needs_restart(self, *, ends_epoch: bool) -> bool:
         """Return True if the loop has changed an attribute, so that batches in preparation must be read again.
@@ -64,7 +78,7 @@ class DatasetWatch:
         """
         changed = self.changed_by_loop() - self._at_epoch_ends
         if ends_epoch and self._at_epoch_ends:
-            changed |= self._read_by_workers.differing_names(self._latest) & self._at_epoch_ends - self._changed_by_reading
+            changed |= differing_names(self._read_by_workers, self._latest) & self._at_epoch_ends - self._changed_by_reading
         elif not ends_epoch and (changed or self._restarts_in_a_row):
             changed = self._count_restarts(changed)
         if changed:
@@ -135,22 +149,6 @@ def _warn(event: str) -> None:
     print(f"dtrain: loader: {event}", file=sys.stderr)
 
 
-# A larger container counts by its identity and length.
-_CONTAINER_ENTRIES = 32
-_ATTRIBUTE_ENTRIES, _NESTED_CONTAINERS = 128, 3
-_OBJECTS = 64
-
-_PLAIN = frozenset({int, float, complex, str, bytes, bool, type(None)})
-# A union of types would be made again for each value.
-_SEQUENCES, _SETS, _ARRAYS = (list, tuple, deque), (set, frozenset), (np.ndarray, bytearray)
-_CONTAINERS = (*_SEQUENCES, *_SETS, dict)
-_FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType, partial)
-# Threads of their own, or state that processes share, change these datasets.
-_UNWATCHED_MODULES = ("dtrain.data.stream.", "datasets.", "streaming.", "torchdata.", "multiprocessing.")
-_UNWATCHED_KINDS = (nn.Module, Tensor, type, Enum, IOBase)
-_HEAP_TYPE = 1 << 9
-
-
 class _Same:
     """Fact that is equal for the same object only. The reference keeps the object's id from being used again."""
 
@@ -166,83 +164,60 @@ class _Same:
         return id(self._part)
 
 
-class Attributes:
-    """Comparable facts of the watched attributes by name, such as ``dataset.level``."""
-
-    __slots__ = ("_alive", "_checks", "facts")
-
-    def __init__(self) -> None:
-        self.facts: dict[str, Any] = {}
-        # An id is unique while its object lives.
-        self._alive: list[Any] = []
-        self._checks: list[tuple[Callable[[Any], Any], Any, Any]] = []
-
-    def add_check(self, function: Callable[[Any], Any], part: Any, alive: Any = None) -> None:
-        """Remember ``function(part)``, which is cheaper to compare than facts. Mutates: this object."""
-        self._alive.append(alive)
-        self._checks.append((function, part, function(part)))
-
-    def is_current(self) -> bool:
-        """Return True if no attribute has changed. The check takes about a microsecond."""
-        try:
-            for function, part, expected in self._checks:
-                if function(part) != expected:
-                    return False
-        # A thread of the user's may change the attribute now.
-        except Exception:  # noqa: BLE001
-            return False
-        return True
-
-    def differing_names(self, later: Attributes) -> frozenset[str]:
-        """Return the names of the attributes that differ from those of ``later``."""
-        before, after, missing = self.facts, later.facts, object()
-        if before == after:
-            return frozenset()
-        return frozenset(name for name in before.keys() | after.keys() if before.get(name, missing) != after.get(name, missing))
-
-
-def read_attributes(dataset: Any, transform: Any, collate: Any) -> Attributes:
-    """Read the watched attributes.
+def read_attributes(dataset: Any, transform: Any, collate: Any) -> dict[str, Any]:
+    """Return comparable facts of the watched attributes by name, such as ``dataset.level``.
 
     Watched are the attributes of the three objects, and of datasets and callable objects that their attributes hold. Names with
-    a leading underscore are not watched.
+    a leading underscore are not watched. Reading takes 5 to 30 microseconds.
     """
-    attributes, queue = Attributes(), deque[tuple[str, Any]]()
-    seen: set[int] = set()
+    facts: dict[str, Any] = {}
+    queue, seen = deque[tuple[str, Any]](), set[int]()
+
+    def add_fact(name: str, value: Any) -> None:
+        try:
+            fact = _Fact(queue).of(value, name, 0)
+        # A thread of the user's changes the container, or a class of the user's overrides a method of the container.
+        except Exception:  # noqa: BLE001
+            fact = _Same(value)
+        if fact is not None:
+            facts[name] = fact
+
     for name, root in (("dataset", dataset), ("transform", transform), ("collate", collate)):
         if root is not None:
-            _add_fact(attributes, name, root, queue)
+            add_fact(name, root)
     while queue and len(seen) < _OBJECTS:
         path, part = queue.popleft()
-        if id(part) not in seen:
-            seen.add(id(part))
-            try:
-                found = list(_attributes_of(part, attributes))
-            # The class may compute its attributes with code of the user's.
-            except Exception:  # noqa: BLE001
-                continue
-            for name, value in found:
-                _add_fact(attributes, f"{path}.{name}", value, queue)
-    return attributes
+        if id(part) in seen:
+            continue
+        seen.add(id(part))
+        try:
+            namespace = getattr(part, "__dict__", None)
+            values: dict[str, Any] = namespace.copy() if isinstance(namespace, dict) else {}
+            values |= {name: getattr(part, name, None) for name in _slot_names(type(part))}
+        # The class may compute its attributes with code of the user's.
+        except Exception:  # noqa: BLE001
+            continue
+        for name, value in values.items():
+            if name[:1] != "_":
+                add_fact(f"{path}.{name}", value)
+    return facts
 
 
-def _add_fact(attributes: Attributes, name: str, value: Any, queue: deque[tuple[str, Any]]) -> None:
-    try:
-        fact = _Fact(attributes, queue).of(value, name, 0)
-    # A thread of the user's changes the container, or a class of the user's overrides a method of the container.
-    except Exception:  # noqa: BLE001
-        fact = _Same(value)
-    if fact is not None:
-        attributes.facts[name] = fact
+def differing_names(before: dict[str, Any], after: dict[str, Any]) -> frozenset[str]:
+    """Return the names of the attributes that differ between two readings."""
+    if before == after:
+        return frozenset()
+    missing = object()
+    return frozenset(name for name in before.keys() | after.keys() if before.get(name, missing) != after.get(name, missing))
 
 
 class _Fact:
     """Reader of one attribute. ``queue`` collects the objects in the attribute whose own attributes are watched."""
 
-    __slots__ = ("_attributes", "_queue", "_room")
+    __slots__ = ("_queue", "_room")
 
-    def __init__(self, attributes: Attributes, queue: deque[tuple[str, Any]]) -> None:
-        self._attributes, self._queue, self._room = attributes, queue, _ATTRIBUTE_ENTRIES
+    def __init__(self, queue: deque[tuple[str, Any]]) -> None:
+        self._queue, self._room = queue, _ATTRIBUTE_ENTRIES
 
     def of(self, value: Any, path: str, depth: int) -> Any:
         """Return a comparable fact of ``value``; None for an object that is not watched."""
@@ -251,8 +226,7 @@ class _Fact:
             # The type tells 1 from 1.0 and True.
             return kind, value
         if isinstance(value, Tensor):
-            self._attributes.add_check(_version, value)
-            return _Same(value), _version(value)
+            return _Same(value), 0 if value.is_inference() else value._version
         if isinstance(value, _ARRAYS):
             return _Same(value)
         if isinstance(value, np.generic):
@@ -272,18 +246,13 @@ class _Fact:
         size = len(value)
         self._room -= size
         if size > _CONTAINER_ENTRIES or self._room < 0 or depth == _NESTED_CONTAINERS:
-            self._attributes.add_check(len, value)
             return _Same(value), size
-        if isinstance(value, dict):
-            self._attributes.add_check(_ids_in_dict, value, value.copy())
-        else:
-            self._attributes.add_check(_ids, value, tuple(value))
         if isinstance(value, _SETS):
-            return type(value), frozenset(entry if type(entry) in _PLAIN else id(entry) for entry in value)
+            return type(value), frozenset(entry if type(entry) in _PLAIN else _Same(entry) for entry in value)
         if not isinstance(value, dict):
             return type(value), tuple(self.of(entry, f"{path}[{at}]", depth + 1) for at, entry in enumerate(value))
         entries = list(value.items())
-        keys = tuple(key if type(key) in _PLAIN else id(key) for key, _ in entries)
+        keys = tuple(key if type(key) in _PLAIN else _Same(key) for key, _ in entries)
         return type(value), keys, tuple(self.of(entry, f"{path}[{key!r}]", depth + 1) for key, entry in entries)
 
     def _of_function(self, function: Any, path: str, depth: int) -> Any:
@@ -300,6 +269,7 @@ class _Fact:
         return (_Same(owner), _Same(function.__func__)) if type(function) is MethodType else _Same(function)
 
 
+# Each value of an attribute asks for its class, whose answer never changes.
 @cache
 def is_watched(kind: type) -> bool:
     """Return True for a class, written in Python, of datasets or of callable objects."""
@@ -308,34 +278,6 @@ def is_watched(kind: type) -> bool:
     # Each class can be called, so the names are looked up in its bases.
     is_read = any(name in vars(base) for base in kind.__mro__ for name in ("__getitem__", "__iter__", "__call__"))
     return is_read and not issubclass(kind, _UNWATCHED_KINDS)
-
-
-def _attributes_of(part: Any, attributes: Attributes) -> Iterator[tuple[str, Any]]:
-    """Yield the watched attributes. Mutates: ``attributes``, whose checks compare their identities."""
-    kind: Any = type(part)
-    if isinstance(namespace := getattr(part, "__dict__", None), dict):
-        attributes.add_check(_ids_in_dict, namespace, values := namespace.copy())
-        yield from ((name, value) for name, value in values.items() if name[:1] != "_")
-    if names := _slot_names(kind):
-        attributes.add_check(_slot_ids, part, slots := [getattr(part, name, None) for name in names])
-        yield from zip(names, slots, strict=True)
-
-
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
-
-
-def _ids(values: Iterable[Any]) -> list[int]:
-    return list(map(id, values))
-
-
-def _ids_in_dict(values: dict[Any, Any]) -> list[int]:
-    return [*map(id, values), *map(id, values.values())]
-
-
-def _slot_ids(part: Any) -> list[int]:
-    kind: Any = type(part)
-    return [id(getattr(part, name, None)) for name in _slot_names(kind)]
 
 
 @cache
