@@ -80,22 +80,14 @@ def narrow_batch(batch: Batch, start: int, length: int, batch_spec: BatchSpec | 
     """Return ``length`` samples of ``batch`` from ``start`` on; tensors are views."""
     if length:
         check_rows(batch, batch_spec)
-    if batch_spec is not None and batch_spec.axes:
-        return batch_spec.narrow(batch, start, length)
-    return _narrow(batch, start, length, count_samples(batch))
+    return _narrow(batch, start, length, batch_spec)
 
 
-def _narrow(batch: Batch, start: int, length: int, samples: int) -> Batch:
-    """Return ``length`` samples of a batch of ``samples`` samples from ``start`` on, along the first axis of every tensor."""
+def _narrow(batch: Batch, start: int, length: int, batch_spec: BatchSpec | None, samples: int | None = None) -> Batch:
+    def rows(values: Any) -> Any:
+        return values[start : start + length]
 
-    def cut(leaf: Any) -> Any:
-        if isinstance(leaf, Tensor):
-            return leaf.narrow(0, start, length) if leaf.ndim > 0 else leaf
-        if isinstance(leaf, _SEQUENCE_TYPES) and len(leaf) == samples:
-            return leaf[start : start + length]
-        return leaf
-
-    return _map_leaves(batch, cut, lambda tensors: tensors[start : start + length])
+    return _map_samples(batch, batch_spec, lambda leaf, axis: leaf.narrow(axis, start, length), rows, rows, samples)
 
 
 def select_samples(batch: Batch, indices: Tensor, batch_spec: BatchSpec | None = None) -> Batch:
@@ -109,18 +101,37 @@ def select_samples(batch: Batch, indices: Tensor, batch_spec: BatchSpec | None =
     Host sync: none; one for each sequence with an entry per sample.
     """
     check_rows(batch, batch_spec)
+    return _map_samples(
+        batch,
+        batch_spec,
+        lambda leaf, axis: leaf.index_select(axis, indices),
+        lambda values: type(values)(values[index] for index in indices.tolist()),
+        lambda tensordict: tensordict[indices],
+    )
+
+
+def _map_samples(
+    batch: Batch,
+    batch_spec: BatchSpec | None,
+    cut: Callable[[Tensor, int], Tensor],
+    cut_sequence: Callable[[Any], Any],
+    cut_tensordict: Callable[[Any], Any],
+    samples: int | None = None,
+) -> Batch:
+    """Apply ``cut`` to tensors and their batch axis, ``cut_sequence`` to sequences with an entry per sample.
+
+    ``samples`` is the number of samples, if it was counted already.
+    """
     if batch_spec is not None and batch_spec.axes:
-        return batch_spec.select(batch, indices)
-    total = count_samples(batch)
+        return batch_spec.map_batch_axis(batch, cut, cut_tensordict)
+    samples = count_samples(batch) if samples is None else samples
 
-    def select(leaf: Any) -> Any:
+    def cut_leaf(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
-            return leaf.index_select(0, indices) if leaf.ndim > 0 else leaf
-        if isinstance(leaf, _SEQUENCE_TYPES) and len(leaf) == total:
-            return type(leaf)(leaf[index] for index in indices.tolist())
-        return leaf
+            return cut(leaf, 0) if leaf.ndim > 0 else leaf
+        return cut_sequence(leaf) if isinstance(leaf, _SEQUENCE_TYPES) and len(leaf) == samples else leaf
 
-    return _map_leaves(batch, select, lambda tensors: tensors[indices])
+    return _map_leaves(batch, cut_leaf, cut_tensordict)
 
 
 def split_batch(batch: Batch, microbatch_size: int, *, batch_spec: BatchSpec | None = None) -> list[Batch]:
@@ -167,10 +178,9 @@ def count_and_split(batch: Batch, microbatch_size: int | None, batch_spec: Batch
     if batch_spec is not None and batch_spec.split is not None:
         return samples, tokens, call_split(batch_spec.split, batch, microbatch_size, samples)
     check_rows(batch, batch_spec, samples)
-    sizes = [(start, min(microbatch_size, samples - start)) for start in range(0, samples, microbatch_size)]
-    if batch_spec is not None and batch_spec.axes:
-        return samples, tokens, [batch_spec.narrow(batch, start, length) for start, length in sizes]
-    return samples, tokens, [_narrow(batch, start, length, samples) for start, length in sizes]
+    starts = range(0, samples, microbatch_size)
+    parts = [_narrow(batch, start, min(microbatch_size, samples - start), batch_spec, samples) for start in starts]
+    return samples, tokens, parts
 
 
 def _count_and_split_flat(batch: Batch, microbatch_size: int) -> tuple[int, list[Batch]] | None:
@@ -353,9 +363,12 @@ class BatchSpec:
         """
         sizes: dict[str, tuple[int, str]] = {}
         for key, axes in self.axes.items():
-            if not _has_key(batch, key):
-                keys = sorted(map(str, _batch_keys(batch)))
-                raise ConfigError(f"batch_spec: the batch has no {key!r}, only {keys}. Describe these keys.")
+            if not (isinstance(batch, Mapping) or is_tensordict(batch)):
+                kind = type(batch).__name__
+                raise ConfigError(f"batch_spec: needs a mapping of tensors, got a {kind}. Let collate return a dict.")
+            # A TensorDict has no ``in`` of its own.
+            if key not in (keys := list(batch.keys())):
+                raise ConfigError(f"batch_spec: the batch has no {key!r}, only {sorted(map(str, keys))}. Describe these keys.")
             shape = tuple(batch[key].shape)
             if len(shape) != len(axes):
                 raise ConfigError(f"batch_spec: {key!r} must be [{', '.join(axes)}], got shape {shape}. Correct its axes.")
@@ -372,18 +385,11 @@ class BatchSpec:
         sizes = self.axis_sizes(batch)
         return sizes["batch"], sizes["batch"] * sizes.get("seq", 0)
 
-    def narrow(self, batch: Batch, start: int, length: int) -> Batch:
-        """Return ``length`` samples of ``batch`` from ``start`` on, as views. Keys that are not in the spec are kept whole."""
-        return self._map_batch_axis(
-            batch, lambda leaf, axis: leaf.narrow(axis, start, length), lambda whole: whole[start : start + length]
-        )
+    def map_batch_axis(self, batch: Batch, cut: Callable[[Tensor, int], Tensor], cut_first: Callable[[Any], Any]) -> Batch:
+        """Apply ``cut`` to each named tensor and its batch axis, or ``cut_first`` to a TensorDict as a whole.
 
-    def select(self, batch: Batch, indices: Tensor) -> Batch:
-        """Return copies of the samples at ``indices`` ``[k]``, in that order. Keys that are not in the spec are kept whole."""
-        return self._map_batch_axis(batch, lambda leaf, axis: leaf.index_select(axis, indices), lambda whole: whole[indices])
-
-    def _map_batch_axis(self, batch: Batch, cut: Callable[[Tensor, int], Tensor], cut_first: Callable[[Any], Any]) -> Batch:
-        """Apply ``cut`` to each named tensor and its batch axis, or ``cut_first`` to a TensorDict as a whole."""
+        Keys that are not in the spec are kept whole.
+        """
         axis = {key: axes.index("batch") for key, axes in self.axes.items() if "batch" in axes}
         if is_tensordict(batch) and batch.batch_dims and not any(axis.values()):
             return cut_first(batch)
@@ -488,16 +494,6 @@ def call_split(split: SplitFn, batch: Batch, microbatch_size: int, samples: int)
             "Return the batch itself in a list if it cannot be split."
         )
     return microbatches
-
-
-def _has_key(batch: Batch, key: str) -> bool:
-    return key in _batch_keys(batch)
-
-
-def _batch_keys(batch: Batch) -> list[Any]:
-    if not (isinstance(batch, Mapping) or is_tensordict(batch)):
-        raise ConfigError(f"batch_spec: needs a mapping of tensors, got a {type(batch).__name__}. Let collate return a dict.")
-    return list(batch.keys())
 
 
 Item = TypeVar("Item")

@@ -14,11 +14,10 @@ import torch
 
 from dtrain.arguments import check_int
 from dtrain.data.batch import FailedBatch, attach_batch_info, prefetch_items
-from dtrain.data.batch_source import BatchSource, LoaderItem, next_item
+from dtrain.data.batch_source import BatchSource, IterableBatchSource, LoaderItem, next_item
 from dtrain.data.dataset import hash_fingerprint
 from dtrain.data.dataset_changes import items_with_changes
 from dtrain.data.fetcher import describe_error
-from dtrain.data.iterable_batch_source import IterableBatchSource
 from dtrain.data.position import (
     EpochBatches,
     IssuedBatch,
@@ -204,40 +203,54 @@ class Loader:
         if (recorder := current_context().recorder) is not None:
             goal = recorder.run_goal(self, goal)
         while not is_reached(goal, self.position) and not any(condition.stopped for condition in stops):
-            at, evaluations = self.position, self._evaluations
-            items = self._items(at, goal)
-            while True:
-                try:
-                    item = next_item(items)
-                except DtrainError as error:
-                    if get_dist_info().world_size > 1:
-                        # The step on this batch raises the error on all ranks, so that no rank waits.
-                        yield self._failed_batch(error, at)
-                    raise
-                if item is None:
-                    break
-                before, at = at, item.position_after
-                if item.position_only:
-                    self.position, self._dataset_state = at, item.dataset_state
-                    continue
-                batch, issued = self._mark(item, before, pending)
-                # The position advances last. If an interrupt hits in between, the next loop issues the batch again.
-                pending, self._issued = None, issued
-                self.skipped.add(item.skipped)
+            pending = yield from self._issue_until_restart(goal, stops, pending)
+
+    def _issue_until_restart(
+        self, goal: Duration, stops: Sequence[StopCondition], pending: IssuedBatch | None
+    ) -> Generator[Batch, None, IssuedBatch | None]:
+        """Issue batches until the goal, a stop, or an event after which the source must be read from another position.
+
+        Args:
+            goal: end of the loop.
+            stops: conditions that end the loop after a batch.
+            pending: the batch whose step was interrupted, which is issued again.
+
+        Returns:
+            ``pending``, until it is issued.
+        """
+        at, evaluations = self.position, self._evaluations
+        items = self._items(at, goal)
+        while True:
+            try:
+                item = next_item(items)
+            except DtrainError as error:
+                if get_dist_info().world_size > 1:
+                    # The step on this batch raises the error on all ranks, so that no rank waits.
+                    yield self._failed_batch(error, at)
+                raise
+            if item is None:
+                return pending
+            before, at = at, item.position_after
+            if item.position_only:
                 self.position, self._dataset_state = at, item.dataset_state
-                with current_context().issuing(self._identity):
-                    yield batch
-                # The batch source may wait for the agreement.
-                item.status.epoch_ended = issued.status.epoch_ended
-                self._step_expected, self._issued = issued.is_stepped, None
-                if stops and any(condition.stopped for condition in stops):
-                    return
-                # The loop restarts before the next batch is read: the samples to skip may be unreadable. It also restarts if
-                # one_epoch() has moved the dataset.
-                if self._skip_target is self.position or (self._evaluations != evaluations and self._source.single_reader):
-                    break
-                if self.position is not at:
-                    raise ConfigError("loader: another loop moved the position during this loop. Run one loop at a time.")
+                continue
+            batch, issued = self._mark(item, before, pending)
+            # The position advances last. If an interrupt hits in between, the next loop issues the batch again.
+            pending, self._issued = None, issued
+            self.skipped.add(item.skipped)
+            self.position, self._dataset_state = at, item.dataset_state
+            with current_context().issuing(self._identity):
+                yield batch
+            # The batch source may wait for the agreement.
+            item.status.epoch_ended = issued.status.epoch_ended
+            self._step_expected, self._issued = issued.is_stepped, None
+            # A loop that was stopped reads no further batch. The loop restarts before the next batch is read, since the
+            # samples to skip may be unreadable, and if one_epoch() has moved the dataset.
+            has_moved = self._evaluations != evaluations and self._source.single_reader
+            if any(condition.stopped for condition in stops) or self._skip_target is self.position or has_moved:
+                return None
+            if self.position is not at:
+                raise ConfigError("loader: another loop moved the position during this loop. Run one loop at a time.")
 
     def one_epoch(self) -> Iterator[Batch]:
         """Iterate over each sample of an epoch once, without moving the position: for evaluation.

@@ -218,7 +218,7 @@ _GOLDEN_RATIO = 0x9E3779B97F4A7C15 - 2**64
 _CHUNK = 1 << 15
 
 
-def permute(positions: Tensor, n: int, key: int) -> Tensor:
+def permute_array(positions: IntArray, n: int, key: int) -> IntArray:
     """Evaluate the permutation ``key`` of ``range(n)`` at ``positions``.
 
     Args:
@@ -227,17 +227,12 @@ def permute(positions: Tensor, n: int, key: int) -> Tensor:
         key: key of the permutation.
 
     Returns:
-        ``[k]`` int64 in ``[0, n)``; distinct for distinct positions.
+        ``[k]`` int64 in ``[0, n)``, a new array; distinct for distinct positions.
 
     Source: a Feistel network with six rounds over the next power of two (Luby and Rackoff 1988), with cycle walking until the
     value is inside the range (Black and Rogaway 2002), at most two steps on average. Up to 1024 samples: the order of their
     hashes.
     """
-    return torch.from_numpy(permute_array(positions.numpy(), n, key))
-
-
-def permute_array(positions: IntArray, n: int, key: int) -> IntArray:
-    """Evaluate ``permute`` for arrays: ``[k]`` int64 to ``[k]`` int64, a new array."""
     keys = round_keys(key)
     if n <= _SORT_LIMIT:
         return np.argsort(mix_bits(mix_bits(np.arange(n), keys[0]), keys[1]), kind="stable")[positions]
@@ -287,13 +282,6 @@ def mix_bits(values: IntArray, key: int | IntArray) -> IntArray:
     return x
 
 
-def _bit_lengths(sizes: IntArray) -> IntArray:
-    """Return ``(n - 1).bit_length()`` of each size above 1."""
-    # The conversion to float64 is exact below 2**53.
-    exponents: IntArray = np.frexp((sizes - 1).astype(np.float64))[1].astype(np.int64)
-    return exponents
-
-
 def _cycle_walk(positions: IntArray, n: int | IntArray, bits: int | IntArray, keys: Sequence[int | IntArray]) -> IntArray:
     """Apply the Feistel network again to values outside of ``[0, n)``, until all values are inside."""
     values = _feistel(positions, bits, keys)
@@ -329,7 +317,9 @@ def _cycle_walk_in_ranges(offsets: IntArray, sizes: IntArray, ids: IntArray, key
     first, lengths = _find_runs(ids)
     range_ids = ids[first]
     range_keys = [np.repeat(mix_bits(mix_bits(range_ids, key), keys[0]), lengths) for key in keys]
-    return _cycle_walk(offsets, sizes, np.repeat(_bit_lengths(sizes[first]), lengths), range_keys)
+    # The exponent is (size - 1).bit_length(). The conversion to float64 is exact below 2**53.
+    bits = np.frexp((sizes[first] - 1).astype(np.float64))[1].astype(np.int64)
+    return _cycle_walk(offsets, sizes, np.repeat(bits, lengths), range_keys)
 
 
 def _find_runs(ids: IntArray) -> tuple[IntArray, IntArray]:

@@ -238,11 +238,10 @@ class ByteTokenizer:
 
     def encode(self, documents: Sequence[RawDocument]) -> list[TokenArray]:
         """Return the bytes of each document; text is encoded as UTF-8."""
-        return [np.frombuffer(_to_bytes(document), dtype=np.uint8) for document in documents]
-
-
-def _to_bytes(document: RawDocument) -> bytes:
-    return document.encode() if isinstance(document, str) else document
+        return [
+            np.frombuffer(document.encode() if isinstance(document, str) else document, dtype=np.uint8)
+            for document in documents
+        ]
 
 
 def _is_text(document: RawDocument) -> bool:

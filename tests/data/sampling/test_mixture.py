@@ -1,5 +1,7 @@
 import pickle
+from bisect import bisect_right
 from fractions import Fraction
+from itertools import accumulate
 
 import pytest
 import torch
@@ -67,10 +69,11 @@ def drawn(mixture, order, epochs):
 
 
 def own(mixture, indices):
-    found = {name: [] for name in mixture.sources}
+    bounds = [0, *accumulate(len(source) for source in mixture.sources.values())]
+    found, names = {name: [] for name in mixture.sources}, list(mixture.sources)
     for index in indices:
-        name, place = mixture._locate(index)
-        found[name].append(place)
+        source = bisect_right(bounds, index) - 1
+        found[names[source]].append(index - bounds[source])
     return found
 
 

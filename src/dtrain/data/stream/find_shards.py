@@ -226,7 +226,7 @@ def _count_samples(store: ShardStore, entry: ShardEntry) -> ShardEntry:
     """Return the entry with the samples, the details and the raw size of its file."""
     shard_format, path = get_format(entry.format), store.resolve(entry.file.name)
     by_ranges = isinstance(store.root, RemotePath) and entry.file.compression is None and shard_format.supports_ranges
-    source = RangeSource(path, entry.file) if by_ranges else store.open(entry).source
+    source = RangeSource(path, entry.file) if by_ranges else store.open(entry)[0]
     try:
         with wrap_shard_errors("file"):
             samples, details = shard_format.count(source)

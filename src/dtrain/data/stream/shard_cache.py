@@ -400,4 +400,6 @@ class ForkRegistry:
             instance.after_fork()
 
 
+# The only state of this package in a module. A hook of os.register_at_fork belongs to the process and cannot be removed, so one
+# hook serves all datasets, which the registry holds by weak references.
 FORK_REGISTRY = ForkRegistry()

@@ -7,7 +7,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 import xxhash
@@ -16,7 +16,6 @@ from dtrain.data.stream.formats.compression import COMPRESSION_SUFFIXES, parse_c
 from dtrain.data.stream.formats.shard_format import FORMAT_NAMES, ShardEntry, ShardFile, get_format
 from dtrain.data.stream.shard_table import MAX_COUNT, ShardTable, ShardTableBuilder
 from dtrain.errors import ConfigError, DataError
-from dtrain.typing import Plain
 
 _XXHASH_NAMES = ("xxh32", "xxh64", "xxh128", "xxh3_64", "xxh3_128")
 _HASHLIB_NAMES = ("md5", "sha1", "sha224", "sha256", "sha384", "sha512", "sha3_224", "sha3_256", "sha3_384", "sha3_512")
@@ -105,7 +104,25 @@ def read_index(text: bytes | bytearray) -> ShardTable:
 
 def write_index(entries: Iterable[ShardEntry]) -> bytes:
     """Encode an index, so that ``read_index`` returns equal entries. mosaicml-streaming can read an index of MDS shards."""
-    shards = [_encode_entry(entry) for entry in entries]
+    shards = []
+    for entry in entries:
+        file = entry.file
+        raw_name = file.name if file.raw_name is None else file.raw_name
+        raw = {"basename": raw_name, "bytes": file.raw_size, "hashes": dict(file.raw_digests)}
+        stored = {"basename": file.name, "bytes": file.size, "hashes": dict(file.digests)}
+        shard = {
+            # The name has no level. The details may have the level.
+            "compression": file.compression,
+            "hashes": sorted(file.digests),
+            "size_limit": None,
+            **entry.details,
+            "version": _INDEX_VERSION,
+            "format": entry.format,
+            "samples": entry.samples,
+            "raw_data": raw if file.compression else stored,
+            "zip_data": stored if file.compression else None,
+        }
+        shards.append(shard)
     return json.dumps({"version": _INDEX_VERSION, "shards": shards}, sort_keys=True).encode()
 
 
@@ -204,22 +221,3 @@ def _parse_count(content: Mapping[str, Any], key: str, context: str) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= MAX_COUNT:
         raise DataError(f"{context}: {key} must be a count, got {_format_value(value)}")
     return value
-
-
-def _encode_entry(entry: ShardEntry) -> dict[str, Plain]:
-    file = entry.file
-    raw_name = file.name if file.raw_name is None else file.raw_name
-    raw: dict[str, Plain] = {"basename": raw_name, "bytes": file.raw_size, "hashes": dict(file.raw_digests)}
-    stored: dict[str, Plain] = {"basename": file.name, "bytes": file.size, "hashes": dict(file.digests)}
-    return {
-        # The name has no level. The details may have the level.
-        "compression": file.compression,
-        "hashes": [*sorted(file.digests)],
-        "size_limit": None,
-        **cast(dict[str, Plain], dict(entry.details)),
-        "version": _INDEX_VERSION,
-        "format": entry.format,
-        "samples": entry.samples,
-        "raw_data": raw if file.compression else stored,
-        "zip_data": stored if file.compression else None,
-    }

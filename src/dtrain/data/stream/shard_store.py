@@ -6,7 +6,6 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from os import getuid
 from pathlib import Path
 from typing import Any
@@ -78,14 +77,6 @@ def default_cache_bytes(folder: Path) -> int:
     return _MAX_CACHE_BYTES if free is None else min(_MAX_CACHE_BYTES, (free + cached) * 3 // 4)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OpenedBytes:
-    """A source, and the bytes of the cache that it keeps in use."""
-
-    source: ByteSource
-    cached_bytes: int = 0
-
-
 class ShardStore:
     """Shards of one dataset.
 
@@ -139,8 +130,8 @@ class ShardStore:
         """Return True if the shard can be read at once."""
         return not self.uses_cache(file) or self.cache.contains(self._cache_key(file))
 
-    def open(self, entry: ShardEntry) -> OpenedBytes:
-        """Open the raw bytes of a shard.
+    def open(self, entry: ShardEntry) -> tuple[ByteSource, int]:
+        """Open the raw bytes of a shard, and return the bytes of the cache that they keep in use as well.
 
         Raises:
             DataError: the bytes cannot be read, or differ from the index.
@@ -148,10 +139,15 @@ class ShardStore:
         file = entry.file
         if not self.uses_cache(file):
             if isinstance(self.root, RemotePath):
-                return OpenedBytes(source=RangeSource(self._stored_path(file), file))
-            return OpenedBytes(source=MemorySource(self._open_in_place(file)))
+                return RangeSource(self.root / file.name, file), 0
+            return MemorySource(self._open_in_place(file)), 0
         try:
-            view = self._open_cached(file)
+            view = self.cache.get(
+                self._cache_key(file),
+                bytes_to_reserve(file),
+                lambda part: self._download(file, part),
+                is_sound=lambda view: self._is_sound(file, view),
+            )
         except OSError as error:
             # The disk of the cache failed.
             raise DataError(
@@ -159,18 +155,8 @@ class ShardStore:
                 "Free space in the cache's folder, or pass another cache=."
             ) from error
         if view is None:
-            self._warn_cache_full(file)
-            return OpenedBytes(source=MemorySource(self._read_into_memory(file)))
-        return OpenedBytes(source=MemorySource(view), cached_bytes=len(view))
-
-    def _open_cached(self, file: ShardFile) -> memoryview | None:
-        """Open the shard in the cache; None if there is no room, or if another process has a damaged copy open."""
-        return self.cache.get(
-            self._cache_key(file),
-            bytes_to_reserve(file),
-            lambda part: self._download(file, part),
-            is_sound=lambda view: self._is_sound(file, view),
-        )
+            return MemorySource(self._read_into_memory(file)), 0
+        return MemorySource(view), len(view)
 
     def _is_sound(self, file: ShardFile, view: memoryview) -> bool:
         """Return False if the bytes of a cached shard differ from the index."""
@@ -195,13 +181,10 @@ class ShardStore:
         """Fetch the shard into the cache, unless another process does so, or there is no room."""
         self.cache.fill(self._cache_key(file), bytes_to_reserve(file), lambda part: self._download(file, part, stopped))
 
-    def _stored_path(self, file: ShardFile) -> AnyPath:
-        return self.root / file.name
-
     def _cache_key(self, file: ShardFile) -> str:
         """Return the shard's name in the cache, equal for equal bytes. Without digests, the modification time is part of it."""
         digests: object = sorted(file.digests.items()), sorted(file.raw_digests.items())
-        path = self._stored_path(file)
+        path = self.root / file.name
         if not (file.digests or file.raw_digests or isinstance(path, RemotePath)):
             digests = storage.modified_ns(path)
         key = f"{self.root}\0{file.name}\0{file.size}\0{file.compression}\0{digests}"
@@ -212,7 +195,14 @@ class ShardStore:
         self._verified.add(file.name)
 
     def _read_into_memory(self, file: ShardFile) -> memoryview:
-        """Read the shard into memory, because the cache has no room."""
+        """Read the shard into memory, because the cache has no room, and warn once."""
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"{self.root}: other processes use all {self.cache.limit} bytes of the cache, or have a damaged copy open, so "
+                f"{file.name} is read into memory. Raise cache_bytes, or lower max_open_shards",
+                stacklevel=2,
+            )
         content = bytearray()
         download(
             self.resolve(file.name),
@@ -222,16 +212,6 @@ class ShardStore:
             limit=self.max_shard_bytes,
         )
         return memoryview(content).toreadonly()
-
-    def _warn_cache_full(self, file: ShardFile) -> None:
-        if self._has_warned:
-            return
-        self._has_warned = True
-        warnings.warn(
-            f"{self.root}: other processes use all {self.cache.limit} bytes of the cache, or have a damaged copy open, so "
-            f"{file.name} is read into memory. Raise cache_bytes, or lower max_open_shards",
-            stacklevel=2,
-        )
 
     def _unpacked_copy(self, file: ShardFile) -> Path | None:
         """Return the decompressed copy that another reader has left beside a compressed file; None if there is no such copy."""

@@ -311,16 +311,12 @@ class ShardTableBuilder:
             "ends": _smallest(_as_array(self._ends, np.int64)),
             "text": _as_array(self._text, np.uint8),
         }
-        return ShardTable(groups, columns, fingerprint=_hash_shards(groups, columns), bytes_total=_exact_sum(sizes))
-
-
-def _hash_shards(groups: Sequence[ShardGroup], columns: Mapping[str, NDArray[Any]]) -> str:
-    """Hash the shards to a fingerprint, which checkpoints contain."""
-    state = xxhash.xxh3_128(json.dumps(msgspec.to_builtins(groups), sort_keys=True).encode())
-    for name in ("groups", "sizes", "raw_sizes", "samples", "ends", "text"):
-        state.update(f"{name} {columns[name].dtype.str} {len(columns[name])}".encode())
-        state.update(columns[name].data)
-    return state.hexdigest()
+        # Checkpoints contain the fingerprint.
+        state = xxhash.xxh3_128(json.dumps(msgspec.to_builtins(groups), sort_keys=True).encode())
+        for name in ("groups", "sizes", "raw_sizes", "samples", "ends", "text"):
+            state.update(f"{name} {columns[name].dtype.str} {len(columns[name])}".encode())
+            state.update(columns[name].data)
+        return ShardTable(groups, columns, fingerprint=state.hexdigest(), bytes_total=_exact_sum(sizes))
 
 
 def _as_array(values: array[int] | bytearray, dtype: type[np.generic]) -> NDArray[Any]:

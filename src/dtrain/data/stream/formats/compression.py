@@ -104,6 +104,8 @@ def decompress(name: str, chunks: ByteChunks, *, limit: int | None = None) -> It
 def _decompress_members(name: str, chunks: ByteChunks, limit: int | None) -> Iterator[bytes]:
     """Decompress the members of a gz or bz2 file, or the frames of a zstd file, in sequence."""
     open_member: Callable[[], Any]
+    failure: Any
+    max_output: tuple[int, ...]
     if name == "gz":
         open_member, failure, max_output = partial(zlib.decompressobj, 31), zlib.error, (_OUTPUT_CHUNK_BYTES,)
     elif name == "bz2":

@@ -58,7 +58,11 @@ class MdsShard:
     def __init__(self, source: ByteSource, entry: ShardEntry, options: Mapping[str, Any], max_sample_bytes: int) -> None:
         self._source: ByteSource | None = source
         self._max_sample_bytes = max_sample_bytes
-        self._columns = _select_columns(_parse_columns(entry), options)
+        selected = options.get("columns")
+        self._columns: list[MdsColumn] = [
+            (name, size, coder.decode if selected is None or name in selected else None, coder.decoded_bytes)
+            for name, size, coder in _parse_columns(entry)
+        ]
         self._sizes = struct.Struct(f"<{sum(size is None for _, size, _, _ in self._columns)}I")
         self._bounds, _ = _read_offsets(source, entry.file.name)
 
@@ -110,14 +114,6 @@ def _parse_columns(entry: ShardEntry) -> list[tuple[str, int | None, MdsEncoding
             raise DataError(f"{entry.file.name}: column {name!r} has {size!r} bytes, but {text} has {encoding.size}")
         columns.append((str(name), encoding.size, encoding))
     return columns
-
-
-def _select_columns(columns: list[tuple[str, int | None, MdsEncoding]], options: Mapping[str, Any]) -> list[MdsColumn]:
-    selected = options.get("columns")
-    return [
-        (name, size, coder.decode if selected is None or name in selected else None, coder.decoded_bytes)
-        for name, size, coder in columns
-    ]
 
 
 def _read_offsets(source: ByteSource, name: str) -> tuple[memoryview, int]:
@@ -199,7 +195,12 @@ class MdsWriter:
     sample_bytes = 4
 
     def __init__(self, first: Sample, columns: Mapping[str, str] | None, settings: dict[str, Plain]) -> None:
-        columns = _infer_columns(first) if columns is None else columns
+        if columns is None:
+            check_sample(first, 0)
+            columns = {}
+            with ColumnErrors(number=0) as at:
+                for at.column in first:
+                    columns[at.column] = infer_encoding(to_numpy(first[at.column]))
         self._names = sorted(columns)
         self._encodings = []
         with ColumnErrors() as at:
@@ -238,15 +239,6 @@ class MdsWriter:
                 f"a shard of {bounds[-1]} bytes is too large for MDS, which has 4-byte offsets. Use smaller samples."
             )
         return b"".join([np.uint32(len(encoded)).tobytes(), bounds.astype("<u4").tobytes(), self._config, *encoded])
-
-
-def _infer_columns(first: Sample) -> dict[str, str]:
-    check_sample(first, 0)
-    columns = {}
-    with ColumnErrors(number=0) as at:
-        for at.column in first:
-            columns[at.column] = infer_encoding(to_numpy(first[at.column]))
-    return columns
 
 
 _SCALAR_NAMES = ("uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64", "float16", "float32", "float64")
@@ -356,10 +348,6 @@ def _scalar_encoding(name: str) -> MdsEncoding:
     return MdsEncoding(size=dtype.itemsize, encode=encode, decode=lambda view: dtype.type(*unpack(view)))
 
 
-def _encode_int64(value: Any) -> bytes:
-    return operator.index(value).to_bytes(8, "little", signed=True)
-
-
 def _array_encoding(dtype: str | None, shape: tuple[int, ...] | None) -> MdsEncoding:
     """Encode an array: the dtype unless it is fixed, the shape unless it is fixed, and the values."""
     item = None if dtype is None else np.dtype(dtype).newbyteorder("<")
@@ -392,10 +380,6 @@ def _decode_array(item: np.dtype[Any] | None, shape: tuple[int, ...] | None, vie
         shape = tuple(np.frombuffer(view, f"<u{width}", axes, begin + 1).tolist())
         begin += 1 + axes * width
     return np.frombuffer(view, item, offset=begin).reshape(shape).copy()
-
-
-def _encode_json(value: Any) -> bytes:
-    return json.dumps(value.tolist() if isinstance(value, np.ndarray) else value).encode()
 
 
 def _join_parts(parts: list[bytes]) -> bytes:
@@ -450,13 +434,20 @@ _JPEGS = MdsEncoding(
 ENCODINGS: Mapping[str, MdsEncoding] = {
     "bytes": _BYTES,
     "str": MdsEncoding(encode=lambda value: bytes(_require_type(value, str).encode()), decode=lambda view: str(view, "utf-8")),
-    "int": MdsEncoding(size=8, encode=_encode_int64, decode=lambda view: int.from_bytes(view, "little", signed=True)),
+    "int": MdsEncoding(
+        size=8,
+        encode=lambda value: operator.index(value).to_bytes(8, "little", signed=True),
+        decode=lambda view: int.from_bytes(view, "little", signed=True),
+    ),
     **{name: _scalar_encoding(name) for name in _SCALAR_NAMES},
     "ndarray": _array_encoding(None, None),
     "str_int": _digits_encoding(int, int),
     "str_float": _digits_encoding(float, float),
     "str_decimal": _digits_encoding(Decimal, Decimal),
-    "json": MdsEncoding(encode=_encode_json, decode=lambda view: json.loads(str(view, "utf-8"))),
+    "json": MdsEncoding(
+        encode=lambda value: json.dumps(value.tolist() if isinstance(value, np.ndarray) else value).encode(),
+        decode=lambda view: json.loads(str(view, "utf-8")),
+    ),
     "pil": _PIL,
     "jpeg": _JPEG,
     "png": _PNG,

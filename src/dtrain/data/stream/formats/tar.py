@@ -86,17 +86,13 @@ def _add_member(samples: list[tuple[str, TarMembers]], member: tarfile.TarInfo, 
     members.append((column, member.offset_data, member.offset_data + member.size))
 
 
-def _decode_text(view: memoryview) -> str:
-    return str(view, "utf-8")
-
-
 def _decode_npz(view: memoryview) -> dict[str, Any]:
     with np.load(io.BytesIO(view), allow_pickle=False) as arrays:
         return dict(arrays)
 
 
 _DECODERS: Mapping[str, Callable[[memoryview], Any]] = {
-    **dict.fromkeys(("txt", "text", "transcript"), _decode_text),
+    **dict.fromkeys(("txt", "text", "transcript"), lambda view: str(view, "utf-8")),
     **dict.fromkeys(("cls", "cls2", "index", "inx", "id", "count"), lambda view: int(bytes(view))),
     **dict.fromkeys(("json", "jsn"), lambda view: json.loads(str(view, "utf-8"))),
     "npy": lambda view: np.load(io.BytesIO(view), allow_pickle=False),
@@ -276,7 +272,10 @@ def _encode_value(name: str, value: Any, number: int) -> bytes:
         )
     if kind in _ENCODERS:
         with ColumnErrors(name, number):
-            return _ENCODERS[kind](value)
+            expected, description, encode = _ENCODERS[kind]
+            if not isinstance(value, expected):
+                raise TypeError(f"must be {description}, got {type(value).__name__}")
+            return encode(value)
     if not isinstance(value, bytes):
         known = ", ".join(_ENCODERS)
         raise ConfigError(
@@ -286,8 +285,6 @@ def _encode_value(name: str, value: Any, number: int) -> bytes:
 
 
 def _encode_npy(value: Any) -> bytes:
-    if not isinstance(value, np.ndarray):
-        raise TypeError(f"must be an array, got {type(value).__name__}")
     out = io.BytesIO()
     np.save(out, value, allow_pickle=False)
     return out.getvalue()
@@ -299,22 +296,11 @@ def _encode_npz(value: Any) -> bytes:
     return out.getvalue()
 
 
-def _encode_int(value: Any) -> bytes:
-    if not isinstance(value, int | np.integer):
-        raise TypeError(f"must be an int, got {type(value).__name__}")
-    return str(int(value)).encode()
-
-
-def _encode_text(value: Any) -> bytes:
-    if not isinstance(value, str):
-        raise TypeError(f"must be a str, got {type(value).__name__}")
-    return value.encode()
-
-
-_ENCODERS: Mapping[str, Callable[[Any], bytes]] = {
-    "json": lambda value: json.dumps(value, allow_nan=False).encode(),
-    "txt": _encode_text,
-    "cls": _encode_int,
-    "npy": _encode_npy,
-    "npz": _encode_npz,
+# The type of values, its name in errors, and the encoder, by suffix.
+_ENCODERS: Mapping[str, tuple[Any, str, Callable[[Any], bytes]]] = {
+    "json": (object, "", lambda value: json.dumps(value, allow_nan=False).encode()),
+    "txt": (str, "a str", lambda value: value.encode()),
+    "cls": (int | np.integer, "an int", lambda value: str(int(value)).encode()),
+    "npy": (np.ndarray, "an array", _encode_npy),
+    "npz": (object, "", _encode_npz),
 }
