@@ -187,13 +187,14 @@ def read_attributes(dataset: Any, transform: Any, collate: Any) -> dict[str, Any
             add_fact(name, root)
     while queue and len(seen) < _OBJECTS:
         path, part = queue.popleft()
+        kind: Any = type(part)
         if id(part) in seen:
             continue
         seen.add(id(part))
         try:
             namespace = getattr(part, "__dict__", None)
             values: dict[str, Any] = namespace.copy() if isinstance(namespace, dict) else {}
-            values |= {name: getattr(part, name, None) for name in _slot_names(type(part))}
+            values |= {name: getattr(part, name, None) for name in _slot_names(kind)}
         # The class may compute its attributes with code of the user's.
         except Exception:  # noqa: BLE001
             continue

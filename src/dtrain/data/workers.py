@@ -117,7 +117,7 @@ def _load_in_workers(source: Any, requests: Any, workers: WorkerConfig) -> Itera
     before = set(multiprocessing.active_children())
     batches = _start_workers(source, requests, workers)
     done_event = batches._workers_done_event = _DoneEvent(batches._workers_done_event)
-    children = [child for child in multiprocessing.active_children() if child not in before]
+    children: list[Any] = [child for child in multiprocessing.active_children() if child not in before]
     # Python ends the workers of a loop that was not closed with SIGTERM, which they ignore, and then waits.
     at_exit = partial(_kill, children, only_in=os.getpid())
     atexit.register(at_exit)

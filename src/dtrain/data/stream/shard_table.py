@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, TypeAlias, overload
+from typing import Any, Literal, TypeAlias, cast, overload
 
 import msgspec
 import numpy as np
@@ -343,7 +343,7 @@ def _group_of(entry: ShardEntry) -> ShardGroup:
     return ShardGroup(
         format=entry.format,
         compression=file.compression,
-        details=entry.details,
+        details=cast("dict[str, Any]", entry.details),
         digests=_digest_fields(file.digests),
         raw_digests=None if same_digests else _digest_fields(file.raw_digests),
         raw_name=origin(file.raw_name, file.name),
