@@ -13,12 +13,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from dtrain.packages import EXTRA_MODULES
 
 import dtrain as dt
 import public
 from dtrain import storage
 from dtrain.data.token_stream import load_tokenizer
-from dtrain.optional_dependencies import EXTRA_MODULES
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 

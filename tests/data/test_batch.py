@@ -5,7 +5,7 @@ import torch
 from tensordict import TensorDict
 
 from dtrain.data.batch import batch_spec, count_samples, count_samples_and_tokens, select_samples, split_batch, to_device
-from dtrain.dist.dispatch import OpObserver
+from dtrain.dist.collective_replay import OpObserver
 from dtrain.errors import ConfigError
 
 Pair = namedtuple("Pair", "x y")

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from dtrain.testing.counters import count_collectives
 from torch import Tensor, nn
 
 from dtrain.data.batch import batch_spec
@@ -16,7 +17,6 @@ from dtrain.errors import ConfigError
 from dtrain.monitors.reduce_metrics import reduce_metrics
 from dtrain.shard.fsdp import shard_model
 from dtrain.step.evaluate import auto_batch_eval, evaluate
-from dtrain.testing.collective_counter import count_collectives
 from dtrain.testing.fault_injection import inject_fault
 from dtrain.typing import LossSum
 

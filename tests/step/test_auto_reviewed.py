@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+from dtrain.testing.checks import memory_budget
 from torch import nn
 
 from dtrain.data.batch import batch_spec
@@ -21,7 +22,6 @@ from dtrain.step.compose import Step, compose_step
 from dtrain.step.evaluate import auto_batch_eval
 from dtrain.step.microbatch_step import microbatch_step
 from dtrain.testing.fault_injection import inject_fault
-from dtrain.testing.memory_budgets import memory_budget
 from dtrain.typing import LossSum
 from step.abandoned import batches, fingerprint
 from step.abandoned import start as start_small

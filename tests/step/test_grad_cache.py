@@ -11,13 +11,15 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+from dtrain.testing.checks import memory_budget
+from dtrain.testing.counters import count_collectives
 from torch import Tensor, nn
 
 from dtrain.data.batch import batch_spec
-from dtrain.dist.differentiable import all_gather_with_grad
 from dtrain.dist.dtensor import full_tensor
 from dtrain.dist.init import get_dist_info
 from dtrain.dist.mesh import build_mesh
+from dtrain.dist.ragged import all_gather_with_grad
 from dtrain.errors import ConfigError, PeerError
 from dtrain.monitors.reduce_metrics import reduce_metrics
 from dtrain.shard.fsdp import shard_model
@@ -27,8 +29,6 @@ from dtrain.step.auto_microbatch import auto_microbatch
 from dtrain.step.compose import compose_step
 from dtrain.step.grad_cache import grad_cache_step
 from dtrain.step.microbatch_step import microbatch_step
-from dtrain.testing.collective_counter import count_collectives
-from dtrain.testing.memory_budgets import memory_budget
 from dtrain.typing import LossSum
 
 SAMPLES, WIDTH, DIM = 11, 5, 3

@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import torch
+from dtrain.testing.checks import memory_budget
 from torch import nn
 
 from dtrain.data.batch import batch_spec
@@ -18,7 +19,6 @@ from dtrain.step.backward_update import optimizer_in_backward
 from dtrain.step.compose import compose_step
 from dtrain.step.microbatch_step import microbatch_step
 from dtrain.step.transform import Transform
-from dtrain.testing.memory_budgets import memory_budget
 from dtrain.transforms.combinators import on_batch
 from dtrain.transforms.gradients.clip_by_norm import clip_by_norm
 from dtrain.transforms.hyperparameters.scale_lr import scale_lr

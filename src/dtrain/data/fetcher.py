@@ -22,8 +22,7 @@ from torch.utils.data import default_collate, get_worker_info
 from dtrain.data.dataset import ColumnDataset, read_samples
 from dtrain.data.dataset_changes import differing_names, read_attributes
 from dtrain.data.workers import INLINE_TENSOR_BYTES, Payload, WorkerBatch, describe_shared_memory_error
-from dtrain.dist.generator_state import SeedOnDraw, fork_rng, reseed
-from dtrain.dist.rng import derive_seed, generator
+from dtrain.dist.rng import SeedOnDraw, derive_seed, fork_rng, generator, reseed
 from dtrain.errors import ConfigError, DataError, ShardError
 from dtrain.typing import Batch, is_tensordict
 

@@ -17,7 +17,7 @@ from dtrain import storage
 from dtrain.arguments import check_choice, check_int
 from dtrain.data.packed_tokens import LAST_BLOCK_MODES, TokenBlock, TokenDocument, as_document
 from dtrain.errors import CheckpointMismatchError, ConfigError, DataError
-from dtrain.optional_dependencies import missing_extra_error
+from dtrain.packages import missing_extra_error
 from dtrain.storage import AnyPath
 
 _PREFIX = "pack_tokens"

@@ -19,10 +19,10 @@ from dtrain.data.batch import BatchSpec, count_samples_and_tokens, get_batch_inf
 from dtrain.dist.collective_replay import TraceCache
 from dtrain.dist.collectives import all_gather_json, all_gather_numbers
 from dtrain.dist.context import current_context
+from dtrain.dist.incident import report_missing_ranks
 from dtrain.dist.init import get_dist_info
 from dtrain.dist.rng import RNGSnapshot
 from dtrain.dist.step_sync import BackwardSync, RankStatus, StepCounts
-from dtrain.dist.timeout_report import report_missing_ranks
 from dtrain.errors import ConfigError, PeerError, StepError
 from dtrain.launch import heartbeats
 from dtrain.memory.device_memory import release_cached_memory

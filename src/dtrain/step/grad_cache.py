@@ -26,8 +26,8 @@ from dtrain.data.batch import (
     to_device,
 )
 from dtrain.dist.context import current_context
+from dtrain.dist.incident import is_collective_error
 from dtrain.dist.rng import RNGSnapshot
-from dtrain.dist.timeout_report import is_collective_error
 from dtrain.errors import ConfigError
 from dtrain.memory.device_memory import is_out_of_memory
 from dtrain.shard.buffers import restore_buffers

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from dtrain.testing.counters import count_collectives, count_host_syncs
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
@@ -26,8 +27,6 @@ from dtrain.step.backward_update import optimizer_in_backward
 from dtrain.step.compose import compose_step
 from dtrain.step.microbatch_step import microbatch_step
 from dtrain.step.optimizer import apply_gradients
-from dtrain.testing.collective_counter import count_collectives
-from dtrain.testing.host_syncs import count_host_syncs
 from dtrain.transforms.combinators import between, masked
 from dtrain.transforms.gradients.clip_by_norm import clip_by_norm
 from dtrain.transforms.weights.diloco import diloco

@@ -22,7 +22,7 @@ from dtrain.data.batch import (
 )
 from dtrain.dist.collective_replay import EQUAL_MICROBATCHES_ADVICE, check_collectives
 from dtrain.dist.collectives import all_gather_numbers
-from dtrain.dist.timeout_report import report_missing_ranks
+from dtrain.dist.incident import report_missing_ranks
 from dtrain.errors import ConfigError
 from dtrain.schedules.durations import Duration, parse_window
 from dtrain.schedules.hyperparameters import hyperparameter

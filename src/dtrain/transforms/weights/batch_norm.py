@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from dtrain.data.batch import BatchSpec, count_samples_and_tokens, to_device
+from dtrain.dist.incident import report_missing_ranks
 from dtrain.dist.init import get_dist_info
-from dtrain.dist.timeout_report import report_missing_ranks
 from dtrain.errors import StepError
 from dtrain.shard.buffers import BufferSnapshot
 from dtrain.shard.spec import get_device, get_spec

@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from dtrain.errors import ConfigError, DataError
-from dtrain.optional_dependencies import missing_extra_error
+from dtrain.packages import missing_extra_error
 
 _LEVELS = MappingProxyType({"br": range(12), "bz2": range(1, 10), "gz": range(10), "snappy": range(0), "zstd": range(1, 23)})
 _DEFAULT_LEVELS = MappingProxyType({"br": 11, "bz2": 9, "gz": 9, "snappy": 0, "zstd": 3})

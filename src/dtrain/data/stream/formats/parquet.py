@@ -26,7 +26,7 @@ from dtrain.data.stream.formats.shard_format import (
 )
 from dtrain.data.stream.open_shards import ByteLRU
 from dtrain.errors import ConfigError, DataError
-from dtrain.optional_dependencies import missing_extra_error
+from dtrain.packages import missing_extra_error
 from dtrain.typing import Plain
 
 _CACHE_BYTES = 2**28

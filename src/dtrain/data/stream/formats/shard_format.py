@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 import numpy as np
 
 from dtrain.errors import ConfigError, DataError, DtrainError, ShardError, escape_unprintable
-from dtrain.optional_dependencies import missing_extra_error
+from dtrain.packages import missing_extra_error
 from dtrain.storage import exists, read_file, resolve_path
 from dtrain.typing import Plain
 
