@@ -17,7 +17,7 @@ import torch
 import dtrain as dt
 import public
 from dtrain import storage
-from dtrain.data.packing.tokenizer import load_tokenizer
+from dtrain.data.token_stream import load_tokenizer
 from dtrain.packages import EXTRA_MODULES
 
 CHECKOUT = Path(__file__).resolve().parents[1]

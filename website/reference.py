@@ -27,7 +27,7 @@ TOPICS = (
           "checkpointing, offload. See [sharding](../sharding.md) and [precision](../precision.md).",
           "shard"),
     Topic("loader", "Loader", "Batches of a run that resumes, in place of a DataLoader. See [data](../data.md).",
-          "data.build_loader data.loader data.device_prefetch data.position batch"),
+          "data.build_loader data.loader data.batch data.position batch"),
     Topic("losses", "Losses and metrics", "A loss is a sum and its weight. See [concepts](../concepts.md#losssum).",
           "losses metrics monitors.reduce_metrics"),
     Topic("step", "Step", "Compose a step, accumulate gradients, evaluate. See [how pieces compose](../seams.md) "

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import dtrain as dt
-from dtrain.data.sampling.sample_order import rank_share
+from dtrain.data.sample_order import rank_share
 from dtrain.dist.dtensor import to_local
 from dtrain.dist.init import get_dist_info
 from dtrain.dist.rng import rng_state, seed_all

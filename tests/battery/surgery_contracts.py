@@ -13,7 +13,7 @@ from torch import nn
 import dtrain as dt
 from battery.run import differences, snapshot
 from battery.surgery import row
-from dtrain.data.sampling.sample_order import rank_share
+from dtrain.data.sample_order import rank_share
 from dtrain.dist.init import get_dist_info
 from dtrain.dist.rng import seed_all
 from dtrain.errors import ConfigError

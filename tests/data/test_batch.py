@@ -4,8 +4,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from dtrain.data.batch import count_samples, count_samples_and_tokens, select_samples, split_batch, to_device
-from dtrain.data.batch_axes import batch_spec
+from dtrain.data.batch import batch_spec, count_samples, count_samples_and_tokens, select_samples, split_batch, to_device
 from dtrain.dist.collective_replay import OpObserver
 from dtrain.errors import ConfigError
 

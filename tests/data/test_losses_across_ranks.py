@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import dtrain as dt
-from dtrain.data.sampling.sample_order import ElasticSampler
+from dtrain.data.sample_order import ElasticSampler
 from samples import Numbers, Troubled, fail, hang
 
 

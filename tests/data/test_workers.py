@@ -18,7 +18,7 @@ import torch
 
 import dtrain as dt
 import samples
-from dtrain.data.workers import _SigchldHandler, workers_for_rank
+from dtrain.data.workers import workers_for_rank
 from dtrain.dist.rng import seed_all
 from samples import Drawing, Numbers, Reporting, Troubled, die, die_when, die_with_lock, fail, hang, leave, lock
 
@@ -149,14 +149,21 @@ def test_worker_death_is_not_raised_inside_the_loop_body(tmp_path):
         list(stream)
 
 
-def test_sigchld_handler_is_installed_only_while_workers_run():
-    one, two = build(Numbers(8)).until("1ep"), build(Numbers(8)).until("1ep")
-    next(one), next(two)
-    assert isinstance(signal.getsignal(signal.SIGCHLD), _SigchldHandler)
-    one.close()
-    assert isinstance(signal.getsignal(signal.SIGCHLD), _SigchldHandler)
-    two.close()
-    assert not isinstance(signal.getsignal(signal.SIGCHLD), _SigchldHandler)
+def test_users_handler_of_sigchld_runs_and_is_kept():
+    calls = []
+
+    def handler(number, frame):
+        calls.append(number)
+
+    before = signal.signal(signal.SIGCHLD, handler)
+    try:
+        for _ in build(Numbers(8)).until("1ep"):
+            calls.clear()
+            subprocess.run([sys.executable, "-c", ""], check=True)
+            assert calls
+        assert signal.getsignal(signal.SIGCHLD) is handler
+    finally:
+        signal.signal(signal.SIGCHLD, before)
 
 
 def test_workers_ignore_signals_handled_by_the_rank(tmp_path):

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from dtrain.data.stream.formats.compression import decompress
-from dtrain.data.stream.formats.shard_format import FORMATS, Shard, ShardEntry, ShardFile
+from dtrain.data.stream.formats.shard_format import Shard, ShardEntry, ShardFile, get_format
 from dtrain.data.stream.shard_index import compute_digests, read_index
 
 
@@ -30,14 +30,14 @@ class Held:
 
 def entry_for(data: bytes, form: str, **details: Any) -> ShardEntry:
     """An entry of these bytes, as of a folder without an index."""
-    samples, found = FORMATS[form].count(Held(data))
+    samples, found = get_format(form).count(Held(data))
     file = ShardFile(name="shard", size=len(data))
     return ShardEntry(file=file, samples=samples, format=form, details={**found, **details})
 
 
 def opened(data: bytes, form: str, **options: Any) -> Shard:
     """The shard of these bytes."""
-    return FORMATS[form].open(Held(data), entry_for(data, form), options)
+    return get_format(form).open(Held(data), entry_for(data, form), options)
 
 
 def rows(shard: Shard) -> list[Any]:
@@ -54,7 +54,7 @@ def shards_of(folder: Path, **options: Any) -> Iterator[Shard]:
         assert (len(stored), len(raw)) == (entry.file.size, entry.file.raw_size)
         assert compute_digests(stored, entry.file.digests) == entry.file.digests
         assert compute_digests(raw, entry.file.raw_digests) == entry.file.raw_digests
-        yield FORMATS[entry.format].open(Held(raw), entry, options)
+        yield get_format(entry.format).open(Held(raw), entry, options)
 
 
 def samples_of(folder: Path, **options: Any) -> list[Any]:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel
 
-from dtrain.data.batch_axes import batch_spec
+from dtrain.data.batch import batch_spec
 from dtrain.data.build_loader import build_loader
 from dtrain.dist.dtensor import full_tensor
 from dtrain.dist.init import get_dist_info

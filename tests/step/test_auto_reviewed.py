@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from dtrain.data.batch_axes import batch_spec
+from dtrain.data.batch import batch_spec
 from dtrain.dist.dtensor import to_local
 from dtrain.dist.init import get_dist_info
 from dtrain.dist.mesh import build_mesh

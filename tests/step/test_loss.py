@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from dtrain.data.batch_axes import batch_spec
+from dtrain.data.batch import batch_spec
 from dtrain.dist.mesh import build_mesh
 from dtrain.errors import ConfigError, StepError
 from dtrain.shard.fsdp import shard_model

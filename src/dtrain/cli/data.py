@@ -21,7 +21,7 @@ from dtrain.errors import ConfigError, DataError, escape_unprintable
 from dtrain.storage import AnyPath
 
 if TYPE_CHECKING:
-    from dtrain.data.packing.tokenizer import Tokenizer, TokenWindows
+    from dtrain.data.token_stream import Tokenizer, TokenWindows
 
 
 WRITE_EXAMPLES = """
@@ -119,7 +119,7 @@ class _TokenOptions:
         return self.tokenizer.name == "bytes"
 
     def windows(self, samples: Iterable[Mapping[str, Any]]) -> TokenWindows:
-        from dtrain.data.packing.tokenizer import TokenWindows
+        from dtrain.data.token_stream import TokenWindows
 
         return TokenWindows(iter_texts(samples, self.column), self.tokenizer, self.size)
 
@@ -138,7 +138,7 @@ def _load_tokenizer(
         raise ConfigError("--format text has lines of text, but no tokens. Use mds, parquet, jsonl or tar.")
     if selected:
         raise ConfigError("--columns and --tokenizer exclude each other, because windows have one column, tokens. Use --text.")
-    from dtrain.data.packing.tokenizer import load_tokenizer
+    from dtrain.data.token_stream import load_tokenizer
 
     return _TokenOptions(tokenizer=load_tokenizer(name, eos_token=end), size=size, column=column)
 
@@ -303,7 +303,7 @@ def infer_encodings(
     if form != "mds":
         missing = next(name for name in selected if name not in known)
         raise ConfigError(f"--columns: {form} needs types for all columns or for none, but {missing!r} has no type. Add types.")
-    from dtrain.data.stream.formats.mds_encodings import infer_encoding
+    from dtrain.data.stream.formats.mds import infer_encoding
 
     encodings = {name: known[name] if name in known else infer_encoding(first[name]) for name in selected}
     return chain([first], samples), encodings

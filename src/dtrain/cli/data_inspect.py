@@ -134,7 +134,7 @@ def find_shard_problem(
         ConfigError: a package is missing, or a column would run code.
         OSError: there is no space for a copy of the shard.
     """
-    from dtrain.data.stream.download import download
+    from dtrain.data.stream.shard_store import download
 
     place = _resolve_inside(root, entry.file.name)
     if place is None:

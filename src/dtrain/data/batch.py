@@ -6,18 +6,20 @@ every tensor. A ``BatchSpec`` describes other batches, and is needed to count to
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from operator import index
+from typing import Any, SupportsIndex, TypeVar
 
 import torch
 from torch import Tensor
 
-from dtrain.arguments import check_int
-from dtrain.data.batch_axes import BatchSpec, call_count, call_split
+from dtrain.arguments import check_int, explain_arguments
+from dtrain.device import is_accelerator
 from dtrain.dist.batch_info import BatchInfo
 from dtrain.errors import ConfigError
-from dtrain.typing import Batch, is_tensordict
+from dtrain.typing import Batch, CountFn, SplitFn, WeightFn, is_tensordict
 
 # Attribute of a batch's tensors that holds the BatchInfo.
 _BATCH_INFO = "_dtrain_batch_info"
@@ -78,22 +80,14 @@ def narrow_batch(batch: Batch, start: int, length: int, batch_spec: BatchSpec | 
     """Return ``length`` samples of ``batch`` from ``start`` on; tensors are views."""
     if length:
         check_rows(batch, batch_spec)
-    if batch_spec is not None and batch_spec.axes:
-        return batch_spec.narrow(batch, start, length)
-    return _narrow(batch, start, length, count_samples(batch))
+    return _narrow(batch, start, length, batch_spec)
 
 
-def _narrow(batch: Batch, start: int, length: int, samples: int) -> Batch:
-    """Return ``length`` samples of a batch of ``samples`` samples from ``start`` on, along the first axis of every tensor."""
+def _narrow(batch: Batch, start: int, length: int, batch_spec: BatchSpec | None, samples: int | None = None) -> Batch:
+    def rows(values: Any) -> Any:
+        return values[start : start + length]
 
-    def cut(leaf: Any) -> Any:
-        if isinstance(leaf, Tensor):
-            return leaf.narrow(0, start, length) if leaf.ndim > 0 else leaf
-        if isinstance(leaf, _SEQUENCE_TYPES) and len(leaf) == samples:
-            return leaf[start : start + length]
-        return leaf
-
-    return _map_leaves(batch, cut, lambda tensors: tensors[start : start + length])
+    return _map_samples(batch, batch_spec, lambda leaf, axis: leaf.narrow(axis, start, length), rows, rows, samples)
 
 
 def select_samples(batch: Batch, indices: Tensor, batch_spec: BatchSpec | None = None) -> Batch:
@@ -107,18 +101,37 @@ def select_samples(batch: Batch, indices: Tensor, batch_spec: BatchSpec | None =
     Host sync: none; one for each sequence with an entry per sample.
     """
     check_rows(batch, batch_spec)
+    return _map_samples(
+        batch,
+        batch_spec,
+        lambda leaf, axis: leaf.index_select(axis, indices),
+        lambda values: type(values)(values[index] for index in indices.tolist()),
+        lambda tensordict: tensordict[indices],
+    )
+
+
+def _map_samples(
+    batch: Batch,
+    batch_spec: BatchSpec | None,
+    cut: Callable[[Tensor, int], Tensor],
+    cut_sequence: Callable[[Any], Any],
+    cut_tensordict: Callable[[Any], Any],
+    samples: int | None = None,
+) -> Batch:
+    """Apply ``cut`` to tensors and their batch axis, ``cut_sequence`` to sequences with an entry per sample.
+
+    ``samples`` is the number of samples, if it was counted already.
+    """
     if batch_spec is not None and batch_spec.axes:
-        return batch_spec.select(batch, indices)
-    total = count_samples(batch)
+        return batch_spec.map_batch_axis(batch, cut, cut_tensordict)
+    samples = count_samples(batch) if samples is None else samples
 
-    def select(leaf: Any) -> Any:
+    def cut_leaf(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
-            return leaf.index_select(0, indices) if leaf.ndim > 0 else leaf
-        if isinstance(leaf, _SEQUENCE_TYPES) and len(leaf) == total:
-            return type(leaf)(leaf[index] for index in indices.tolist())
-        return leaf
+            return cut(leaf, 0) if leaf.ndim > 0 else leaf
+        return cut_sequence(leaf) if isinstance(leaf, _SEQUENCE_TYPES) and len(leaf) == samples else leaf
 
-    return _map_leaves(batch, select, lambda tensors: tensors[indices])
+    return _map_leaves(batch, cut_leaf, cut_tensordict)
 
 
 def split_batch(batch: Batch, microbatch_size: int, *, batch_spec: BatchSpec | None = None) -> list[Batch]:
@@ -165,10 +178,9 @@ def count_and_split(batch: Batch, microbatch_size: int | None, batch_spec: Batch
     if batch_spec is not None and batch_spec.split is not None:
         return samples, tokens, call_split(batch_spec.split, batch, microbatch_size, samples)
     check_rows(batch, batch_spec, samples)
-    sizes = [(start, min(microbatch_size, samples - start)) for start in range(0, samples, microbatch_size)]
-    if batch_spec is not None and batch_spec.axes:
-        return samples, tokens, [batch_spec.narrow(batch, start, length) for start, length in sizes]
-    return samples, tokens, [_narrow(batch, start, length, samples) for start, length in sizes]
+    starts = range(0, samples, microbatch_size)
+    parts = [_narrow(batch, start, min(microbatch_size, samples - start), batch_spec, samples) for start in starts]
+    return samples, tokens, parts
 
 
 def _count_and_split_flat(batch: Batch, microbatch_size: int) -> tuple[int, list[Batch]] | None:
@@ -324,3 +336,227 @@ def _named_tensors(value: Any, path: str) -> Iterator[tuple[str, Tensor]]:
     elif isinstance(value, Sequence) and not isinstance(value, str | bytes):
         for index, item in enumerate(value):
             yield from _named_tensors(item, f"{path}[{index}]")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchSpec:
+    """Description of a batch, which every function with a ``batch_spec`` accepts. ``batch_spec`` makes one.
+
+    Args:
+        axes: names of the axes of a batch's tensors by key, like einops patterns. The axis ``batch`` counts samples, the axis
+            ``seq`` counts the tokens of a sample. Without axes, the first axis of every tensor counts samples.
+        count: function that counts a batch; it takes precedence over the axes.
+        split: function that splits a batch into microbatches; it takes precedence over the axes.
+        weight: function that returns this rank's weight of a whole batch.
+    """
+
+    axes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    count: CountFn | None = None
+    split: SplitFn | None = None
+    weight: WeightFn | None = None
+
+    def axis_sizes(self, batch: Batch) -> dict[str, int]:
+        """Return the size of every named axis.
+
+        Raises:
+            ConfigError: a missing key, a wrong number of axes, or two sizes of one axis. The message names key and axis.
+        """
+        sizes: dict[str, tuple[int, str]] = {}
+        for key, axes in self.axes.items():
+            if not (isinstance(batch, Mapping) or is_tensordict(batch)):
+                kind = type(batch).__name__
+                raise ConfigError(f"batch_spec: needs a mapping of tensors, got a {kind}. Let collate return a dict.")
+            # A TensorDict has no ``in`` of its own.
+            if key not in (keys := list(batch.keys())):
+                raise ConfigError(f"batch_spec: the batch has no {key!r}, only {sorted(map(str, keys))}. Describe these keys.")
+            shape = tuple(batch[key].shape)
+            if len(shape) != len(axes):
+                raise ConfigError(f"batch_spec: {key!r} must be [{', '.join(axes)}], got shape {shape}. Correct its axes.")
+            for axis, size in zip(axes, shape, strict=True):
+                known, first_key = sizes.setdefault(axis, (size, key))
+                if known != size:
+                    raise ConfigError(
+                        f"batch_spec: axis {axis!r} is {known} in {first_key!r} but {size} in {key!r} (shape {shape}). Pad it."
+                    )
+        return {axis: size for axis, (size, _) in sizes.items()}
+
+    def count_by_axes(self, batch: Batch) -> tuple[int, int]:
+        """Return the number of samples and tokens of ``batch`` by its axes. Tokens are 0 without an axis ``seq``."""
+        sizes = self.axis_sizes(batch)
+        return sizes["batch"], sizes["batch"] * sizes.get("seq", 0)
+
+    def map_batch_axis(self, batch: Batch, cut: Callable[[Tensor, int], Tensor], cut_first: Callable[[Any], Any]) -> Batch:
+        """Apply ``cut`` to each named tensor and its batch axis, or ``cut_first`` to a TensorDict as a whole.
+
+        Keys that are not in the spec are kept whole.
+        """
+        axis = {key: axes.index("batch") for key, axes in self.axes.items() if "batch" in axes}
+        if is_tensordict(batch) and batch.batch_dims and not any(axis.values()):
+            return cut_first(batch)
+        parts = {key: cut(batch[key], at) for key, at in axis.items()}
+        if not is_tensordict(batch):
+            return {key: parts.get(key, value) for key, value in batch.items()}
+        part = batch.copy()
+        # The batch axis is not the first axis of every tensor.
+        part.batch_size = []
+        return part.update(parts)
+
+
+@explain_arguments
+def batch_spec(
+    axes: Mapping[str, str] | None = None,
+    *,
+    count: CountFn | None = None,
+    split: SplitFn | None = None,
+    weight: WeightFn | None = None,
+) -> BatchSpec:
+    """Describe a batch, once for every function with a ``batch_spec``: the step, evaluation, loaders, transforms, monitors.
+
+    Args:
+        axes: names of the axes of each tensor, separated by spaces, by key. ``batch`` counts samples, ``seq`` tokens. None
+            takes the first axis of every tensor as the batch axis.
+        count: ``batch -> samples``, or ``(samples, tokens)``, for a batch that only you can count.
+        split: ``(batch, microbatch_size) -> microbatches`` of at most that many samples, in order, for a batch that only you
+            can split.
+        weight: this rank's weight of a whole batch, a number or ``[]``, or by term (``{"loss": ..., "router": ...}``). Losses
+            with ``terms`` and ``optimizer_in_backward`` need a ``weight`` that counts the same things as the loss.
+
+    Example:
+        >>> import dtrain as dt
+        >>> spec = dt.batch_spec(
+        ...     {"input_ids": "batch seq", "label": "batch"},
+        ...     weight=lambda batch: len(batch["label"]),
+        ... )
+        >>> batch = {"input_ids": torch.ones(3, 8), "label": torch.ones(3)}
+        >>> [len(part["label"]) for part in dt.data.split_batch(batch, 2, batch_spec=spec)]
+        [2, 1]
+
+    Raises:
+        ConfigError: no axis ``batch``, an axis twice in one tensor, or a value that is not a function.
+    """
+    for name, function in (("count", count), ("split", split), ("weight", weight)):
+        if function is not None and not callable(function):
+            raise ConfigError(f"batch_spec: {name} must be a function of a batch, got {function!r}. Pass a function.")
+    if axes is None:
+        return BatchSpec(count=count, split=split, weight=weight)
+    parsed = {key: tuple(pattern.split()) for key, pattern in axes.items()}
+    for key, names in parsed.items():
+        if len(set(names)) != len(names) or not all(name.isidentifier() for name in names):
+            problem = f"axes must be different names separated by spaces, got {axes[key]!r}"
+            raise ConfigError(f"batch_spec: {key!r}: {problem}. Write 'batch seq', for example.")
+    if not any("batch" in names for names in parsed.values()):
+        raise ConfigError(f"batch_spec: no tensor has an axis called 'batch', got {dict(axes)}. Write {{'x': 'batch seq'}}.")
+    return BatchSpec(axes=parsed, count=count, split=split, weight=weight)
+
+
+def call_count(count: CountFn, batch: Batch) -> tuple[int, int]:
+    """Return the samples and tokens that ``count`` returns for ``batch``.
+
+    Raises:
+        ConfigError: ``count`` returns no whole numbers.
+    """
+    counted = count(batch)
+    numbers = [_to_int(number) for number in (counted if isinstance(counted, tuple | list) else (counted, 0))]
+    if len(numbers) != 2 or min(numbers) < 0:
+        raise ConfigError(
+            f"batch_spec: count must return samples, or (samples, tokens), as whole numbers, got {counted!r}. "
+            "Return len(batch['x']), for example."
+        )
+    return numbers[0], numbers[1]
+
+
+def _to_int(value: object) -> int:
+    """Return an integer of any library as a Python integer; -1 for any other value."""
+    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
+        return -1
+    try:
+        return index(value)
+    # A tensor that holds no single integer raises in index().
+    except TypeError:
+        return -1
+
+
+def call_split(split: SplitFn, batch: Batch, microbatch_size: int, samples: int) -> list[Batch]:
+    """Return the microbatches that ``split`` returns for a ``batch`` of ``samples`` samples.
+
+    Raises:
+        ConfigError: ``split`` returns no list, or an empty list.
+    """
+    result = split(batch, microbatch_size)
+    if not isinstance(result, Iterable) or isinstance(result, str | Mapping | Tensor):
+        raise ConfigError(
+            f"batch_spec: split must return a list of microbatches, got {type(result).__name__}. Return a list from split."
+        )
+    microbatches = list(result)
+    if not microbatches:
+        raise ConfigError(
+            f"batch_spec: split must return at least one microbatch for {samples} samples, got none. "
+            "Return the batch itself in a list if it cannot be split."
+        )
+    return microbatches
+
+
+Item = TypeVar("Item")
+
+
+def prefetch_to_device(batches: Iterable[Batch], device: torch.device | str, *, prefetch_factor: int = 2) -> Iterator[Batch]:
+    """Yield ``batches`` on ``device``, and copy the next ``prefetch_factor`` batches while the loop uses the current batch.
+
+    On an accelerator, tensors are copied from page-locked memory on a separate stream. The current stream waits for the copy,
+    but the host does not wait. On another device, each batch is moved when the loop requests the batch, without prefetch.
+
+    For a dtrain loader use ``build_loader(device=...)`` instead, which keeps the position at the batch that was issued. Around
+    ``loader.until(...)``, prefetching would move the position ahead of the loop.
+
+    Example:
+        >>> import dtrain as dt
+        >>> batches = [torch.arange(2), torch.arange(3)]
+        >>> [batch.tolist() for batch in dt.data.prefetch_to_device(batches, "cpu")]
+        [[0, 1], [0, 1, 2]]
+
+    Raises:
+        ConfigError: ``prefetch_factor`` is below 1.
+    """
+    check_int("prefetch_to_device", "prefetch_factor", prefetch_factor)
+    yield from prefetch_items(
+        batches,
+        torch.device(device),
+        prefetch_factor=prefetch_factor,
+        get_batch=lambda batch: batch,
+        set_batch=copy_batch_info,
+    )
+
+
+def prefetch_items(
+    items: Iterable[Item],
+    device: torch.device,
+    *,
+    prefetch_factor: int,
+    get_batch: Callable[[Item], Batch],
+    set_batch: Callable[[Item, Batch], Item],
+    is_last: Callable[[Item], bool] = lambda _: False,
+) -> Iterator[Item]:
+    """Prefetch items that hold a batch, as ``prefetch_to_device`` does. ``is_last`` stops read-ahead."""
+    if not is_accelerator(device):
+        for item in items:
+            yield set_batch(item, to_device(get_batch(item), device))
+        return
+    stream = torch.Stream(device)
+    copies: deque[tuple[Item, Any]] = deque()
+    for item in items:
+        with stream:
+            moved = set_batch(item, to_device(pin_memory(get_batch(item)), device))
+            copies.append((moved, stream.record_event()))
+        while len(copies) > (0 if is_last(item) else prefetch_factor):
+            yield _wait_for_copy(*copies.popleft(), device, get_batch)
+    while copies:
+        yield _wait_for_copy(*copies.popleft(), device, get_batch)
+
+
+def _wait_for_copy(item: Item, copied: Any, device: torch.device, get_batch: Callable[[Item], Batch]) -> Item:
+    """Make the current stream wait for the copy, and keep the tensors' memory allocated until the stream has used them."""
+    current = torch.accelerator.current_stream(device)
+    current.wait_event(copied)
+    for tensor in list_tensors(get_batch(item)):
+        tensor.record_stream(current)
+    return item

@@ -1,23 +1,32 @@
-"""``MapBatchSource``: loader items of an indexed dataset; ``BatchSource``: the protocol between a loader and its dataset."""
+"""``BatchSource``: the reader between a loader and its dataset, a ``MapBatchSource`` or an ``IterableBatchSource``.
+
+The samples of an indexed dataset are read by the requests of an order. An iterable dataset can be read from its start only:
+every rank reads the whole stream and keeps its share, so global batches are the same for every number of ranks. If the dataset
+has a state, a resume loads the state. Otherwise a resume reads the consumed samples again and drops them.
+"""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Protocol
+from itertools import islice
+from typing import Any, ClassVar, TypeAlias, cast
+
+from torch.utils.data import IterableDataset, get_worker_info
 
 from dtrain import spans
-from dtrain.data.batch import narrow_batch
-from dtrain.data.batch_axes import BatchSpec
-from dtrain.data.fetcher import BatchRequest, Fetcher, describe_error
+from dtrain.data.batch import BatchSpec, narrow_batch
+from dtrain.data.dataset import MosaicAdapter, has_state, restarts_each_iteration
+from dtrain.data.fetcher import BatchRequest, Fetcher, describe_error, failed_payload
 from dtrain.data.position import EpochBatches, LastBatch, Position, batch_indices, is_reached
-from dtrain.data.sampling.sample_order import CachedOrder, SampleOrder, rank_positions
-from dtrain.data.worker_batch import Payload, WorkerBatch
-from dtrain.data.workers import WorkerConfig, load_batches
+from dtrain.data.sample_order import CachedOrder, SampleOrder, check_same_state, rank_positions, rank_share
+from dtrain.data.workers import Payload, WorkerBatch, WorkerConfig, load_batches
 from dtrain.dist.batch_info import BatchStatus
 from dtrain.dist.context import current_context
-from dtrain.errors import DataError, DtrainError
+from dtrain.errors import ConfigError, DataError, DtrainError
 from dtrain.launch import heartbeats
 from dtrain.schedules.durations import Duration
 from dtrain.typing import Batch, Plain, Schedule
@@ -77,39 +86,6 @@ class BatchOptions:
     batch_spec: BatchSpec | None = None
 
 
-class BatchSource(Protocol):
-    """Source of the items of a loader."""
-
-    fetcher: Fetcher
-    options: BatchOptions
-
-    @property
-    def single_reader(self) -> bool:
-        """True if the dataset has a single position, so that a second reader moves the first reader."""
-        ...
-
-    @property
-    def can_skip(self) -> bool:
-        """True if samples of a global batch can be skipped."""
-        ...
-
-    def epoch_batches(self) -> EpochBatches | None:
-        """Return the arithmetic of the epoch's batches; None if the length of the epoch is unknown."""
-        ...
-
-    def order_identity(self, at: Position) -> dict[str, int]:
-        """Return the properties of the order (seed, shuffle, size) without which the position ``at`` has no meaning."""
-        ...
-
-    def resume(self, identity: Mapping[str, int], at: Position) -> None:
-        """Continue from ``at``, saved with ``identity``. Raise CheckpointMismatchError if ``at`` means other samples here."""
-        ...
-
-    def items(self, begin: Position, goal: Duration, *, state: Plain = None, evaluation: bool = False) -> Iterator[LoaderItem]:
-        """Iterate from ``begin`` to ``goal``. If ``evaluation`` is True, read each sample exactly once."""
-        ...
-
-
 @dataclass(slots=True, kw_only=True)
 class MapBatchSource:
     """Source of the items of an indexed dataset. The samples of each batch are known before any sample is read."""
@@ -117,8 +93,12 @@ class MapBatchSource:
     fetcher: Fetcher
     order: SampleOrder
     options: BatchOptions
+    is_indexed: ClassVar[bool] = True
+    """True if samples can be read again by index, in any order."""
     single_reader: ClassVar[bool] = False
+    """True if the dataset has a single position, so that a second reader moves the first reader."""
     can_skip: ClassVar[bool] = True
+    """True if samples of a global batch can be skipped."""
 
     def epoch_batches(self) -> EpochBatches:
         """Return the arithmetic of the epoch's batches."""
@@ -126,15 +106,19 @@ class MapBatchSource:
         return EpochBatches(size=self.order.size, global_batch_size=options.global_batch_size, last_batch=options.last_batch)
 
     def order_identity(self, at: Position) -> dict[str, int]:
-        """Return the state of the sample order."""
+        """Return the properties of the order (seed, shuffle, size) without which the position ``at`` has no meaning."""
         return self.order.state(at.epoch, at.samples)
 
     def resume(self, identity: Mapping[str, int], at: Position) -> None:
-        """Restore the sample order. Mutates: the order, if a mixture continues with other weights."""
+        """Continue from ``at``, saved with ``identity``. Mutates: the order, if a mixture continues with other weights.
+
+        Raises:
+            CheckpointMismatchError: ``at`` means other samples in this order.
+        """
         self.order = self.order.at_state(identity, at.epoch, at.samples)
 
     def items(self, begin: Position, goal: Duration, *, state: Plain = None, evaluation: bool = False) -> Iterator[LoaderItem]:
-        """Iterate over items; see ``BatchSource``."""
+        """Iterate over the items from ``begin`` to ``goal``. If ``evaluation`` is True, read each sample exactly once."""
         batches = replace(self.epoch_batches(), last_batch="short") if evaluation else self.epoch_batches()
         template = EmptyBatchTemplate(self.options.batch_spec)
         planned: deque[tuple[Position, bool]] = deque()
@@ -143,15 +127,7 @@ class MapBatchSource:
         for worker_batch in load_batches(self.fetcher, requests, self.options.workers):
             payload = unpack_or_raise(worker_batch)
             at, has_samples = planned.popleft()
-            batch, padding_sample = template.fit(payload, has_samples=has_samples)
-            yield LoaderItem(
-                batch=batch,
-                padding_sample=padding_sample,
-                position_after=at,
-                ends_epoch=at.samples == 0,
-                skipped=payload.skipped,
-                changed_by_reading=payload.changed_by_reading,
-            )
+            yield template.fit(payload, at, has_samples=has_samples, ends_epoch=at.samples == 0)
         if requests.failures:
             raise requests.failures[0]
 
@@ -172,7 +148,7 @@ class MapBatchSource:
             request = BatchRequest(at.epoch, to_read.start, indices, 1 if positions else 2)
             if (recorder := current_context().recorder) is not None:
                 recorder.sample_ids(at.epoch, indices.tolist() if positions else [])
-            at = batches.after(at, start, stop)
+            at = batches.normalize(at.after_batch(stop - start))
             planned.append((at, bool(positions)))
             yield request
 
@@ -237,31 +213,38 @@ class EmptyBatchTemplate:
         self._spec = spec
         self._last: Batch | None = None
 
-    def fit(self, payload: Payload, *, has_samples: bool) -> tuple[Batch, Batch | None]:
-        """Return the batch to issue, and a padding sample if that batch is empty.
+    def fit(self, payload: Payload, position_after: Position, *, has_samples: bool, ends_epoch: bool = False) -> LoaderItem:
+        """Return the item to issue. A rank without samples, or whose samples cannot be read, issues an empty batch.
 
         Raises:
             DataError: no sample could be read so far, so the shapes are unknown.
         """
         if payload.batch is not None:
             self._last = payload.batch
-            return (payload.batch, None) if has_samples else (self.empty_batch(), payload.batch)
-        if self._last is None:
+        elif self._last is None:
             first = "".join(f": sample {index}: {error}" for index, error in payload.skipped[:1])
             raise DataError(
                 f"loader: none of the {len(payload.skipped)} samples of the first batch could be read{first}. "
                 "Correct the dataset, or pass on_error='raise' to see the first error."
             )
-        return self.empty_batch(), self._last
+        is_empty = payload.batch is None or not has_samples
+        return LoaderItem(
+            batch=self._empty_batch() if is_empty else payload.batch,
+            padding_sample=self._last if is_empty else None,
+            position_after=position_after,
+            ends_epoch=ends_epoch,
+            skipped=payload.skipped,
+            changed_by_reading=payload.changed_by_reading,
+        )
 
-    def empty_batch(self) -> Batch:
-        """Build a batch without samples."""
+    def empty_item(self, position_after: Position) -> LoaderItem:
+        """Return an item without samples, for a rank that has ended its epoch before other ranks."""
+        return LoaderItem(
+            batch=self._empty_batch(), padding_sample=self._last, position_after=position_after, independent_epochs=True
+        )
+
+    def _empty_batch(self) -> Batch:
         return narrow_batch(self._last, 0, 0, self._spec)
-
-    @property
-    def padding_sample(self) -> Batch | None:
-        """The last batch; None before the first batch."""
-        return self._last
 
 
 def next_item(items: Iterator[LoaderItem]) -> LoaderItem | None:
@@ -273,3 +256,245 @@ def next_item(items: Iterator[LoaderItem]) -> LoaderItem | None:
         spans.end("data")
         # The wait is over. A rank that stops before its next heartbeat is not waiting for data.
         heartbeats.heartbeat("in the loop")
+
+
+@dataclass(slots=True)
+class InitialState:
+    """Initial state of a dataset that continues at its position in a new iteration, so that an epoch can rewind the dataset.
+
+    Args:
+        state: state of the dataset before this process read any sample.
+        is_iterating: True after an iteration has begun, until it reaches its end.
+    """
+
+    state: Plain = None
+    is_iterating: bool = False
+
+    def rewind(self, dataset: Any) -> None:
+        """Rewind for a new iteration. Mutates: ``dataset``, to its start, and this object."""
+        if self.is_iterating:
+            dataset.load_state_dict(deepcopy(self.state))
+        elif self.state is None:
+            self.state = deepcopy(dataset.state_dict())
+        self.is_iterating = True
+
+
+class EpochReader(IterableDataset[WorkerBatch]):
+    """The rest of an epoch of an iterable dataset as batches of this rank, for torch's ``DataLoader``.
+
+    Args:
+        source: the source, whose dataset is read.
+        begin: position of the first batch.
+        state: state of the dataset at ``begin``, None if the dataset has no state or a ``MosaicAdapter`` restores it.
+        skip: if True, read the samples before ``begin`` again and drop them.
+    """
+
+    def __init__(self, source: IterableBatchSource, begin: Position, state: Plain, *, skip: bool) -> None:
+        self.fetcher, self.initial_state = source.fetcher, source.initial_state
+        self.rank, self.ranks, self.pre_sharded = source.options.rank, source.options.ranks, source.pre_sharded
+        self.samples_per_step, self.splits_over_workers = source.samples_per_step, source.adapter is not None
+        self.begin, self.state, self.skip = begin, state, skip
+
+    def __iter__(self) -> Iterator[WorkerBatch]:
+        worker = get_worker_info()
+        step, number = (worker.num_workers, worker.id) if worker and self.splits_over_workers else (1, 0)
+        stream, begin = None, self.begin.samples // (self.ranks if self.pre_sharded else 1)
+        while True:
+            at = begin + number * self.samples_per_step
+            watched = None if worker is None else self.fetcher.watched_attributes()
+            try:
+                if stream is None and self.skip:
+                    stream = self._skip_consumed(begin)
+                with self._seed_rng(at):
+                    stream = self._open_stream() if stream is None else stream
+                    payload = self._next_payload(stream, at)
+            # The dataset, the transform and collate are user code, so any exception can occur.
+            except Exception as error:  # noqa: BLE001
+                payload = failed_payload(error)
+            if payload is None:
+                self.initial_state.is_iterating = False
+                return
+            if watched is not None:
+                payload.changed_by_reading = self.fetcher.changed_since(watched)
+            yield WorkerBatch.pack(payload)
+            number += step
+
+    def _seed_rng(self, at: int) -> AbstractContextManager[None]:
+        """Seed the global generators for position ``at`` of the epoch; per rank, if each rank has samples of its own."""
+        return self.fetcher.seed_rng(self.begin.epoch, at, self.rank if self.pre_sharded else -1)
+
+    def _skip_consumed(self, consumed: int) -> Iterator[Any] | None:
+        """Read the consumed samples again, with the same seeds, and return the stream after them."""
+        stream = None
+        for at in range(0, consumed, self.samples_per_step):
+            with self._seed_rng(at):
+                stream = self._open_stream() if stream is None else stream
+                count = min(self.samples_per_step, consumed - at)
+                next(islice(stream, count, count), None)
+        return stream
+
+    def _open_stream(self) -> Iterator[Any]:
+        dataset = self.fetcher.dataset
+        if hasattr(dataset, "set_epoch"):
+            # A loaded state may hold for its own epoch only, so the epoch is set first.
+            dataset.set_epoch(self.begin.epoch)
+        if has_state(dataset) and not self.splits_over_workers and not restarts_each_iteration(dataset):
+            self.initial_state.rewind(dataset)
+        if self.state is not None and self.begin.samples > 0:
+            # The dataset may keep and change the state that it loads.
+            dataset.load_state_dict(deepcopy(self.state))
+        stream: Iterator[Any] = iter(dataset)
+        return stream
+
+    def _next_payload(self, stream: Iterator[Any], at: int) -> Payload | None:
+        """Return the next payload; None at the end."""
+        fetcher, samples = self.fetcher, list(islice(stream, self.samples_per_step))
+        skipped: list[tuple[int, str]] = []
+        if not samples:
+            return None
+        count = len(samples)
+        first, last = (0, count) if self.pre_sharded else rank_share(0, count, self.rank, self.ranks)
+        has_samples = first < last
+        samples = samples[first:last] if has_samples else samples[:1]
+        if fetcher.transform is not None:
+            step, offset = (self.ranks, self.rank) if self.pre_sharded else (1, 0)
+            numbered = {(at + first + k) * step + offset: sample for k, sample in enumerate(samples)}
+            samples, skipped = fetcher.read_each(self.begin.epoch, numbered, numbered.__getitem__)
+        batch = fetcher.collate_samples(samples if has_samples else samples * 2) if samples else None
+        # A checkpoint needs a state that is equal on all ranks. A dataset split over ranks has no such state.
+        state = deepcopy(fetcher.dataset.state_dict()) if has_state(fetcher.dataset) and not self.pre_sharded else None
+        return Payload(batch=batch, skipped=skipped, dataset_state=state, sample_count=count)
+
+
+@dataclass(slots=True, kw_only=True)
+class IterableBatchSource:
+    """Source of the items of an iterable dataset.
+
+    Args:
+        fetcher: reader of the dataset's samples.
+        options: batches, and this rank's share of them.
+        pre_sharded: if True, the dataset gives each rank different samples, and may end earlier on some ranks.
+        adapter: state of a dataset that also splits itself over loader workers, and resumes on any number of ranks.
+    """
+
+    fetcher: Fetcher
+    options: BatchOptions
+    pre_sharded: bool = False
+    adapter: MosaicAdapter | None = None
+    initial_state: InitialState = field(default_factory=InitialState)
+    is_indexed: ClassVar[bool] = False
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples of a full batch, over all ranks."""
+        return cast("int", self.options.global_batch_size)
+
+    @property
+    def samples_per_step(self) -> int:
+        """Samples to read per step: a global batch, or this rank's part if the dataset is split over ranks already."""
+        return self.global_batch_size // self.options.ranks if self.pre_sharded else self.global_batch_size
+
+    @property
+    def single_reader(self) -> bool:
+        """True if the dataset has a state and is read in this process; see ``MapBatchSource``."""
+        return self.options.workers.count == 0 and has_state(self.fetcher.dataset)
+
+    @property
+    def can_skip(self) -> bool:
+        """True if the loader, not the dataset, splits the samples over ranks."""
+        return not self.pre_sharded
+
+    def epoch_batches(self) -> EpochBatches | None:
+        """Return the arithmetic of the epoch's batches; None if the dataset has no length."""
+        if self.pre_sharded or not hasattr(self.fetcher.dataset, "__len__"):
+            return None
+        size, last_batch = len(self.fetcher.dataset), self.options.last_batch
+        return EpochBatches(size=size, global_batch_size=self.global_batch_size, last_batch=last_batch)
+
+    def order_identity(self, at: Position) -> dict[str, int]:
+        """Return the seed, and the number of ranks over which the dataset splits itself."""
+        return {"seed": self.fetcher.seed, "split": self.options.ranks if self.pre_sharded and self.adapter is None else 0}
+
+    def resume(self, identity: Mapping[str, int], at: Position) -> None:
+        """Check that ``identity`` agrees with this source; see ``MapBatchSource``."""
+        check_same_state(identity, self.order_identity(at))
+
+    def items(self, begin: Position, goal: Duration, *, state: Plain = None, evaluation: bool = False) -> Iterator[LoaderItem]:
+        """Iterate over items; see ``MapBatchSource``."""
+        at = begin
+        if self.adapter is not None and state is None and begin.samples == 0 and not evaluation:
+            # The dataset counts its iterations. A loop that begins with the same batch again needs the state before the batch.
+            yield LoaderItem(position_after=at, position_only=True, dataset_state=self.adapter.state_at(at))
+        while not is_reached(goal, at):
+            epoch, before = at.epoch, at
+            for item in self._epoch_items(at, goal, state, evaluation=evaluation):
+                yield item
+                at = item.position_after
+            if is_reached(goal, at):
+                return
+            # The state holds for the first epoch only.
+            state = None
+            if at is before and at.samples == 0:
+                raise ConfigError("loader: the dataset returned no sample in a whole epoch. Check the dataset.")
+            # The dataset has no length, so the end of the epoch is known only now.
+            if at.epoch == epoch:
+                at = replace(at, epoch=epoch + 1, samples=0)
+                yield LoaderItem(
+                    position_after=at,
+                    position_only=True,
+                    dataset_state=self.adapter.state_at(at) if self.adapter is not None else None,
+                )
+
+    def _epoch_items(self, begin: Position, goal: Duration, state: Plain, *, evaluation: bool) -> Iterator[LoaderItem]:
+        """Iterate over the rest of an epoch. Each item is delayed until the reader has found out if the item is the last."""
+        at, template, delayed = begin, EmptyBatchTemplate(self.options.batch_spec), None
+        if self.adapter is not None and state is not None:
+            self.adapter.load(state)
+        reader = EpochReader(self, begin, None if self.adapter else state, skip=begin.samples > 0 and state is None)
+        for worker_batch in load_batches(reader, None, self.options.workers):
+            payload = unpack_or_raise(worker_batch)
+            if self.options.last_batch == "drop" and not evaluation and payload.sample_count < self.samples_per_step:
+                break
+            if delayed is not None:
+                yield delayed
+                if is_reached(goal, delayed.position_after):
+                    # The next loop reads the prefetched samples again.
+                    return
+            # Without a share of its own, a rank has samples if its number is below the number of samples.
+            has_samples = self.pre_sharded or self.options.rank < payload.sample_count
+            at = at.after_batch(self.global_batch_size if self.pre_sharded else payload.sample_count)
+            delayed = template.fit(payload, at, has_samples=has_samples)
+            delayed.dataset_state = payload.dataset_state if self.adapter is None else self.adapter.state_at(at)
+            delayed.independent_epochs = self.pre_sharded
+        if delayed is None and begin.samples and self.pre_sharded and self.adapter is None and not evaluation:
+            delayed = self._empty_after_end(begin, template)
+        if delayed is not None:
+            yield from self._finish_epoch(delayed, template, goal, evaluation=evaluation)
+
+    def _empty_after_end(self, begin: Position, template: EmptyBatchTemplate) -> LoaderItem | None:
+        """Build an empty item for a rank that was resumed in an epoch in which only other ranks have samples left.
+
+        The first batch of the epoch provides the shapes.
+        """
+        reader = EpochReader(self, replace(begin, samples=0), None, skip=False)
+        for worker_batch in load_batches(reader, None, replace(self.options.workers, count=0)):
+            template.fit(unpack_or_raise(worker_batch), begin, has_samples=True)
+            return template.empty_item(begin.after_batch(self.global_batch_size))
+        return None
+
+    def _finish_epoch(
+        self, delayed: LoaderItem, template: EmptyBatchTemplate, goal: Duration, *, evaluation: bool
+    ) -> Iterator[LoaderItem]:
+        """Yield the last item of an epoch. If ranks end independently, yield empty batches until all ranks have ended."""
+        if not self.pre_sharded:
+            after = replace(delayed.position_after, epoch=delayed.position_after.epoch + 1, samples=0)
+            yield replace(delayed, position_after=after, ends_epoch=True, dataset_state=None)
+            return
+        yield replace(delayed, ends_epoch=True)
+        while not evaluation and not is_reached(goal, delayed.position_after) and delayed.status.epoch_ended is False:
+            empty = template.empty_item(delayed.position_after.after_batch(self.global_batch_size))
+            delayed = replace(empty, dataset_state=delayed.dataset_state, ends_epoch=True)
+            yield delayed
+
+
+BatchSource: TypeAlias = MapBatchSource | IterableBatchSource

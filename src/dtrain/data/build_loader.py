@@ -12,15 +12,22 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from dtrain.arguments import check_choice, check_int, check_number, explain_arguments
-from dtrain.data.batch_axes import BatchSpec
-from dtrain.data.batch_source import BatchOptions, MapBatchSource
-from dtrain.data.dataset import MapDataset, as_row_dataset, fingerprint_dataset, is_hugging_face
+from dtrain.data.batch import BatchSpec
+from dtrain.data.batch_source import BatchOptions, IterableBatchSource, MapBatchSource
+from dtrain.data.block_shuffle import BlockShuffle
+from dtrain.data.dataset import (
+    MapDataset,
+    adapt_mosaic,
+    as_iterable,
+    as_row_dataset,
+    fingerprint_dataset,
+    is_hugging_face,
+    is_mosaic,
+)
 from dtrain.data.fetcher import ON_ERROR_MODES, Fetcher, OnError, SampleTransform
-from dtrain.data.iterable_batch_source import IterableBatchSource, adapt_mosaic, as_iterable, is_mosaic
 from dtrain.data.loader import Loader
 from dtrain.data.position import LAST_BATCH_MODES, LastBatch
-from dtrain.data.sampling.block_shuffle import BlockShuffle
-from dtrain.data.sampling.sample_order import dataset_order
+from dtrain.data.sample_order import dataset_order
 from dtrain.data.workers import WorkerConfig, workers_for_rank
 from dtrain.device import is_accelerator
 from dtrain.dist.init import get_dist_info
@@ -145,19 +152,18 @@ def _refuse_batches(dataset: Any) -> None:
             "Give the dataset, since the loader has an order of its own."
         )
     node = getattr(dataset, "root", dataset)
-    if _makes_batches(dataset) or (type(node).__module__, type(node).__name__) == ("torchdata.nodes.batch", "Batcher"):
+    is_dataset = isinstance(dataset, Dataset) or hasattr(dataset, "__getitem__")
+    # A loader of torch or a wrapper around one, its iterator, a loader of this library, or a node of torchdata.
+    if (
+        isinstance(dataset, DataLoader | Loader)
+        or kind.__module__.endswith("data.dataloader")
+        or (not is_dataset and hasattr(dataset, "collate_fn") and hasattr(dataset, "batch_size"))
+        or (type(node).__module__, type(node).__name__) == ("torchdata.nodes.batch", "Batcher")
+    ):
         raise ConfigError(
             f"build_loader: dataset must hold samples, got batches of a {kind.__name__}. "
             "Give the dataset from which they are made, and their size over all ranks as global_batch_size."
         )
-
-
-def _makes_batches(dataset: Any) -> bool:
-    """Return True for a loader of torch or a wrapper around one, its iterator, and a loader of this library."""
-    if isinstance(dataset, DataLoader | Loader) or type(dataset).__module__.endswith("data.dataloader"):
-        return True
-    is_dataset = isinstance(dataset, Dataset) or hasattr(dataset, "__getitem__")
-    return not is_dataset and hasattr(dataset, "collate_fn") and hasattr(dataset, "batch_size")
 
 
 def _check_batch_size(size: int | Schedule, dataset: Any, last_batch: LastBatch) -> int | Schedule:

@@ -2,23 +2,47 @@
 
 Workers have copies of these objects, and a loader reads ahead. So a loader compares a few attributes after each batch. If the
 loop has changed one, the loader discards the batches in preparation and reads them again.
+
+Only data in attributes of objects are read: numbers, strings, small containers, tensors and arrays. Modules, classes, variables
+of functions and the state of other objects (models, generators, files, locks) are not read, and no large container is walked.
 """
 
 from __future__ import annotations
 
 import sys
+from collections import deque
 from collections.abc import Callable, Generator, Iterator
+from enum import Enum
+from functools import cache, partial
+from io import IOBase
+from types import BuiltinFunctionType, FunctionType, MethodType
+from typing import TYPE_CHECKING, Any
 
-import torch
+import numpy as np
+from torch import Tensor, nn
 
-from dtrain.data.batch_source import BatchSource, LoaderItem
-from dtrain.data.iterable_batch_source import IterableBatchSource
 from dtrain.data.position import Position, is_reached
-from dtrain.device import is_accelerator
 from dtrain.schedules.durations import Duration
 from dtrain.typing import Plain
 
+if TYPE_CHECKING:
+    from dtrain.data.batch_source import BatchSource, LoaderItem
+
 _RESTARTS_IN_A_ROW = 3
+# A larger container counts by its identity and length.
+_CONTAINER_ENTRIES = 32
+_ATTRIBUTE_ENTRIES, _NESTED_CONTAINERS = 128, 3
+_OBJECTS = 64
+
+_PLAIN = frozenset({int, float, complex, str, bytes, bool, type(None)})
+# A union of types would be made again for each value.
+_SEQUENCES, _SETS, _ARRAYS = (list, tuple, deque), (set, frozenset), (np.ndarray, bytearray)
+_CONTAINERS = (*_SEQUENCES, *_SETS, dict)
+_FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType, partial)
+# Threads of their own, or state that processes share, change these datasets.
+_UNWATCHED_MODULES = ("dtrain.data.stream.", "datasets.", "streaming.", "torchdata.", "multiprocessing.")
+_UNWATCHED_KINDS = (nn.Module, Tensor, type, Enum, IOBase)
+_HEAP_TYPE = 1 << 9
 
 
 class DatasetWatch:
@@ -38,16 +62,14 @@ class DatasetWatch:
         """Leave out attributes that reading has changed, here or (``changed``) in a worker. Mutates: this object."""
         if changed:
             self._changed_by_reading |= changed
-        if self._reads_here and not self._latest.is_current():
+        if self._reads_here:
             before, self._latest = self._latest, self._read()
-            self._changed_by_reading |= before.differing_names(self._latest)
+            self._changed_by_reading |= differing_names(before, self._latest)
 
     def changed_by_loop(self) -> frozenset[str]:
         """Return the names that the loop has changed since the last call. Mutates: this object, to the current values."""
-        if self._latest.is_current():
-            return frozenset()
         before, self._latest = self._latest, self._read()
-        return before.differing_names(self._latest) - self._changed_by_reading
+        return differing_names(before, self._latest) - self._changed_by_reading
 
     def needs_restart(self, *, ends_epoch: bool) -> bool:
         """Return True if the loop has changed an attribute, so that batches in preparation must be read again.
@@ -56,7 +78,7 @@ class DatasetWatch:
         """
         changed = self.changed_by_loop() - self._at_epoch_ends
         if ends_epoch and self._at_epoch_ends:
-            changed |= self._read_by_workers.differing_names(self._latest) & self._at_epoch_ends - self._changed_by_reading
+            changed |= differing_names(self._read_by_workers, self._latest) & self._at_epoch_ends - self._changed_by_reading
         elif not ends_epoch and (changed or self._restarts_in_a_row):
             changed = self._count_restarts(changed)
         if changed:
@@ -76,14 +98,6 @@ class DatasetWatch:
                 f"Keep what samples do not read outside of the dataset{', or pass num_workers=0' if self._workers else ''}"
             )
         return changed - too_many
-
-
-def reads_ahead(source: BatchSource, device: torch.device | None) -> bool:
-    """Return True if the loader may read a batch before the loop has ended the body of the batch before."""
-    if isinstance(source, IterableBatchSource):
-        # A StreamingDataset shares its state with its workers, which change it.
-        return source.options.workers.count > 0 and source.adapter is None
-    return source.options.workers.count > 0 or (device is not None and is_accelerator(device))
 
 
 def items_with_changes(
@@ -107,7 +121,7 @@ def items_with_changes(
         state: state of an iterable dataset at ``begin``.
         evaluation: True if the items are those of an evaluation, which ends with its epoch.
     """
-    watch, is_indexed, has_warned, at = DatasetWatch(source), not isinstance(source, IterableBatchSource), False, begin
+    watch, has_warned, at = DatasetWatch(source), False, begin
     while True:
         items = read(at, state)
         for item in items:
@@ -116,7 +130,7 @@ def items_with_changes(
             yield item
             if item.position_only or is_reached(goal, item.position_after):
                 continue
-            if is_indexed:
+            if source.is_indexed:
                 if watch.needs_restart(ends_epoch=item.ends_epoch and not evaluation):
                     break
             elif (changed := watch.changed_by_loop()) and not item.ends_epoch and not has_warned:
@@ -133,3 +147,142 @@ def items_with_changes(
 
 def _warn(event: str) -> None:
     print(f"dtrain: loader: {event}", file=sys.stderr)
+
+
+class _Same:
+    """Fact that is equal for the same object only. The reference keeps the object's id from being used again."""
+
+    __slots__ = ("_part",)
+
+    def __init__(self, part: Any) -> None:
+        self._part = part
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self._part is other._part
+
+    def __hash__(self) -> int:
+        return id(self._part)
+
+
+def read_attributes(dataset: Any, transform: Any, collate: Any) -> dict[str, Any]:
+    """Return comparable facts of the watched attributes by name, such as ``dataset.level``.
+
+    Watched are the attributes of the three objects, and of datasets and callable objects that their attributes hold. Names with
+    a leading underscore are not watched. Reading takes 5 to 30 microseconds.
+    """
+    facts: dict[str, Any] = {}
+    queue, seen = deque[tuple[str, Any]](), set[int]()
+
+    def add_fact(name: str, value: Any) -> None:
+        try:
+            fact = _Fact(queue).of(value, name, 0)
+        # A thread of the user's changes the container, or a class of the user's overrides a method of the container.
+        except Exception:  # noqa: BLE001
+            fact = _Same(value)
+        if fact is not None:
+            facts[name] = fact
+
+    for name, root in (("dataset", dataset), ("transform", transform), ("collate", collate)):
+        if root is not None:
+            add_fact(name, root)
+    while queue and len(seen) < _OBJECTS:
+        path, part = queue.popleft()
+        kind: Any = type(part)
+        if id(part) in seen:
+            continue
+        seen.add(id(part))
+        try:
+            namespace = getattr(part, "__dict__", None)
+            values: dict[str, Any] = namespace.copy() if isinstance(namespace, dict) else {}
+            values |= {name: getattr(part, name, None) for name in _slot_names(kind)}
+        # The class may compute its attributes with code of the user's.
+        except Exception:  # noqa: BLE001
+            continue
+        for name, value in values.items():
+            if name[:1] != "_":
+                add_fact(f"{path}.{name}", value)
+    return facts
+
+
+def differing_names(before: dict[str, Any], after: dict[str, Any]) -> frozenset[str]:
+    """Return the names of the attributes that differ between two readings."""
+    if before == after:
+        return frozenset()
+    missing = object()
+    return frozenset(name for name in before.keys() | after.keys() if before.get(name, missing) != after.get(name, missing))
+
+
+class _Fact:
+    """Reader of one attribute. ``queue`` collects the objects in the attribute whose own attributes are watched."""
+
+    __slots__ = ("_queue", "_room")
+
+    def __init__(self, queue: deque[tuple[str, Any]]) -> None:
+        self._queue, self._room = queue, _ATTRIBUTE_ENTRIES
+
+    def of(self, value: Any, path: str, depth: int) -> Any:
+        """Return a comparable fact of ``value``; None for an object that is not watched."""
+        kind: Any = type(value)
+        if kind in _PLAIN:
+            # The type tells 1 from 1.0 and True.
+            return kind, value
+        if isinstance(value, Tensor):
+            return _Same(value), 0 if value.is_inference() else value._version
+        if isinstance(value, _ARRAYS):
+            return _Same(value)
+        if isinstance(value, np.generic):
+            return kind, value.tobytes()
+        if isinstance(value, Enum):
+            return _Same(value)
+        if isinstance(value, _CONTAINERS):
+            return self._of_container(value, path, depth)
+        if isinstance(value, _FUNCTIONS):
+            return self._of_function(value, path, depth)
+        if not is_watched(kind):
+            return None
+        self._queue.append((path, value))
+        return _Same(value)
+
+    def _of_container(self, value: Any, path: str, depth: int) -> Any:
+        size = len(value)
+        self._room -= size
+        if size > _CONTAINER_ENTRIES or self._room < 0 or depth == _NESTED_CONTAINERS:
+            return _Same(value), size
+        if isinstance(value, _SETS):
+            return type(value), frozenset(entry if type(entry) in _PLAIN else _Same(entry) for entry in value)
+        if not isinstance(value, dict):
+            return type(value), tuple(self.of(entry, f"{path}[{at}]", depth + 1) for at, entry in enumerate(value))
+        entries = list(value.items())
+        keys = tuple(key if type(key) in _PLAIN else _Same(key) for key, _ in entries)
+        return type(value), keys, tuple(self.of(entry, f"{path}[{key!r}]", depth + 1) for key, entry in entries)
+
+    def _of_function(self, function: Any, path: str, depth: int) -> Any:
+        """Return a fact of a function. Of its variables, only the arguments of a ``partial`` are watched."""
+        if isinstance(function, partial):
+            parts = (function.func, function.args, function.keywords)
+            return _Same(function), tuple(self.of(part, path, depth + 1) for part in parts) if depth < _NESTED_CONTAINERS else 0
+        owner: Any = getattr(function, "__self__", None)
+        owner_kind: Any = type(owner)
+        # The object of another method may be the user's training, which changes in each step.
+        if type(function) is MethodType and is_watched(owner_kind):
+            self._queue.append((path, owner))
+        # A method is another object each time it is read.
+        return (_Same(owner), _Same(function.__func__)) if type(function) is MethodType else _Same(function)
+
+
+# Each value of an attribute asks for its class, whose answer never changes.
+@cache
+def is_watched(kind: type) -> bool:
+    """Return True for a class, written in Python, of datasets or of callable objects."""
+    if not kind.__flags__ & _HEAP_TYPE or f"{kind.__module__}.".startswith(_UNWATCHED_MODULES):
+        return False
+    # Each class can be called, so the names are looked up in its bases.
+    is_read = any(name in vars(base) for base in kind.__mro__ for name in ("__getitem__", "__iter__", "__call__"))
+    return is_read and not issubclass(kind, _UNWATCHED_KINDS)
+
+
+@cache
+def _slot_names(kind: type) -> tuple[str, ...]:
+    slots = (base.__dict__.get("__slots__", ()) for base in kind.__mro__)
+    names = (name for part in slots for name in ((part,) if isinstance(part, str) else part))
+    return tuple(name for name in names if not name.startswith("_"))

@@ -11,7 +11,6 @@ import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import cache
 from operator import methodcaller
 from typing import Any, Literal, TypeAlias
 
@@ -21,8 +20,8 @@ from torch import Tensor
 from torch.utils.data import default_collate, get_worker_info
 
 from dtrain.data.dataset import ColumnDataset, read_samples
-from dtrain.data.watched_attributes import Attributes, read_attributes
-from dtrain.data.worker_batch import INLINE_TENSOR_BYTES, Payload, WorkerBatch, describe_shared_memory_error
+from dtrain.data.dataset_changes import differing_names, read_attributes
+from dtrain.data.workers import INLINE_TENSOR_BYTES, Payload, WorkerBatch, describe_shared_memory_error
 from dtrain.dist.rng import SeedOnDraw, derive_seed, fork_rng, generator, reseed
 from dtrain.errors import ConfigError, DataError, ShardError
 from dtrain.typing import Batch, is_tensordict
@@ -80,15 +79,10 @@ def _collate_mappings(samples: Sequence[Any], kinds: set[type], path: str) -> Ba
     stacked = {key: _collate_column(values, key, path) for key, values in columns.items()}
     if not all([isinstance(column, Tensor) or is_tensordict(column) for column in stacked.values()]):  # noqa: C419
         return stacked
-    return _tensordict_type()(stacked, batch_size=[len(samples)])
-
-
-@cache
-def _tensordict_type() -> Any:
-    # The import takes a second or two.
+    # The first import takes a second or two.
     from tensordict import TensorDict
 
-    return TensorDict
+    return TensorDict(stacked, batch_size=[len(samples)])
 
 
 # A union of types would be made again for each column of each batch.
@@ -273,13 +267,13 @@ class Fetcher:
         indices = request.indices if request.repeats == 1 else request.indices.repeat(request.repeats)
         return self.dataset.read(indices) if isinstance(self.dataset, ColumnDataset) else self.dataset[indices]
 
-    def watched_attributes(self) -> Attributes:
-        """Return the attributes of the dataset, the transform and collate that the training loop may change."""
+    def watched_attributes(self) -> dict[str, Any]:
+        """Return facts of the attributes of the dataset, the transform and collate that the training loop may change."""
         return read_attributes(self.dataset, self.transform, self.collate)
 
-    def changed_since(self, before: Attributes) -> frozenset[str]:
+    def changed_since(self, before: dict[str, Any]) -> frozenset[str]:
         """Return the names of watched attributes that differ from ``before``."""
-        return frozenset() if before.is_current() else before.differing_names(self.watched_attributes())
+        return differing_names(before, self.watched_attributes())
 
     def seed_rng(self, *position: int) -> AbstractContextManager[None]:
         """Seed the global generators for ``position``; in the rank itself, restore their states after the context."""

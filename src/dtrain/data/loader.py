@@ -13,11 +13,10 @@ from dataclasses import replace
 import torch
 
 from dtrain.arguments import check_int
-from dtrain.data.batch import FailedBatch, attach_batch_info
-from dtrain.data.batch_source import BatchSource, LoaderItem, next_item
+from dtrain.data.batch import FailedBatch, attach_batch_info, prefetch_items
+from dtrain.data.batch_source import BatchSource, IterableBatchSource, LoaderItem, next_item
 from dtrain.data.dataset import hash_fingerprint
-from dtrain.data.dataset_changes import items_with_changes, reads_ahead
-from dtrain.data.device_prefetch import items_on_device
+from dtrain.data.dataset_changes import items_with_changes
 from dtrain.data.fetcher import describe_error
 from dtrain.data.position import (
     EpochBatches,
@@ -33,6 +32,7 @@ from dtrain.data.position import (
     read_position,
     write_position,
 )
+from dtrain.device import is_accelerator
 from dtrain.dist.batch_info import BatchInfo
 from dtrain.dist.context import current_context
 from dtrain.dist.init import get_dist_info
@@ -203,40 +203,54 @@ class Loader:
         if (recorder := current_context().recorder) is not None:
             goal = recorder.run_goal(self, goal)
         while not is_reached(goal, self.position) and not any(condition.stopped for condition in stops):
-            at, evaluations = self.position, self._evaluations
-            items = self._items(at, goal)
-            while True:
-                try:
-                    item = next_item(items)
-                except DtrainError as error:
-                    if get_dist_info().world_size > 1:
-                        # The step on this batch raises the error on all ranks, so that no rank waits.
-                        yield self._failed_batch(error, at)
-                    raise
-                if item is None:
-                    break
-                before, at = at, item.position_after
-                if item.position_only:
-                    self.position, self._dataset_state = at, item.dataset_state
-                    continue
-                batch, issued = self._mark(item, before, pending)
-                # The position advances last. If an interrupt hits in between, the next loop issues the batch again.
-                pending, self._issued = None, issued
-                self.skipped.add(item.skipped)
+            pending = yield from self._issue_until_restart(goal, stops, pending)
+
+    def _issue_until_restart(
+        self, goal: Duration, stops: Sequence[StopCondition], pending: IssuedBatch | None
+    ) -> Generator[Batch, None, IssuedBatch | None]:
+        """Issue batches until the goal, a stop, or an event after which the source must be read from another position.
+
+        Args:
+            goal: end of the loop.
+            stops: conditions that end the loop after a batch.
+            pending: the batch whose step was interrupted, which is issued again.
+
+        Returns:
+            ``pending``, until it is issued.
+        """
+        at, evaluations = self.position, self._evaluations
+        items = self._items(at, goal)
+        while True:
+            try:
+                item = next_item(items)
+            except DtrainError as error:
+                if get_dist_info().world_size > 1:
+                    # The step on this batch raises the error on all ranks, so that no rank waits.
+                    yield self._failed_batch(error, at)
+                raise
+            if item is None:
+                return pending
+            before, at = at, item.position_after
+            if item.position_only:
                 self.position, self._dataset_state = at, item.dataset_state
-                with current_context().issuing(self._identity):
-                    yield batch
-                # The batch source may wait for the agreement.
-                item.status.epoch_ended = issued.status.epoch_ended
-                self._step_expected, self._issued = issued.is_stepped, None
-                if stops and any(condition.stopped for condition in stops):
-                    return
-                # The loop restarts before the next batch is read: the samples to skip may be unreadable. It also restarts if
-                # one_epoch() has moved the dataset.
-                if self._skip_target is self.position or (self._evaluations != evaluations and self._source.single_reader):
-                    break
-                if self.position is not at:
-                    raise ConfigError("loader: another loop moved the position during this loop. Run one loop at a time.")
+                continue
+            batch, issued = self._mark(item, before, pending)
+            # The position advances last. If an interrupt hits in between, the next loop issues the batch again.
+            pending, self._issued = None, issued
+            self.skipped.add(item.skipped)
+            self.position, self._dataset_state = at, item.dataset_state
+            with current_context().issuing(self._identity):
+                yield batch
+            # The batch source may wait for the agreement.
+            item.status.epoch_ended = issued.status.epoch_ended
+            self._step_expected, self._issued = issued.is_stepped, None
+            # A loop that was stopped reads no further batch. The loop restarts before the next batch is read, since the
+            # samples to skip may be unreadable, and if one_epoch() has moved the dataset.
+            has_moved = self._evaluations != evaluations and self._source.single_reader
+            if any(condition.stopped for condition in stops) or self._skip_target is self.position or has_moved:
+                return None
+            if self.position is not at:
+                raise ConfigError("loader: another loop moved the position during this loop. Run one loop at a time.")
 
     def one_epoch(self) -> Iterator[Batch]:
         """Iterate over each sample of an epoch once, without moving the position: for evaluation.
@@ -419,3 +433,32 @@ class Loader:
     def __repr__(self) -> str:
         count, size = self._fingerprint.get("count", "unknown"), self._source.options.global_batch_size
         return f"Loader(samples={count}, global_batch_size={'varies' if callable(size) else size}, epoch={self.position.epoch})"
+
+
+def items_on_device(
+    items: Iterator[LoaderItem], source: BatchSource, device: torch.device | None, prefetch_factor: int
+) -> Iterator[LoaderItem]:
+    """Return the ``items`` of ``source`` with their batches on ``device``, prefetched; None leaves the batches on the host.
+
+    The next epoch of an iterable dataset is not read ahead.
+    """
+    if device is None:
+        return items
+    return prefetch_items(
+        items,
+        device,
+        prefetch_factor=prefetch_factor,
+        get_batch=lambda item: item.batch,
+        set_batch=lambda item, batch: replace(item, batch=batch),
+        # The loop may change an iterable dataset at the end of an epoch, and samples in preparation cannot be read again.
+        # If ranks end their epochs independently, the next batch also depends on the step on this batch.
+        is_last=lambda item: not source.is_indexed and item.ends_epoch,
+    )
+
+
+def reads_ahead(source: BatchSource, device: torch.device | None) -> bool:
+    """Return True if the loader may read a batch before the loop has ended the body of the batch before."""
+    if isinstance(source, IterableBatchSource):
+        # A StreamingDataset shares its state with its workers, which change it.
+        return source.options.workers.count > 0 and source.adapter is None
+    return source.options.workers.count > 0 or (device is not None and is_accelerator(device))

@@ -14,7 +14,7 @@ from typing import Literal, Protocol, cast
 import torch
 from torch import Tensor
 
-from dtrain.data.sampling.sample_order import CachedOrder, SampleOrder
+from dtrain.data.sample_order import CachedOrder, SampleOrder
 from dtrain.dist.batch_info import BatchStatus
 from dtrain.dist.context import current_context
 from dtrain.errors import CheckpointMismatchError, ConfigError
@@ -34,6 +34,10 @@ class Position:
     samples: int = 0
     batches: int = 0
     total: int = 0
+
+    def after_batch(self, samples: int) -> Position:
+        """Return the position after a batch of ``samples`` samples, in the same epoch."""
+        return Position(epoch=self.epoch, samples=self.samples + samples, batches=self.batches + 1, total=self.total + samples)
 
     def in_epoch(self, global_batch_size: int | Schedule) -> EpochPosition:
         """Return the epoch and the number of batches in it; None instead of the number if the batch size is a schedule."""
@@ -249,11 +253,8 @@ class EpochBatches:
 
     def advance(self, at: Position) -> Position:
         """Return the position of the next batch."""
-        return self.after(at, *self.bounds(at))
-
-    def after(self, at: Position, start: int, stop: int) -> Position:
-        """Return the position after the batch at ``at``, whose bounds are ``start`` and ``stop``."""
-        return self.normalize(Position(epoch=at.epoch, samples=stop, batches=at.batches + 1, total=at.total + stop - start))
+        start, stop = self.bounds(at)
+        return self.normalize(at.after_batch(stop - start))
 
     def skip(self, at: Position, samples: int) -> Position:
         """Move ``at`` forward by ``samples``, over the ends of epochs."""

@@ -2,14 +2,21 @@
 
 Workers ignore signals that the rank handles, and die with their rank. If a worker dies, the rank raises an error in one line
 while it waits for a batch, not in the middle of a step.
+
+Only this module uses private names of torch's ``DataLoader``: ``_workers_done_event``, ``_shutdown_workers``,
+``_worker_pids_set`` and ``_remove_worker_pids``. ``tests/data/test_workers.py`` fails if one of them changes its meaning.
 """
 
 from __future__ import annotations
 
 import atexit
 import ctypes
+import errno
+import io
 import multiprocessing
 import os
+import pickle
+import re
 import shutil
 import signal
 import sys
@@ -17,22 +24,29 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from multiprocessing import connection, util
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
+from torch import Tensor
+from torch.utils.data import DataLoader, get_worker_info
+from torch.utils.data._utils import signal_handling
 
 from dtrain import launch_protocol, storage
-from dtrain.data.worker_batch import SHARED_MEMORY, WorkerBatch, describe_shared_memory_error, find_unpicklable
+from dtrain.data.batch import pin_memory
 from dtrain.errors import ConfigError, DataError
 from dtrain.launch import heartbeats
+from dtrain.typing import Batch, Plain
 
+INLINE_TENSOR_BYTES = 2**17
+SHARED_MEMORY = Path("/dev/shm")
 _PR_SET_PDEATHSIG = 1
 _SIGNAL_HINTS = {
     signal.SIGKILL: ". Check the memory: the usual cause is out of memory",
@@ -84,44 +98,51 @@ def load_batches(source: Any, requests: Any, workers: WorkerConfig) -> Iterator[
         DataError: a worker died or hangs.
         ConfigError: the dataset cannot be pickled for a worker.
     """
-    if workers.count == 0:
-        return _load_in_process(source, requests, workers)
-    options = {
-        "sampler": requests,
-        "batch_size": None,
-        "collate_fn": _identity,
-        "pin_memory": workers.pin_memory,
-        # Without a generator, torch draws the seeds of the workers from the global generator.
-        "generator": torch.Generator(),
-        "num_workers": workers.count,
-        "prefetch_factor": workers.prefetch_factor,
-        "timeout": min(_POLL_INTERVAL_S, workers.timeout_s or _POLL_INTERVAL_S),
-        "multiprocessing_context": workers.start_method,
-        "worker_init_fn": _init_worker,
-    }
-    return _load_in_workers(source, options, workers)
+    return _load_in_process(source, requests, workers) if workers.count == 0 else _load_in_workers(source, requests, workers)
 
 
-def _load_in_workers(source: Any, options: dict[str, Any], workers: WorkerConfig) -> Iterator[WorkerBatch]:
+def _load_in_process(source: Any, requests: Any, workers: WorkerConfig) -> Iterator[WorkerBatch]:
+    batches = iter(source) if requests is None else map(source.__getitem__, requests)
+    while True:
+        heartbeats.heartbeat("waiting for data")
+        try:
+            worker_batch = next(batches)
+        except StopIteration:
+            return
+        yield worker_batch.pin_memory() if workers.pin_memory else worker_batch
+
+
+def _load_in_workers(source: Any, requests: Any, workers: WorkerConfig) -> Iterator[WorkerBatch]:
     _create_socket_folder()
-    before, previous_handler = set(multiprocessing.active_children()), signal.getsignal(signal.SIGCHLD)
-    batches = _start_workers(source, options)
+    before = set(multiprocessing.active_children())
+    batches = _start_workers(source, requests, workers)
     done_event = batches._workers_done_event = _DoneEvent(batches._workers_done_event)
-    death_handler = _SigchldHandler.install(previous_handler)
-    children = [child for child in multiprocessing.active_children() if child not in before]
-    at_exit = partial(_kill_at_exit, os.getpid(), children)
+    children: list[Any] = [child for child in multiprocessing.active_children() if child not in before]
+    # Python ends the workers of a loop that was not closed with SIGTERM, which they ignore, and then waits.
+    at_exit = partial(_kill, children, only_in=os.getpid())
     atexit.register(at_exit)
     try:
-        yield from _next_batches(batches, children, death_handler, workers)
+        yield from _next_batches(batches, children, workers)
     except BaseException:
         # The loop was left early, so nobody needs the batches in preparation.
         done_event.to_kill = children
         raise
     finally:
-        _stop_workers(batches, children)
+        batches._shutdown_workers()
+        # Workers ignore SIGTERM, which torch uses to end workers.
+        _kill([child for child in children if child.is_alive()])
+        for child in children:
+            child.join()
+        _remove_leaked_shared_memory({child.pid for child in children if child.exitcode != 0})
         atexit.unregister(at_exit)
-        death_handler.remove()
         del batches
+
+
+def _kill(children: list[Any], *, only_in: int | None = None) -> None:
+    """Kill workers; with ``only_in``, only if this process has that id, since a forked child inherits the hooks of exit."""
+    if only_in in (None, os.getpid()):
+        for child in children:
+            child.kill()
 
 
 def _create_socket_folder() -> None:
@@ -143,32 +164,57 @@ def _create_socket_folder() -> None:
     util.get_temp_dir()
 
 
-def _identity(worker_batch: Any) -> Any:
+def _start_workers(source: Any, requests: Any, workers: WorkerConfig) -> Any:
+    options = {
+        "sampler": requests,
+        "batch_size": None,
+        "collate_fn": _keep,
+        "pin_memory": workers.pin_memory,
+        # Without a generator, torch draws the seeds of the workers from the global generator.
+        "generator": torch.Generator(),
+        "num_workers": workers.count,
+        "prefetch_factor": workers.prefetch_factor,
+        "timeout": min(_POLL_INTERVAL_S, workers.timeout_s or _POLL_INTERVAL_S),
+        "multiprocessing_context": workers.start_method,
+        "worker_init_fn": _init_worker,
+    }
+    try:
+        with warnings.catch_warnings():
+            # torch compares the workers with the cores of the node as if the node had one rank.
+            warnings.filterwarnings("ignore", "This DataLoader will create")
+            # The ConfigError below names the part that cannot be pickled.
+            warnings.filterwarnings("ignore", "Got pickle error")
+            batches: Any = iter(DataLoader(source, **options))
+    except Exception as error:
+        shortage = describe_shared_memory_error(error)
+        if shortage is not None:
+            raise ConfigError(f"loader: {shortage}") from error
+        where = find_unpicklable(source, "")
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        if where is None:
+            raise ConfigError(
+                f"loader: workers could not be started ({reason}). "
+                "Pass num_workers=0, or raise the limit that the reason names."
+            ) from error
+        raise ConfigError(f"loader: {where} cannot be sent to a worker ({reason}). Open it where it is used.") from error
+    # torch's handler of SIGCHLD raises at any point of a step if a worker dies, unless torch does not know the worker.
+    signal_handling._remove_worker_pids(id(batches))
+    batches._worker_pids_set = False
+    return batches
+
+
+def _keep(worker_batch: Any) -> Any:
     return worker_batch
 
 
-def _load_in_process(source: Any, requests: Any, workers: WorkerConfig) -> Iterator[WorkerBatch]:
-    """Load in this process, with a heartbeat before each batch."""
-    batches = iter(source) if requests is None else map(source.__getitem__, requests)
-    while True:
-        heartbeats.heartbeat("waiting for data")
-        try:
-            worker_batch = next(batches)
-        except StopIteration:
-            return
-        yield worker_batch.pin_memory() if workers.pin_memory else worker_batch
-
-
-def _next_batches(
-    batches: Any, children: list[Any], death_handler: _SigchldHandler, workers: WorkerConfig
-) -> Iterator[WorkerBatch]:
+def _next_batches(batches: Any, children: list[Any], workers: WorkerConfig) -> Iterator[WorkerBatch]:
     while True:
         heartbeats.heartbeat("waiting for data")
         began = time.monotonic()
         worker_batch = None
         while worker_batch is None:
             try:
-                with death_handler.raise_on_death(children):
+                with _raise_on_death(children):
                     worker_batch = next(batches)
                     # Unpacking requests the shared memory of the tensors from the worker.
                     worker_batch.unpack()
@@ -181,6 +227,33 @@ def _next_batches(
                 if dead or is_late or "timed out" not in str(error):
                     raise DataError(_failure_message(dead, workers, error)) from None
         yield worker_batch
+
+
+@contextmanager
+def _raise_on_death(children: list[Any]) -> Iterator[None]:
+    """Raise RuntimeError if a worker has died, or dies during the block, even while the rank waits for a part of a message.
+
+    Python runs signal handlers in the main thread only. In other threads, polling detects the death of a worker.
+
+    Mutates: this process's handler of SIGCHLD during the block.
+    """
+    previous: Any = signal.getsignal(signal.SIGCHLD)
+    is_main_thread = threading.current_thread() is threading.main_thread()
+
+    def check(number: int, frame: FrameType | None) -> None:
+        if any(child.exitcode not in (None, 0) for child in children):
+            raise RuntimeError("a worker has died")
+        if frame is not None and callable(previous):
+            previous(number, frame)
+
+    try:
+        if is_main_thread:
+            signal.signal(signal.SIGCHLD, check)
+        check(signal.SIGCHLD, None)
+        yield
+    finally:
+        if is_main_thread:
+            signal.signal(signal.SIGCHLD, previous or signal.SIG_DFL)
 
 
 def _dead_workers(children: list[Any], *, wait: bool) -> list[Any]:
@@ -205,38 +278,6 @@ def _failure_message(dead: list[Any], workers: WorkerConfig, error: Exception) -
             "Check the dataset, or raise timeout_s or num_workers of build_loader"
         )
     return f"loader: {' '.join(str(error).split())}"
-
-
-def _start_workers(source: Any, options: dict[str, Any]) -> Any:
-    try:
-        with warnings.catch_warnings():
-            # torch compares the workers with the cores of the node as if the node had one rank.
-            warnings.filterwarnings("ignore", "This DataLoader will create")
-            # The ConfigError below names the part that cannot be pickled.
-            warnings.filterwarnings("ignore", "Got pickle error")
-            return iter(DataLoader(source, **options))
-    except Exception as error:
-        shortage = describe_shared_memory_error(error)
-        if shortage is not None:
-            raise ConfigError(f"loader: {shortage}") from error
-        where = find_unpicklable(source, "")
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        if where is None:
-            raise ConfigError(
-                f"loader: workers could not be started ({reason}). "
-                "Pass num_workers=0, or raise the limit that the reason names."
-            ) from error
-        raise ConfigError(f"loader: {where} cannot be sent to a worker ({reason}). Open it where it is used.") from error
-
-
-def _stop_workers(batches: Any, children: list[Any]) -> None:
-    batches._shutdown_workers()
-    # Workers ignore SIGTERM, which torch uses to end workers.
-    for child in children:
-        if child.is_alive():
-            child.kill()
-        child.join()
-    _remove_leaked_shared_memory({child.pid for child in children if child.exitcode != 0})
 
 
 class _DoneEvent:
@@ -270,13 +311,6 @@ def _remove_leaked_shared_memory(killed: set[int]) -> None:
                 storage.remove_file(SHARED_MEMORY / name)
 
 
-def _kill_at_exit(rank: int, children: list[Any]) -> None:
-    """Kill the workers of a loop that was not closed. Python ends workers with SIGTERM, which they ignore, and then waits."""
-    if os.getpid() == rank:
-        for child in children:
-            child.kill()
-
-
 def _init_worker(worker: int) -> None:
     """Initialize a worker: ignore the signals that the rank handles, and die with the rank."""
     del worker
@@ -292,65 +326,135 @@ def _init_worker(worker: int) -> None:
         os._exit(128 + signal.SIGKILL)
 
 
-class _SigchldHandler:
-    """Handler of SIGCHLD that lets torch's handler raise only while a rank waits for a batch, not at any point of a step.
-
-    A process has one handler per signal, so all loaders with workers share this object, and the process's table of signal
-    handlers holds it. Python runs signal handlers in the main thread only. In other threads, polling detects the death of a
-    worker.
+# Not frozen, because a frozen record takes twice as long to make, and each batch makes a record.
+@dataclass(slots=True, kw_only=True)
+class Payload:
+    """Result of one request.
 
     Args:
-        previous: handler before the first loader with workers.
-        torch_handler: torch's handler, which calls ``previous`` too.
+        batch: samples of this rank; None if no sample could be read, or on failure.
+        skipped: index or position of each skipped sample, with the error.
+        failure: reason of a failure, in one line.
+        trace: traceback of the failure.
+        dataset_state: state of an iterable dataset after this batch, if the dataset has a state.
+        sample_count: samples of the global batch, for iterable datasets, whose length is unknown before reading.
+        changed_by_reading: names of attributes of the dataset, transform or collate that a worker changed as it read the batch.
     """
 
-    __slots__ = ("_previous", "_torch_handler", "_users", "_waiting")
+    batch: Batch = None
+    skipped: list[tuple[int, str]] = field(default_factory=list)
+    failure: str | None = None
+    trace: str = ""
+    dataset_state: Plain = None
+    sample_count: int = 0
+    changed_by_reading: frozenset[str] = frozenset()
 
-    def __init__(self, previous: Any, torch_handler: Any) -> None:
-        self._previous, self._torch_handler = previous, torch_handler
-        self._users, self._waiting = 0, False
+
+class WorkerBatch:
+    """A ``Payload`` on its way between processes. torch calls ``pin_memory`` in its pin-memory thread."""
+
+    __slots__ = ("_packed", "_payload")
+
+    def __init__(self, payload: Payload | None, packed: bytes = b"") -> None:
+        self._payload, self._packed = payload, packed
 
     @classmethod
-    def install(cls, previous: Any) -> _SigchldHandler:
-        """Install a handler in front of torch's handler, or return the installed handler. Call ``remove`` afterwards.
-
-        Mutates: this process's handler of SIGCHLD.
-        """
-        current: Any = signal.getsignal(signal.SIGCHLD)
-        handler: _SigchldHandler = current if isinstance(current, cls) else cls(previous, current)
-        handler._users += 1
-        if handler is not current and _is_main_thread():
-            signal.signal(signal.SIGCHLD, handler)
-        return handler
-
-    def __call__(self, number: int, frame: FrameType | None) -> None:
-        if self._waiting and callable(self._torch_handler):
-            self._torch_handler(number, frame)
-        elif self._torch_handler is not self._previous and callable(self._previous):
-            self._previous(number, frame)
-
-    @contextmanager
-    def raise_on_death(self, children: list[Any]) -> Iterator[None]:
-        """Mark the block as a wait for ``children``.
-
-        Raises:
-            RuntimeError: a worker has died, or dies during the block.
-        """
-        if any(child.exitcode not in (None, 0) for child in children):
-            raise RuntimeError("a worker has died")
-        self._waiting = True
+    def pack(cls, payload: Payload) -> WorkerBatch:
+        """Pack a payload for the rank. A worker pickles it, and replaces a payload that cannot be pickled by a failure."""
+        if get_worker_info() is None:
+            return cls(payload)
         try:
-            yield
-        finally:
-            self._waiting = False
+            return cls(None, _pickle_payload(payload))
+        # Pickling runs the user's classes, so any exception can occur.
+        except Exception as error:  # noqa: BLE001
+            shortage = describe_shared_memory_error(error)
+            if shortage is not None:
+                return cls(None, _pickle_payload(Payload(failure=shortage)))
+            where = find_unpicklable(payload, "")
+            reason = f"{where} cannot be pickled ({type(error).__name__}: {' '.join(str(error).split())}); return it as data"
+            return cls(None, _pickle_payload(Payload(failure=reason)))
 
-    def remove(self) -> None:
-        """Restore torch's handler when the last loader with workers ends. Mutates: this process's handler of SIGCHLD."""
-        self._users -= 1
-        installed: object = signal.getsignal(signal.SIGCHLD)
-        if self._users == 0 and _is_main_thread() and installed is self:
-            signal.signal(signal.SIGCHLD, self._torch_handler or signal.SIG_DFL)
+    def unpack(self) -> Payload:
+        """Unpickle and return the payload."""
+        if self._payload is None:
+            self._payload, self._packed = pickle.loads(self._packed), b""
+        return self._payload
+
+    def pin_memory(self, device: Any = None) -> WorkerBatch:
+        """Copy the tensors to page-locked memory."""
+        payload = self.unpack()
+        self._payload = replace(payload, batch=pin_memory(payload.batch))
+        return self
 
 
-def _is_main_thread() -> bool:
-    return threading.current_thread() is threading.main_thread()
+def _pickle_payload(payload: Payload) -> bytes:
+    file = io.BytesIO()
+    _BatchPickler(file).dump(payload)
+    return file.getvalue()
+
+
+class _BatchPickler(ForkingPickler):
+    """Pickler that sends small tensors as bytes. A piece of shared memory per tensor takes longer than a copy."""
+
+    def reducer_override(self, value: Any) -> Any:
+        """Return the reduction of a small plain tensor; ``NotImplemented`` for every other object."""
+        if type(value) is not Tensor or not 0 < value.nbytes <= INLINE_TENSOR_BYTES:
+            return NotImplemented
+        is_cpu_strided = value.device.type == "cpu" and value.layout == torch.strided and not value.is_quantized
+        if not is_cpu_strided or value.requires_grad or value.is_conj() or value.is_neg():
+            return NotImplemented
+        data = value.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        return _rebuild_tensor, (data, value.dtype, tuple(value.shape))
+
+
+def _rebuild_tensor(data: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=dtype).view(shape)
+
+
+def describe_shared_memory_error(error: BaseException | None) -> str | None:
+    """Describe an error of torch about shared memory in one line, with advice; None for an error of another kind.
+
+    A collate function may have wrapped torch's error, so the causes of the error count as well.
+    """
+    while error is not None and not re.match("unable to .*shared memory", str(error)):
+        error = error.__cause__
+    if error is None:
+        return None
+    if os.strerror(errno.ENOSPC) in str(error):
+        return (
+            f"shared memory is too small: {_measure_shared_memory()}, and each worker keeps its prepared batches in it. Lower "
+            "num_workers, prefetch_factor or the batch size, or enlarge it (docker run --shm-size=8g or --ipc=host)"
+        )
+    hint = ". Raise the limit (ulimit -n), or lower num_workers" if os.strerror(errno.EMFILE) in str(error) else ""
+    return f"a tensor cannot be put into shared memory ({' '.join(str(error).split())}){hint}"
+
+
+def _measure_shared_memory() -> str:
+    try:
+        status = os.statvfs(SHARED_MEMORY)
+    except OSError:
+        return "the system has no more"
+    total, free = (blocks * status.f_frsize // 2**20 for blocks in (status.f_blocks, status.f_bavail))
+    return f"{SHARED_MEMORY} has {total} MiB, {free} MiB free"
+
+
+def find_unpicklable(value: Any, path: str) -> str | None:
+    """Return the path of the innermost part of ``value`` that cannot be pickled, prefixed with ``path``; None if all can."""
+    try:
+        ForkingPickler.dumps(value)
+    # Pickling runs the user's classes, so any exception can occur.
+    except Exception:  # noqa: BLE001
+        inner = (find_unpicklable(item, path + step) for step, item in _children(value))
+        return next((part_path for part_path in inner if part_path is not None), path.removeprefix(".") or type(value).__name__)
+    return None
+
+
+def _children(value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        yield from ((f"[{key!r}]", item) for key, item in value.items())
+    elif isinstance(value, list | tuple):
+        yield from ((f"[{at}]", item) for at, item in enumerate(value))
+    elif not isinstance(value, type):
+        slots = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]
+        names = [*getattr(value, "__dict__", {}), *(name for name in slots if hasattr(value, name))]
+        yield from ((f".{name}", getattr(value, name)) for name in names)

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dtrain.data.batch_axes import BatchSpec
+from dtrain.data.batch import BatchSpec
 from dtrain.errors import ConfigError, DtrainError, StepError
 from dtrain.shard.wrapping import Blocks
 from dtrain.step.transform import Transform

@@ -15,8 +15,7 @@ from torch import nn
 
 from dtrain import spans
 from dtrain.arguments import check_int, explain_arguments
-from dtrain.data.batch import count_samples_and_tokens, get_batch_infos, narrow_batch, to_device
-from dtrain.data.batch_axes import BatchSpec
+from dtrain.data.batch import BatchSpec, count_samples_and_tokens, get_batch_infos, narrow_batch, to_device
 from dtrain.dist.collective_replay import TraceCache
 from dtrain.dist.collectives import all_gather_json, all_gather_numbers
 from dtrain.dist.context import current_context

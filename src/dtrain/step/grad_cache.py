@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from dtrain.data.batch import (
+    BatchSpec,
     FailedBatch,
     check_microbatch_size,
     count_samples,
@@ -24,7 +25,6 @@ from dtrain.data.batch import (
     narrow_batch,
     to_device,
 )
-from dtrain.data.batch_axes import BatchSpec
 from dtrain.dist.context import current_context
 from dtrain.dist.incident import is_collective_error
 from dtrain.dist.rng import RNGSnapshot

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dtrain.data.batch import to_device
-from dtrain.data.batch_axes import BatchSpec
+from dtrain.data.batch import BatchSpec, to_device
 from dtrain.dist.context import current_context
 from dtrain.errors import ConfigError
 from dtrain.shard.precision import LOW_PRECISION_DTYPES

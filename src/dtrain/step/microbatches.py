@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from dtrain.data.batch import FailedBatch, count_and_split, list_tensors
-from dtrain.data.batch_axes import BatchSpec
+from dtrain.data.batch import BatchSpec, FailedBatch, count_and_split, list_tensors
 from dtrain.dist.rng import derive_seed
 from dtrain.errors import ConfigError, StepError
 from dtrain.state import TrainState

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from dtrain.data.batch_axes import BatchSpec
+from dtrain.data.batch import BatchSpec
 from dtrain.dist.dtensor import scale_
 from dtrain.dist.init import get_dist_info
 from dtrain.errors import ConfigError, StepError

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from dtrain.arguments import check_int, format_bytes
-from dtrain.data.batch import to_device
-from dtrain.data.batch_axes import BatchSpec
+from dtrain.data.batch import BatchSpec, to_device
 from dtrain.dist.init import get_dist_info
 from dtrain.errors import ConfigError
 from dtrain.memory.device_memory import MemoryStats, use_device_memory

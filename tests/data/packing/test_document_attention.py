@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from documents import documents
-from dtrain.data.packing.packed_tokens import PackedTokens, document_bounds, document_mask
+from dtrain.data.packed_tokens import PackedTokens, document_bounds, document_mask
 from dtrain.errors import ConfigError
 
 FLOAT64_REORDERING = 1e-12  # absolute, on outputs near 1: a masked softmax sums in another order than a short one

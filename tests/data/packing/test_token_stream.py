@@ -15,8 +15,8 @@ from torchdata.nodes import Batcher, IterableWrapper, Loader, Mapper
 
 from documents import LENGTHS, SEQ, documents, plain, unpacked
 from dtrain.data.build_loader import build_loader
-from dtrain.data.packing.packed_tokens import PackedTokens
-from dtrain.data.packing.token_stream import TokenStream, pack_tokens
+from dtrain.data.packed_tokens import PackedTokens
+from dtrain.data.token_stream import TokenStream, pack_tokens
 from dtrain.errors import CheckpointMismatchError, ConfigError, DataError
 
 TAILS = st.sampled_from(["pad", "drop"])

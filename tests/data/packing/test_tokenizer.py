@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtrain.data.packing.tokenizer import ByteTokenizer, TokenWindows, load_tokenizer
+from dtrain.data.token_stream import ByteTokenizer, TokenWindows, load_tokenizer
 from dtrain.errors import ConfigError, DataError
 
 VOCABULARY = {"<unk>": 0, "ab": 1, "c": 2, "<end>": 3, "rare": 70_000}

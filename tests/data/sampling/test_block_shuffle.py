@@ -6,8 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dtrain.data.sampling.block_shuffle import BlockOrder, BlockShuffle, shard_order
-from dtrain.data.sampling.sample_order import rank_positions
+from dtrain.data.block_shuffle import BlockOrder, BlockShuffle, shard_order
+from dtrain.data.sample_order import rank_positions
 from dtrain.errors import CheckpointMismatchError, ConfigError
 
 OPTIONS = st.builds(

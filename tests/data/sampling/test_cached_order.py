@@ -1,7 +1,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dtrain.data.sampling.sample_order import CachedOrder, ElasticSampler
+from dtrain.data.sample_order import CachedOrder, ElasticSampler
 
 
 class Counting:

@@ -1,6 +1,6 @@
 import pytest
 
-from dtrain.data.sampling.sample_order import ElasticSampler
+from dtrain.data.sample_order import ElasticSampler
 from dtrain.errors import CheckpointMismatchError, ConfigError
 
 

@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dtrain.data.position import LAST_BATCH_MODES, EpochBatches, batch_bounds, batch_indices
-from dtrain.data.sampling.sample_order import ElasticSampler
+from dtrain.data.sample_order import ElasticSampler
 
 
 def batches(size, batch, last_batch, start=0):

@@ -1,14 +1,16 @@
 import pickle
+from bisect import bisect_right
 from fractions import Fraction
+from itertools import accumulate
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dtrain.data.sampling.block_shuffle import BlockShuffle, shard_order
-from dtrain.data.sampling.mixture import build_tree, count_sources, mix, source_of
-from dtrain.data.sampling.sample_order import rank_positions
+from dtrain.data.block_shuffle import BlockShuffle, shard_order
+from dtrain.data.mixture import build_tree, count_sources, mix, source_of
+from dtrain.data.sample_order import rank_positions
 from dtrain.errors import CheckpointMismatchError, ConfigError
 
 WEIGHT = st.fractions(0, 1000, max_denominator=10**6) | st.integers(0, 9).map(Fraction)
@@ -67,10 +69,11 @@ def drawn(mixture, order, epochs):
 
 
 def own(mixture, indices):
-    found = {name: [] for name in mixture.sources}
+    bounds = [0, *accumulate(len(source) for source in mixture.sources.values())]
+    found, names = {name: [] for name in mixture.sources}, list(mixture.sources)
     for index in indices:
-        name, place = mixture._locate(index)
-        found[name].append(place)
+        source = bisect_right(bounds, index) - 1
+        found[names[source]].append(index - bounds[source])
     return found
 
 

@@ -4,9 +4,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dtrain.data.sampling.permutation import permute, permute_in_ranges
+from dtrain.data.sample_order import permute_array, permute_in_ranges
 
 P_999 = {15: 37.7, 23: 49.7, 119: 173.6, 255: 330.5}  # chi-square by degrees of freedom
+
+
+def permute(positions, n, key):
+    return torch.from_numpy(permute_array(positions.numpy(), n, key))
 
 
 def chi_square(counts):

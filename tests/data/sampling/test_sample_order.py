@@ -3,7 +3,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtrain.data.sampling.sample_order import rank_positions, rank_share
+from dtrain.data.sample_order import rank_positions, rank_share
 
 
 def test_rank_shares_are_contiguous_and_even():

@@ -1,7 +1,7 @@
 import pytest
 
-from dtrain.data.sampling.block_shuffle import BlockShuffle, shard_order, shuffle_quality
-from dtrain.data.sampling.sample_order import ElasticSampler
+from dtrain.data.block_shuffle import BlockShuffle, shard_order, shuffle_quality
+from dtrain.data.sample_order import ElasticSampler
 from dtrain.errors import ConfigError
 
 SIZES = [500] * 200

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from dtrain.data.stream.formats.compression import compress
-from dtrain.data.stream.formats.mds_encodings import ENCODINGS
+from dtrain.data.stream.formats.mds import ENCODINGS
 from dtrain.data.stream.write_shards import write_shards
 from dtrain.errors import ConfigError, DataError
 

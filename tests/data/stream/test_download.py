@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from dtrain.data.stream.download import DownloadStoppedError, download
 from dtrain.data.stream.formats.shard_format import ShardFile
+from dtrain.data.stream.shard_store import DownloadStoppedError, download
 from dtrain.errors import DataError
 from dtrain.testing import inject_fault
 
@@ -51,7 +51,7 @@ def fetch(path, file, out, **options):
 
 @pytest.mark.parametrize("compressed", [False, True], ids=["raw", "gz"])
 def test_download_returns_the_raw_bytes(compressed, tmp_path, monkeypatch):
-    monkeypatch.setattr("dtrain.data.stream.download._CHUNK_BYTES", 7000)
+    monkeypatch.setattr("dtrain.data.stream.shard_store._CHUNK_BYTES", 7000)
     (tmp_path / "file").write_bytes(PACKED if compressed else RAW)
     out = Out()
     assert fetch(tmp_path / "file", file_of(compressed=compressed), out) == RAW
@@ -109,7 +109,7 @@ def test_failing_disk_is_named(tmp_path):
 
 
 def test_download_stops_between_chunks(tmp_path, monkeypatch):
-    monkeypatch.setattr("dtrain.data.stream.download._CHUNK_BYTES", 7000)
+    monkeypatch.setattr("dtrain.data.stream.shard_store._CHUNK_BYTES", 7000)
     (tmp_path / "file").write_bytes(RAW)
     out = Out()
     with pytest.raises(DownloadStoppedError):

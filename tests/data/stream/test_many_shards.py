@@ -1,4 +1,4 @@
-"""Costs of a dataset with very many shards: bytes per shard, entries that are parsed, and who reads the index."""
+"""Costs of a dataset with very many shards: bytes per shard, and who reads the index."""
 
 import json
 import pickle
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dtrain.data.sampling.block_shuffle import BlockShuffle, shuffle_quality
+from dtrain.data.block_shuffle import BlockShuffle, shuffle_quality
 from dtrain.data.stream import find_shards, shard_index
 from dtrain.data.stream.sharded_dataset import ShardedDataset
 from dtrain.errors import DataError
@@ -73,7 +73,7 @@ def shared(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("count", "form", "packed"),
     [
-        pytest.param(100_000, "mds", False, id="100,000"),
+        pytest.param(20_000, "mds", False, id="20,000"),
         *(pytest.param(20_000, form, True, id=f"20,000 {form} zstd") for form in FORMATS),
         *(
             pytest.param(1_000_000, form, packed, marks=pytest.mark.slow, id=f"1,000,000 {form}{' zstd' if packed else ''}")
@@ -85,16 +85,15 @@ def test_costs_of_a_shard_are_bounded(tmp_path, opened, monkeypatch, count, form
     make_index(tmp_path / "small", 1, form, packed=packed)
     opened(tmp_path / "small")  # imports what the format needs
     make_index(tmp_path / "data", count, form, packed=packed)
-    parsed = counted(monkeypatch, shard_index, "_parse_entry")
-    built = counted(monkeypatch, find_shards, "_parse_index")
+    built = counted(monkeypatch, find_shards, "read_index")
     datasets: list[ShardedDataset] = []
 
     def open_again() -> None:
         datasets.append(opened(tmp_path / "data"))
 
     first = peak_bytes(open_again)
-    assert first <= 8 * MiB + 200 * count
-    assert len(parsed) <= 4 * count // 10_000 + 8  # an entry at the end of a piece of the text is parsed on its own
+    # The text, and at most as much again: the entries are not in memory at the same time.
+    assert first <= 8 * MiB + 2 * (tmp_path / "data" / "index.json").stat().st_size
     # The other processes of the node.
     assert peak_bytes(open_again) <= MiB
     assert len(built) == 1
@@ -131,7 +130,7 @@ def test_quality_of_a_shuffle_does_not_depend_on_the_number_of_shards(tmp_path, 
 
 def test_threads_that_open_at_once_build_one_table(tmp_path, shared, monkeypatch):
     folder = written(tmp_path / "data", limit=4000)
-    built = counted(monkeypatch, find_shards, "_parse_index")
+    built = counted(monkeypatch, find_shards, "read_index")
     sizes, barrier = [], threading.Barrier(4)
 
     def open_dataset() -> None:

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from dtrain.data.stream.formats.mds_encodings import infer_encoding
+from dtrain.data.stream.formats.mds import infer_encoding
 from dtrain.data.stream.shard_index import read_index
 from dtrain.data.stream.sharded_dataset import ShardedDataset
 from dtrain.data.stream.write_shards import write_shards

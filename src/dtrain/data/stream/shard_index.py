@@ -7,17 +7,15 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
-from typing import Any, cast
+from typing import Any
 
+import msgspec
 import xxhash
 
 from dtrain.data.stream.formats.compression import COMPRESSION_SUFFIXES, parse_compression
-from dtrain.data.stream.formats.shard_format import FORMATS, ShardEntry, ShardFile
-from dtrain.data.stream.scan_index import scan_index
-from dtrain.data.stream.shard_table import ShardTable
-from dtrain.data.stream.shard_table_builder import MAX_COUNT, ShardTableBuilder
+from dtrain.data.stream.formats.shard_format import FORMAT_NAMES, ShardEntry, ShardFile, get_format
+from dtrain.data.stream.shard_table import MAX_COUNT, ShardTable, ShardTableBuilder
 from dtrain.errors import ConfigError, DataError
-from dtrain.typing import Plain
 
 _XXHASH_NAMES = ("xxh32", "xxh64", "xxh128", "xxh3_64", "xxh3_128")
 _HASHLIB_NAMES = ("md5", "sha1", "sha224", "sha256", "sha384", "sha512", "sha3_224", "sha3_256", "sha3_384", "sha3_512")
@@ -65,7 +63,14 @@ _MAX_SHOWN_CHARS = 200
 _ENTRY_KEYS = {"version", "format", "samples", "raw_data", "zip_data", "raw_meta", "zip_meta"}
 
 
-def read_index(text: bytes) -> ShardTable:
+class _Index(msgspec.Struct):
+    """Index whose entries are still texts, so that only one entry at a time exists as Python objects."""
+
+    shards: list[msgspec.Raw]
+    version: Any = None
+
+
+def read_index(text: bytes | bytearray) -> ShardTable:
     """Read the entries of an index, in order.
 
     Raises:
@@ -73,17 +78,23 @@ def read_index(text: bytes) -> ShardTable:
             impossible number, a file occurs twice, or a file is outside of the dataset's folder.
     """
     try:
-        content = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{INDEX_NAME}: is not JSON: {error}") from None
-    if not isinstance(content, dict) or not isinstance(content.get("shards"), list):
-        raise DataError(f"{INDEX_NAME}: has no list of shards, so it is not an index of a dataset.")
-    _check_version(content, INDEX_NAME)
+        index = msgspec.json.decode(text, type=_Index)
+        version, shards = index.version, index.shards
+    except (ValueError, RecursionError):
+        # Python's parser also accepts lone surrogates, which an error below shows.
+        try:
+            content = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"{INDEX_NAME}: is not JSON: {error}") from None
+        if not isinstance(content, dict) or not isinstance(content.get("shards"), list):
+            raise DataError(f"{INDEX_NAME}: has no list of shards, so it is not an index of a dataset.") from None
+        version, shards = content.get("version"), content["shards"]
+    _check_version(version, INDEX_NAME)
     builder = ShardTableBuilder()
-    for number, shard in enumerate(content["shards"]):
-        builder.add(_parse_entry(shard, f"{INDEX_NAME}: shard {number}"))
+    for number, shard in enumerate(shards):
+        builder.add(_read_entry(shard, f"{INDEX_NAME}: shard {number}"))
     if (duplicate := builder.find_duplicate()) is not None:
-        name = _parse_entry(content["shards"][duplicate], INDEX_NAME).file.name
+        name = _read_entry(shards[duplicate], INDEX_NAME).file.name
         raise DataError(f"{INDEX_NAME}: shard {duplicate}: file {name!r} occurs twice.")
     try:
         return builder.finish()
@@ -91,21 +102,27 @@ def read_index(text: bytes) -> ShardTable:
         raise DataError(f"{INDEX_NAME}: {error}") from None
 
 
-def read_index_chunks(chunks: Iterable[bytes]) -> ShardTable | None:
-    """Read a large index in pieces, in a tenth of the time and memory of ``read_index``.
-
-    Returns:
-        The same table as ``read_index``. None if ``read_index`` is needed: the index is invalid, or has an unusual layout.
-    """
-    found = scan_index(chunks, _parse_entry, frozenset(HASHES))
-    if found is None or found[1].get("version") != _INDEX_VERSION:
-        return None
-    return found[0]
-
-
 def write_index(entries: Iterable[ShardEntry]) -> bytes:
     """Encode an index, so that ``read_index`` returns equal entries. mosaicml-streaming can read an index of MDS shards."""
-    shards = [_encode_entry(entry) for entry in entries]
+    shards = []
+    for entry in entries:
+        file = entry.file
+        raw_name = file.name if file.raw_name is None else file.raw_name
+        raw = {"basename": raw_name, "bytes": file.raw_size, "hashes": dict(file.raw_digests)}
+        stored = {"basename": file.name, "bytes": file.size, "hashes": dict(file.digests)}
+        shard = {
+            # The name has no level. The details may have the level.
+            "compression": file.compression,
+            "hashes": sorted(file.digests),
+            "size_limit": None,
+            **entry.details,
+            "version": _INDEX_VERSION,
+            "format": entry.format,
+            "samples": entry.samples,
+            "raw_data": raw if file.compression else stored,
+            "zip_data": stored if file.compression else None,
+        }
+        shards.append(shard)
     return json.dumps({"version": _INDEX_VERSION, "shards": shards}, sort_keys=True).encode()
 
 
@@ -117,54 +134,51 @@ def guess_format(name: str) -> tuple[str, str | None] | None:
         name = name[: name.rindex(".")]
     elif name.endswith(".tgz"):
         return "tar", "gz"
-    for kind, shard_format in FORMATS.items():
-        if shard_format.suffixes and name.endswith(shard_format.suffixes):
+    for kind in FORMAT_NAMES:
+        if (suffixes := get_format(kind).suffixes) and name.endswith(suffixes):
             return kind, compression
     return None
 
 
-def _check_version(content: Mapping[str, Any], context: str) -> None:
-    if content.get("version") != _INDEX_VERSION:
-        raise DataError(
-            f"{context}: version must be {_INDEX_VERSION}, got {_format_value(content.get('version'))}. "
-            "Write the dataset again."
-        )
+def _check_version(version: object, context: str) -> None:
+    if version != _INDEX_VERSION:
+        raise DataError(f"{context}: version must be {_INDEX_VERSION}, got {_format_value(version)}. Write the dataset again.")
 
 
-def _parse_entry(shard: Any, context: str) -> ShardEntry:
+def _read_entry(shard: Any, context: str) -> ShardEntry:
+    if isinstance(shard, msgspec.Raw):
+        try:
+            shard = msgspec.json.decode(shard)
+        except ValueError as error:
+            raise DataError(f"{context}: is not JSON: {error}") from None
     if not isinstance(shard, dict):
         raise DataError(f"{context}: must be an object, got {type(shard).__name__}")
-    _check_version(shard, context)
+    _check_version(shard.get("version"), context)
     name = shard.get("format")
     kind: Any = _FORMAT_ALIASES.get(name, name) if isinstance(name, str) else None
-    if not isinstance(kind, str) or kind not in FORMATS:
-        raise DataError(f"{context}: format {_format_value(name)} is unknown. Use one of {', '.join(FORMATS)}.")
-    details = {key: value for key, value in shard.items() if key not in _ENTRY_KEYS}
-    return ShardEntry(
-        file=_parse_file(shard, context), samples=_parse_count(shard, "samples", context), format=kind, details=details
-    )
-
-
-def _parse_file(shard: Mapping[str, Any], context: str) -> ShardFile:
-    raw = _parse_file_info(shard, "raw_data", context)
-    if shard.get("zip_data") is None:
-        return ShardFile(name=raw[0], size=raw[1], raw_size=raw[1], raw_name=raw[0], digests=raw[2], raw_digests=raw[2])
-    stored = _parse_file_info(shard, "zip_data", context)
-    if not isinstance(shard.get("compression"), str):
-        raise DataError(f"{context}: compression must be a name, got {_format_value(shard.get('compression'))}")
-    try:
-        compression, _ = parse_compression(shard["compression"])
-    except ConfigError as error:
-        raise DataError(f"{context}: {error}") from None
-    return ShardFile(
-        name=stored[0],
-        size=stored[1],
-        raw_size=raw[1],
-        raw_name=raw[0],
+    if kind not in FORMAT_NAMES:
+        raise DataError(f"{context}: format {_format_value(name)} is unknown. Use one of {', '.join(FORMAT_NAMES)}.")
+    raw_name, raw_size, raw_digests = name, size, digests = _parse_file_info(shard, "raw_data", context)
+    compression = None
+    if shard.get("zip_data") is not None:
+        name, size, digests = _parse_file_info(shard, "zip_data", context)
+        if not isinstance(shard.get("compression"), str):
+            raise DataError(f"{context}: compression must be a name, got {_format_value(shard.get('compression'))}")
+        try:
+            compression, _ = parse_compression(shard["compression"])
+        except ConfigError as error:
+            raise DataError(f"{context}: {error}") from None
+    file = ShardFile(
+        name=name,
+        size=size,
+        raw_size=raw_size,
+        raw_name=raw_name,
         compression=compression,
-        digests=stored[2],
-        raw_digests=raw[2],
+        digests=digests,
+        raw_digests=raw_digests,
     )
+    details = {key: value for key, value in shard.items() if key not in _ENTRY_KEYS}
+    return ShardEntry(file=file, samples=_parse_count(shard, "samples", context), format=kind, details=details)
 
 
 def _parse_file_info(shard: Mapping[str, Any], key: str, context: str) -> tuple[str, int, dict[str, str]]:
@@ -175,15 +189,13 @@ def _parse_file_info(shard: Mapping[str, Any], key: str, context: str) -> tuple[
     name, digests = info.get("basename"), info.get("hashes") or {}
     if not isinstance(name, str) or not _is_inside_folder(name):
         raise DataError(f"{context}: file {_format_value(name)} is not in the dataset's folder.")
-    if not isinstance(digests, dict) or not all(map(_is_digest, digests.values())):
+    if not isinstance(digests, dict) or not all(
+        isinstance(digest, str) and digest.isascii() and digest.isalnum() for digest in digests.values()
+    ):
         raise DataError(
             f"{context}: hashes of {_format_value(name)} must be digests by algorithm, got {_format_value(digests)}"
         )
     return name, _parse_count(info, "bytes", context), digests
-
-
-def _is_digest(digest: object) -> bool:
-    return isinstance(digest, str) and digest.isascii() and digest.isalnum()
 
 
 def _is_inside_folder(name: str) -> bool:
@@ -191,16 +203,11 @@ def _is_inside_folder(name: str) -> bool:
     parts = name.split("/")
     if "\0" in name or "\\" in name or any(part in ("", ".", "..") for part in parts):
         return False
-    return _is_utf8(name) and all(len(part.encode()) <= _MAX_NAME_BYTES for part in parts)
-
-
-def _is_utf8(text: str) -> bool:
-    """Return False for text with lone surrogates, which JSON can contain."""
     try:
-        text.encode()
+        return all(len(part.encode()) <= _MAX_NAME_BYTES for part in parts)
     except UnicodeEncodeError:
+        # JSON can contain lone surrogates.
         return False
-    return True
 
 
 def _format_value(value: object) -> str:
@@ -214,22 +221,3 @@ def _parse_count(content: Mapping[str, Any], key: str, context: str) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= MAX_COUNT:
         raise DataError(f"{context}: {key} must be a count, got {_format_value(value)}")
     return value
-
-
-def _encode_entry(entry: ShardEntry) -> dict[str, Plain]:
-    file = entry.file
-    raw_name = file.name if file.raw_name is None else file.raw_name
-    raw: dict[str, Plain] = {"basename": raw_name, "bytes": file.raw_size, "hashes": dict(file.raw_digests)}
-    stored: dict[str, Plain] = {"basename": file.name, "bytes": file.size, "hashes": dict(file.digests)}
-    return {
-        # The name has no level. The details may have the level.
-        "compression": file.compression,
-        "hashes": [*sorted(file.digests)],
-        "size_limit": None,
-        **cast(dict[str, Plain], dict(entry.details)),
-        "version": _INDEX_VERSION,
-        "format": entry.format,
-        "samples": entry.samples,
-        "raw_data": raw if file.compression else stored,
-        "zip_data": stored if file.compression else None,
-    }

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import tempfile
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from os import getuid
 from pathlib import Path
+from typing import Any
 
 import xxhash
 
 from dtrain import storage
-from dtrain.data.stream.download import ByteVerifier, ShardIntegrityError, download, wrap_os_errors
-from dtrain.data.stream.fork_safety import FORK_REGISTRY
+from dtrain.data.stream.formats.compression import decompress
 from dtrain.data.stream.formats.shard_format import ByteSource, ShardEntry, ShardFile
-from dtrain.data.stream.shard_cache import PartialFile, ShardCache
+from dtrain.data.stream.shard_cache import FORK_REGISTRY, PartialFile, ShardCache
+from dtrain.data.stream.shard_index import new_hash
 from dtrain.errors import DataError
-from dtrain.storage import AnyPath, FileReader, LockableFile, RemotePath
+from dtrain.storage import AnyPath, Buffer, FileReader, LockableFile, RemotePath
 
 
 class MemorySource:
@@ -61,7 +62,7 @@ MAX_SHARD_BYTES = 16 * 2**30
 """Default limit of a shard's bytes after decompression."""
 
 _MAX_CACHE_BYTES = 64 * 2**30
-_CHUNK_BYTES = 2**24
+_VERIFY_CHUNK_BYTES = 2**24
 
 
 def default_cache_folder(root: AnyPath) -> Path:
@@ -74,14 +75,6 @@ def default_cache_bytes(folder: Path) -> int:
     free = storage.free_bytes(folder)
     cached = sum(entry.size for entry in storage.scan_folder(folder)) if storage.is_folder(folder) else 0
     return _MAX_CACHE_BYTES if free is None else min(_MAX_CACHE_BYTES, (free + cached) * 3 // 4)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OpenedBytes:
-    """A source, and the bytes of the cache that it keeps in use."""
-
-    source: ByteSource
-    cached_bytes: int = 0
 
 
 class ShardStore:
@@ -137,8 +130,8 @@ class ShardStore:
         """Return True if the shard can be read at once."""
         return not self.uses_cache(file) or self.cache.contains(self._cache_key(file))
 
-    def open(self, entry: ShardEntry) -> OpenedBytes:
-        """Open the raw bytes of a shard.
+    def open(self, entry: ShardEntry) -> tuple[ByteSource, int]:
+        """Open the raw bytes of a shard, and return the bytes of the cache that they keep in use as well.
 
         Raises:
             DataError: the bytes cannot be read, or differ from the index.
@@ -146,10 +139,15 @@ class ShardStore:
         file = entry.file
         if not self.uses_cache(file):
             if isinstance(self.root, RemotePath):
-                return OpenedBytes(source=RangeSource(self._stored_path(file), file))
-            return OpenedBytes(source=MemorySource(self._open_in_place(file)))
+                return RangeSource(self.root / file.name, file), 0
+            return MemorySource(self._open_in_place(file)), 0
         try:
-            view = self._open_cached(file)
+            view = self.cache.get(
+                self._cache_key(file),
+                bytes_to_reserve(file),
+                lambda part: self._download(file, part),
+                is_sound=lambda view: self._is_sound(file, view),
+            )
         except OSError as error:
             # The disk of the cache failed.
             raise DataError(
@@ -157,18 +155,8 @@ class ShardStore:
                 "Free space in the cache's folder, or pass another cache=."
             ) from error
         if view is None:
-            self._warn_cache_full(file)
-            return OpenedBytes(source=MemorySource(self._read_into_memory(file)))
-        return OpenedBytes(source=MemorySource(view), cached_bytes=len(view))
-
-    def _open_cached(self, file: ShardFile) -> memoryview | None:
-        """Open the shard in the cache; None if there is no room, or if another process has a damaged copy open."""
-        return self.cache.get(
-            self._cache_key(file),
-            bytes_to_reserve(file),
-            lambda part: self._download(file, part),
-            is_sound=lambda view: self._is_sound(file, view),
-        )
+            return MemorySource(self._read_into_memory(file)), 0
+        return MemorySource(view), len(view)
 
     def _is_sound(self, file: ShardFile, view: memoryview) -> bool:
         """Return False if the bytes of a cached shard differ from the index."""
@@ -182,7 +170,7 @@ class ShardStore:
     def _verify(self, path: Path, file: ShardFile, view: memoryview) -> None:
         """Compare a file with the index: the number of raw bytes always, the digests once."""
         skip_digests = not self.verify or file.name in self._verified
-        chunks = (view[begin : begin + _CHUNK_BYTES] for begin in range(0, len(view), _CHUNK_BYTES))
+        chunks = (view[begin : begin + _VERIFY_CHUNK_BYTES] for begin in range(0, len(view), _VERIFY_CHUNK_BYTES))
         for _ in ByteVerifier(path, "", file.raw_size, {} if skip_digests else file.raw_digests).verify(
             (view,) if skip_digests else chunks
         ):
@@ -193,13 +181,10 @@ class ShardStore:
         """Fetch the shard into the cache, unless another process does so, or there is no room."""
         self.cache.fill(self._cache_key(file), bytes_to_reserve(file), lambda part: self._download(file, part, stopped))
 
-    def _stored_path(self, file: ShardFile) -> AnyPath:
-        return self.root / file.name
-
     def _cache_key(self, file: ShardFile) -> str:
         """Return the shard's name in the cache, equal for equal bytes. Without digests, the modification time is part of it."""
         digests: object = sorted(file.digests.items()), sorted(file.raw_digests.items())
-        path = self._stored_path(file)
+        path = self.root / file.name
         if not (file.digests or file.raw_digests or isinstance(path, RemotePath)):
             digests = storage.modified_ns(path)
         key = f"{self.root}\0{file.name}\0{file.size}\0{file.compression}\0{digests}"
@@ -210,7 +195,14 @@ class ShardStore:
         self._verified.add(file.name)
 
     def _read_into_memory(self, file: ShardFile) -> memoryview:
-        """Read the shard into memory, because the cache has no room."""
+        """Read the shard into memory, because the cache has no room, and warn once."""
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"{self.root}: other processes use all {self.cache.limit} bytes of the cache, or have a damaged copy open, so "
+                f"{file.name} is read into memory. Raise cache_bytes, or lower max_open_shards",
+                stacklevel=2,
+            )
         content = bytearray()
         download(
             self.resolve(file.name),
@@ -220,16 +212,6 @@ class ShardStore:
             limit=self.max_shard_bytes,
         )
         return memoryview(content).toreadonly()
-
-    def _warn_cache_full(self, file: ShardFile) -> None:
-        if self._has_warned:
-            return
-        self._has_warned = True
-        warnings.warn(
-            f"{self.root}: other processes use all {self.cache.limit} bytes of the cache, or have a damaged copy open, so "
-            f"{file.name} is read into memory. Raise cache_bytes, or lower max_open_shards",
-            stacklevel=2,
-        )
 
     def _unpacked_copy(self, file: ShardFile) -> Path | None:
         """Return the decompressed copy that another reader has left beside a compressed file; None if there is no such copy."""
@@ -255,3 +237,129 @@ class ShardStore:
 def bytes_to_reserve(file: ShardFile) -> int:
     """Return the bytes to reserve in the cache. The reservation grows later if the index has no raw size."""
     return file.size if file.raw_size is None else file.raw_size
+
+
+# Number of bytes in memory at a time, which are four requests to a server.
+_CHUNK_BYTES = 32 * 2**20
+
+
+class DownloadStoppedError(Exception):
+    """The download was stopped by ``stopped``."""
+
+
+def download(
+    path: AnyPath,
+    file: ShardFile,
+    write: Callable[[Buffer], None],
+    *,
+    clear: Callable[[], None],
+    stopped: Callable[[], bool] = lambda: False,
+    limit: int | None = None,
+) -> None:
+    """Pass the raw bytes of a file to ``write``, in order.
+
+    Args:
+        path: path of the file.
+        file: entry of the index.
+        write: function that consumes a chunk before the next chunk is fetched.
+        clear: function that discards the bytes written so far. A damaged file is fetched once more, in case the network failed.
+        stopped: function that is called between chunks; True stops the download.
+        limit: maximum of bytes after decompression, if the index does not have that number.
+
+    Raises:
+        DataError: the file is missing or unreadable, or has twice a size or digest that differs from the index.
+        DownloadStoppedError: ``stopped`` returned True.
+    """
+    try:
+        _write_raw(write, path, file, stopped, limit)
+    except ShardIntegrityError:
+        clear()
+        _write_raw(write, path, file, stopped, limit)
+
+
+class ShardIntegrityError(DataError):
+    """Downloaded bytes that differ from the index."""
+
+
+def _write_raw(
+    write: Callable[[Buffer], None], path: AnyPath, file: ShardFile, stopped: Callable[[], bool], limit: int | None
+) -> None:
+    stored = ByteVerifier(path, "", file.size, file.digests).verify(_read_chunks(path, file, stopped))
+    if file.compression is None:
+        for chunk in stored:
+            write(chunk)
+        return
+    raw = ByteVerifier(path, "unpacked ", file.raw_size, file.raw_digests)
+    try:
+        for unpacked in raw.verify(
+            decompress(file.compression, stored, limit=limit if file.raw_size is None else file.raw_size)
+        ):
+            write(unpacked)
+    except ShardIntegrityError:
+        raise
+    except DataError as error:
+        # An OSError means that the file could not be read, which the error says already.
+        if isinstance(error.__cause__, OSError):
+            raise
+        # Read the rest, because a wrong digest is a better error than the decompression error that it causes.
+        for _ in stored:
+            pass
+        raise ShardIntegrityError(f"{path}: {error}") from error
+
+
+def _read_chunks(path: AnyPath, file: ShardFile, stopped: Callable[[], bool]) -> Iterator[memoryview]:
+    """Yield the stored bytes. A chunk is valid until the next chunk is requested."""
+    with wrap_os_errors(path), FileReader(path, quiet=True) as reader:
+        if reader.size != file.size:
+            raise ShardIntegrityError(f"{path}: has {reader.size} bytes, the index has {file.size}")
+        step = min(_CHUNK_BYTES, reader.size) if reader.ranges else reader.size
+        out = memoryview(bytearray(step))
+        for begin in range(0, reader.size, max(1, step)):
+            if stopped():
+                raise DownloadStoppedError
+            chunk = out[: min(step, reader.size - begin)]
+            if (count := reader.read_into(begin, chunk)) != len(chunk):
+                raise ShardIntegrityError(f"{path}: ends after {begin + count} of {reader.size} bytes")
+            yield chunk
+
+
+@contextmanager
+def wrap_os_errors(path: AnyPath) -> Iterator[None]:
+    """Convert an ``OSError`` to a ``DataError`` with the path."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise DataError(f"{path}: is missing, but the index has it. Restore the file, or write the dataset again.") from error
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror or error}. Check the permissions and the disk.") from error
+
+
+class ByteVerifier:
+    """Check of a stream of bytes against a size and digests, at the end of the stream.
+
+    Raises:
+        ConfigError: the algorithm of a digest is unknown.
+    """
+
+    def __init__(self, path: AnyPath, kind: str, size: int | None, digests: Mapping[str, str]) -> None:
+        self._path, self._kind, self._size, self._digests = path, kind, size, digests
+        self._states: dict[str, Any] = {algorithm: new_hash(algorithm) for algorithm in digests}
+        self._byte_count = 0
+
+    def verify(self, chunks: Iterable[Any]) -> Iterator[Any]:
+        """Yield the chunks unchanged.
+
+        Raises:
+            ShardIntegrityError: at the end, the size or a digest differs.
+        """
+        for chunk in chunks:
+            for state in self._states.values():
+                state.update(chunk)
+            self._byte_count += len(chunk)
+            yield chunk
+        if self._size is not None and self._byte_count != self._size:
+            raise ShardIntegrityError(f"{self._path}: has {self._byte_count} {self._kind}bytes, the index has {self._size}")
+        for algorithm, state in self._states.items():
+            if (actual := state.hexdigest()) != self._digests[algorithm].lower():
+                expected = self._digests[algorithm]
+                raise ShardIntegrityError(f"{self._path}: {self._kind}{algorithm} is {actual}, the index has {expected}")

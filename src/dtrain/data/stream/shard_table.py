@@ -8,17 +8,18 @@ stored once. The processes of a node map the same file, so the table is in memor
 from __future__ import annotations
 
 import json
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Literal, TypeAlias, overload
+from typing import Any, Literal, TypeAlias, cast, overload
 
+import msgspec
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
 from dtrain.data.stream.formats.shard_format import ShardEntry, ShardFile
+from dtrain.errors import DataError
 from dtrain.storage import Buffer
-from dtrain.typing import Plain
 
 # A file has the magic bytes, a digest, the length of the header, the header as JSON, and the columns.
 _MAGIC = b"dtrain shards 1\n"
@@ -27,15 +28,17 @@ _HEADER_BEGIN = len(_MAGIC) + _DIGEST_BYTES + 8
 # Sections of the file begin at multiples of this number, so that NumPy reads aligned numbers.
 _ALIGNMENT = 64
 # A file of this machine may have a name that is not UTF-8, which Python shows with lone surrogates.
-NAME_ERRORS = "surrogatepass"
+_NAME_ERRORS = "surrogatepass"
 _COLUMN_NAMES = ("groups", "sizes", "raw_sizes", "samples", "bounds", "ends", "text")
+
+MAX_COUNT = 2**62
+"""Limit of samples and bytes, which int64 can count."""
 
 Origin: TypeAlias = Literal["none", "same", "own"]
 """A value of the raw file: unknown, equal to the value of the stored file, or a value of its own."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DigestField:
+class DigestField(msgspec.Struct, frozen=True):
     """Digest in a shard's record: ``width`` bytes, which are the binary digest if ``packed``, else its text."""
 
     algorithm: str
@@ -47,8 +50,7 @@ class DigestField:
         return data.hex() if self.packed else data.decode("ascii")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShardGroup:
+class ShardGroup(msgspec.Struct, frozen=True, kw_only=True):
     """Properties that many shards share.
 
     Args:
@@ -64,7 +66,7 @@ class ShardGroup:
 
     format: str
     compression: str | None
-    details: Mapping[str, Plain]
+    details: dict[str, Any]
     digests: tuple[DigestField, ...]
     raw_digests: tuple[DigestField, ...] | None
     raw_name: Origin
@@ -152,12 +154,12 @@ class ShardTable(Sequence[ShardEntry]):
             begin, end = begin + 4, begin + 4 + int.from_bytes(record[begin : begin + 4], "little")
         else:
             end = len(record)
-        name, size = record[begin:end].decode(errors=NAME_ERRORS), int(columns["sizes"][number])
+        name, size = record[begin:end].decode(errors=_NAME_ERRORS), int(columns["sizes"][number])
         file = ShardFile(
             name=name,
             size=size,
             raw_size=_raw_value(group.raw_size, size, lambda: int(columns["raw_sizes"][number])),
-            raw_name=_raw_value(group.raw_name, name, lambda: record[end:].decode(errors=NAME_ERRORS)),
+            raw_name=_raw_value(group.raw_name, name, lambda: record[end:].decode(errors=_NAME_ERRORS)),
             compression=group.compression,
             digests=digests,
             raw_digests=raw_digests,
@@ -173,13 +175,14 @@ class ShardTable(Sequence[ShardEntry]):
     def write(self, write: Callable[[Buffer], None]) -> None:
         """Write the table as a file that ``from_memory`` reads."""
         sections = [np.ascontiguousarray(self.columns[name]) for name in _COLUMN_NAMES]
-        header = {
-            "columns": [[section.dtype.str, len(section)] for section in sections],
-            "groups": [asdict(group) for group in self.groups],
-            "fingerprint": self.fingerprint,
-            "bytes_total": self.bytes_total,
-        }
-        text = json.dumps(header).encode()
+        header = _Header(
+            columns=[(section.dtype.str, len(section)) for section in sections],
+            groups=self.groups,
+            fingerprint=self.fingerprint,
+            bytes_total=self.bytes_total,
+        )
+        # A text of an index may have lone surrogates, which UTF-8 cannot encode.
+        text = json.dumps(msgspec.to_builtins(header)).encode()
         write(_MAGIC + _hash_file(text, sections) + len(text).to_bytes(8, "little") + text)
         write(bytes(-(_HEADER_BEGIN + len(text)) % _ALIGNMENT))
         for section in sections:
@@ -194,23 +197,26 @@ class ShardTable(Sequence[ShardEntry]):
         end = _HEADER_BEGIN + int.from_bytes(view[_HEADER_BEGIN - 8 : _HEADER_BEGIN], "little")
         text = bytes(view[_HEADER_BEGIN:end])
         try:
-            header = json.loads(text)
+            header = msgspec.convert(json.loads(text), _Header)
             sections, begin = [], end + -end % _ALIGNMENT
-            for dtype, count in header["columns"]:
+            for dtype, count in header.columns:
                 section: NDArray[Any] = np.frombuffer(view, dtype=np.dtype(dtype), count=count, offset=begin)
                 sections.append(section)
                 begin += section.nbytes + -section.nbytes % _ALIGNMENT
-            if bytes(view[len(_MAGIC) : len(_MAGIC) + _DIGEST_BYTES]) != _hash_file(text, sections):
-                return None
-            return ShardTable(
-                [_decode_group(group) for group in header["groups"]],
-                dict(zip(_COLUMN_NAMES, sections, strict=True)),
-                fingerprint=header["fingerprint"],
-                bytes_total=header["bytes_total"],
-            )
         # Any error means that the file is not whole. Its reader makes the table again.
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, TypeError):
             return None
+        if bytes(view[len(_MAGIC) : len(_MAGIC) + _DIGEST_BYTES]) != _hash_file(text, sections):
+            return None
+        columns = dict(zip(_COLUMN_NAMES, sections, strict=True))
+        return ShardTable(header.groups, columns, fingerprint=header.fingerprint, bytes_total=header.bytes_total)
+
+
+class _Header(msgspec.Struct):
+    columns: list[tuple[str, int]]
+    groups: tuple[ShardGroup, ...]
+    fingerprint: str
+    bytes_total: int
 
 
 def _hash_file(header: bytes, sections: Iterable[NDArray[Any]]) -> bytes:
@@ -219,14 +225,6 @@ def _hash_file(header: bytes, sections: Iterable[NDArray[Any]]) -> bytes:
         if len(section):
             digest.update(section.data.cast("B"))
     return digest.digest()
-
-
-def _decode_group(group: dict[str, Any]) -> ShardGroup:
-    def fields(values: list[dict[str, Any]]) -> tuple[DigestField, ...]:
-        return tuple(DigestField(**value) for value in values)
-
-    raw = group["raw_digests"]
-    return ShardGroup(**{**group, "digests": fields(group["digests"]), "raw_digests": None if raw is None else fields(raw)})
 
 
 def _read_digests(record: bytes, fields: Sequence[DigestField], begin: int) -> tuple[dict[str, str], int]:
@@ -239,3 +237,124 @@ def _read_digests(record: bytes, fields: Sequence[DigestField], begin: int) -> t
 
 def _raw_value(origin: Origin, stored: Any, own: Callable[[], Any]) -> Any:
     return own() if origin == "own" else stored if origin == "same" else None
+
+
+class ShardTableBuilder:
+    """Builder of a ``ShardTable`` from entries."""
+
+    def __init__(self) -> None:
+        self._groups: list[ShardGroup] = []
+        self._firsts: list[int] = []
+        self._number_of: dict[str, int] = {}
+        self._number = -1
+        self._group_column, self._ends = array("I"), array("q")
+        self._sizes, self._raw_sizes, self._samples, self._name_hashes = array("q"), array("q"), array("q"), array("q")
+        self._has_raw_sizes = False
+        self._text = bytearray()
+
+    def add(self, entry: ShardEntry) -> None:
+        """Add an entry."""
+        file, group = entry.file, _group_of(entry)
+        if self._number < 0 or group != self._groups[self._number]:
+            self._number = self._number_of.setdefault(repr(group), len(self._groups))
+            if self._number == len(self._groups):
+                self._groups.append(group)
+                self._firsts.append(len(self._samples))
+        texts = [*file.digests.values(), *(() if group.raw_digests is None else file.raw_digests.values())]
+        for field, text in zip(group.fields, texts, strict=True):
+            self._text += bytes.fromhex(text) if field.packed else text.encode("ascii")
+        name = file.name.encode(errors=_NAME_ERRORS)
+        if group.raw_name == "own":
+            self._text += len(name).to_bytes(4, "little") + name + (file.raw_name or "").encode(errors=_NAME_ERRORS)
+        else:
+            self._text += name
+        self._group_column.append(self._number)
+        self._ends.append(len(self._text))
+        self._name_hashes.append(hash(file.name))
+        self._sizes.append(file.size)
+        self._has_raw_sizes = self._has_raw_sizes or group.raw_size == "own"
+        self._raw_sizes.append((file.raw_size or 0) if self._has_raw_sizes else 0)
+        self._samples.append(entry.samples)
+
+    def find_duplicate(self) -> int | None:
+        """Return the number of the first shard whose name an earlier shard has; None if all names differ."""
+        hashes = _as_array(self._name_hashes, np.int64)
+        ordered = np.sort(hashes)
+        # Different names may have equal hashes.
+        table, seen = self._build(), set()
+        for number in np.flatnonzero(np.isin(hashes, ordered[1:][ordered[1:] == ordered[:-1]])).tolist():
+            if (name := table.name(number)) in seen:
+                return int(number)
+            seen.add(name)
+        return None
+
+    def finish(self) -> ShardTable:
+        """Return the table.
+
+        Raises:
+            DataError: there are more samples than int64 can count.
+        """
+        total = _exact_sum(_as_array(self._samples, np.int64))
+        if total > MAX_COUNT:
+            raise DataError(f"the shards have an impossible total of {total:.3g} samples")
+        return self._build()
+
+    def _build(self) -> ShardTable:
+        groups = [msgspec.structs.replace(group, first=first) for group, first in zip(self._groups, self._firsts, strict=True)]
+        sizes, samples = _as_array(self._sizes, np.int64), _as_array(self._samples, np.int64)
+        columns = {
+            "groups": _smallest(_as_array(self._group_column, np.uint32)),
+            "sizes": _smallest(sizes),
+            "raw_sizes": _smallest(_as_array(self._raw_sizes if self._has_raw_sizes else array("q"), np.int64)),
+            "samples": samples,
+            "bounds": np.concatenate([np.zeros(1, np.int64), np.cumsum(samples)]),
+            "ends": _smallest(_as_array(self._ends, np.int64)),
+            "text": _as_array(self._text, np.uint8),
+        }
+        # Checkpoints contain the fingerprint.
+        state = xxhash.xxh3_128(json.dumps(msgspec.to_builtins(groups), sort_keys=True).encode())
+        for name in ("groups", "sizes", "raw_sizes", "samples", "ends", "text"):
+            state.update(f"{name} {columns[name].dtype.str} {len(columns[name])}".encode())
+            state.update(columns[name].data)
+        return ShardTable(groups, columns, fingerprint=state.hexdigest(), bytes_total=_exact_sum(sizes))
+
+
+def _as_array(values: array[int] | bytearray, dtype: type[np.generic]) -> NDArray[Any]:
+    return np.frombuffer(values, dtype=dtype) if len(values) else np.empty(0, dtype)
+
+
+def _exact_sum(values: NDArray[np.int64]) -> int:
+    """Return the sum, which may be too large for int64."""
+    return (int((values >> 32).sum()) << 32) + int((values & 0xFFFFFFFF).sum())
+
+
+def _smallest(values: NDArray[Any]) -> NDArray[Any]:
+    """Return the numbers, which are not negative, in the smallest dtype that can hold them."""
+    return values.astype(np.min_scalar_type(int(values.max()))) if len(values) else values.astype(np.uint8)
+
+
+def _group_of(entry: ShardEntry) -> ShardGroup:
+    file, is_raw = entry.file, entry.file.compression is None
+
+    def origin(raw: object, stored: object) -> Origin:
+        return "none" if raw is None else "same" if is_raw and raw == stored else "own"
+
+    same_digests = is_raw and file.raw_digests == file.digests
+    return ShardGroup(
+        format=entry.format,
+        compression=file.compression,
+        details=cast("dict[str, Any]", entry.details),
+        digests=_digest_fields(file.digests),
+        raw_digests=None if same_digests else _digest_fields(file.raw_digests),
+        raw_name=origin(file.raw_name, file.name),
+        raw_size=origin(file.raw_size, file.size),
+    )
+
+
+def _digest_fields(digests: Mapping[str, str]) -> tuple[DigestField, ...]:
+    fields = []
+    for algorithm, text in digests.items():
+        # bytes.hex restores lowercase hexadecimal digits of whole bytes.
+        packed = len(text) % 2 == 0 and not text.strip("0123456789abcdef")
+        fields.append(DigestField(algorithm, len(text) // 2 if packed else len(text), packed))
+    return tuple(fields)

@@ -6,7 +6,7 @@ import threading
 import time
 import weakref
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -15,18 +15,15 @@ import numpy as np
 from dtrain import storage
 from dtrain.arguments import check_choice, check_int
 from dtrain.data.stream.find_shards import find_shards
-from dtrain.data.stream.fork_safety import FORK_REGISTRY
 from dtrain.data.stream.formats.shard_format import (
     MAX_SAMPLE_BYTES,
     Shard,
-    ShardEntry,
-    ShardFormat,
     get_format,
     one_line,
     wrap_shard_errors,
 )
 from dtrain.data.stream.open_shards import ByteLRU, OpenShardCache, ShardPrefetcher
-from dtrain.data.stream.shard_cache import ShardCache
+from dtrain.data.stream.shard_cache import FORK_REGISTRY, ShardCache
 from dtrain.data.stream.shard_index import guess_format
 from dtrain.data.stream.shard_store import (
     MAX_SHARD_BYTES,
@@ -44,8 +41,8 @@ from dtrain.typing import Plain
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from dtrain.data.sampling.block_shuffle import BlockShuffle
-    from dtrain.data.sampling.sample_order import SampleOrder
+    from dtrain.data.block_shuffle import BlockShuffle
+    from dtrain.data.sample_order import SampleOrder
 
 DownloadMode = Literal["whole", "ranged"]
 
@@ -126,7 +123,9 @@ class ShardedDataset:
         if not (text := str(path)):
             raise ConfigError("ShardedDataset: path must not be empty. Pass the folder of the shards.")
         self.path = text
-        self.root, only = _split_file(storage.resolve_path(path))
+        self.root, only = storage.resolve_path(path), None
+        if guess_format(self.root.name) is not None and storage.file_size(self.root) is not None:
+            self.root, only = self.root.parent, self.root.name
         # The user has named the file, so a link is trusted.
         self._follow_links = follow_links or only is not None
         self._options, self._verify, self._ranged = options, verify, download == "ranged"
@@ -169,10 +168,21 @@ class ShardedDataset:
         """Initialize the state of this process. A forked child initializes its own state."""
         # The closures hold these locals, not self, so that they do not keep the dataset alive.
         store, entries, options = self._store, self.entries, self._options
-        max_sample_bytes = self._max_sample_bytes
-        self._decoded = decoded = ByteLRU()
+        max_sample_bytes, decoded = self._max_sample_bytes, ByteLRU()
+
+        def open_shard(number: int) -> tuple[Shard, int]:
+            entry = entries[number]
+            with wrap_shard_errors(str(store.root / entry.file.name)):
+                source, cached_bytes = store.open(entry)
+                try:
+                    shard_format = get_format(entry.format)
+                    shard = shard_format.open(source, entry, options, max_sample_bytes=max_sample_bytes, decoded=decoded)
+                except DataError as error:
+                    raise DataError(f"{store.root}/{error}") from error
+                return shard, cached_bytes
+
         self._opened = OpenShardCache(
-            lambda number: _open_shard(store, entries[number], options, max_sample_bytes, decoded),
+            open_shard,
             lambda number: str(store.root / entries[number].file.name),
             max_open=self._max_open_shards,
             max_bytes=self._limit // _CACHE_FRACTION,
@@ -199,7 +209,10 @@ class ShardedDataset:
         for number in self._numbers_to_check():
             entry = self.entries[number]
             shard_format = get_format(entry.format)
-            _check_entry(shard_format, entry, self._options)
+            try:
+                shard_format.check(entry, self._options)
+            except DtrainError as error:
+                raise type(error)(one_line(error)) from error
             if self._ranged and (entry.file.compression is not None or not shard_format.supports_ranges):
                 description = f"compressed ({kind})" if (kind := entry.file.compression) else f"of format {entry.format}"
                 raise ConfigError(
@@ -339,7 +352,7 @@ class ShardedDataset:
 
     def order(self, seed: int, shuffle: bool | BlockShuffle) -> SampleOrder:
         """Return the order of an epoch, with a block shuffle over the shards; see ``BlockShuffle``."""
-        from dtrain.data.sampling.block_shuffle import shard_order
+        from dtrain.data.block_shuffle import shard_order
 
         return shard_order(self.shard_sizes, seed=seed, shuffle=shuffle)
 
@@ -361,34 +374,6 @@ class ShardedDataset:
 
     def __repr__(self) -> str:
         return f"ShardedDataset({self.path!r}, samples={self._size}, shards={len(self.entries)})"
-
-
-def _check_entry(shard_format: ShardFormat, entry: ShardEntry, options: Mapping[str, Any]) -> None:
-    try:
-        shard_format.check(entry, options)
-    except DtrainError as error:
-        raise type(error)(one_line(error)) from error
-
-
-def _open_shard(
-    store: ShardStore, entry: ShardEntry, options: Mapping[str, Any], max_sample_bytes: int, decoded: ByteLRU
-) -> tuple[Shard, int]:
-    """Open a shard, and return the shard and the bytes of the cache that it keeps in use."""
-    with wrap_shard_errors(str(store.root / entry.file.name)):
-        opened = store.open(entry)
-        try:
-            shard_format, limit = get_format(entry.format), max_sample_bytes
-            shard = shard_format.open(opened.source, entry, options, max_sample_bytes=limit, decoded=decoded)
-            return shard, opened.cached_bytes
-        except DataError as error:
-            raise DataError(f"{store.root}/{error}") from error
-
-
-def _split_file(position: AnyPath) -> tuple[AnyPath, str | None]:
-    """Return the folder of the dataset, and the name of the file if the path is a single file with data."""
-    if guess_format(position.name) is not None and storage.file_size(position) is not None:
-        return position.parent, position.name
-    return position, None
 
 
 def _cache_folder(cache: str | Path | None, root: AnyPath) -> Path:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
-from dtrain.data.stream.formats.compression import check_compression, compress, parse_compression
+from dtrain.data.stream.formats.compression import COMPRESSION_SUFFIXES, check_compression, compress, parse_compression
 from dtrain.data.stream.formats.json_lines import LineWriter
 from dtrain.data.stream.formats.mds import MdsWriter
 from dtrain.data.stream.formats.parquet import ParquetWriter
@@ -58,7 +58,6 @@ def make_writer(
 
 _UPLOAD_PART_BYTES = 2**24
 _THREADS = 4
-_COMPRESSION_SUFFIX = {"br": ".br", "bz2": ".bz2", "gz": ".gz", "snappy": ".snappy", "zstd": ".zst"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,7 +205,9 @@ class _DatasetWriter:
         stored, algorithm = raw, None
         if self._compression is not None:
             stored, algorithm = compress(self._compression, raw), parse_compression(self._compression)[0]
-            name += f".{algorithm}" if self._form == "mds" else _COMPRESSION_SUFFIX[algorithm]
+            # The first suffix of an algorithm is the usual one. mosaicml-streaming appends the name.
+            suffix = next(suffix for suffix, kind in COMPRESSION_SUFFIXES.items() if kind == algorithm)
+            name += f".{algorithm}" if self._form == "mds" else suffix
         digests = compute_digests(stored, self._hashes)
         file = ShardFile(
             name=name,
@@ -234,9 +235,15 @@ class _DatasetWriter:
         )
 
     def _create_file(self, name: str, data: bytes) -> None:
-        self._created.append(self._folder / name)
+        """Create a file durably. If several processes try to create it, one succeeds."""
+        path, view, step = self._folder / name, memoryview(data), _UPLOAD_PART_BYTES
+        self._created.append(path)
         try:
-            _write_file(self._created[-1], data)
+            if len(data) <= step:
+                create_file(path, data)
+            else:
+                sizes = [min(step, len(view) - begin) for begin in range(0, len(view), step)]
+                write_parts(path, sizes, lambda part: [view[part * step : (part + 1) * step]], threads=_THREADS)
         except FileExistsError:
             # Another process writes to the folder, too, so its file must not be removed.
             del self._created[-1]
@@ -249,15 +256,3 @@ class _DatasetWriter:
                 # The last file may never have been created.
                 with contextlib.suppress(FileNotFoundError):
                     remove_file(path)
-
-
-def _write_file(path: AnyPath, data: bytes) -> None:
-    """Create a file durably. If several processes try to create it, one succeeds."""
-    if len(data) <= _UPLOAD_PART_BYTES:
-        create_file(path, data)
-        return
-    view = memoryview(data)
-    sizes = [min(_UPLOAD_PART_BYTES, len(view) - begin) for begin in range(0, len(view), _UPLOAD_PART_BYTES)]
-    write_parts(
-        path, sizes, lambda part: [view[part * _UPLOAD_PART_BYTES : part * _UPLOAD_PART_BYTES + sizes[part]]], threads=_THREADS
-    )

@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dtrain.data.stream.formats import json_lines as lines_module
-from dtrain.data.stream.formats.shard_format import FORMATS, ShardEntry, ShardFile
+from dtrain.data.stream.formats.shard_format import ShardEntry, ShardFile, get_format
 from dtrain.errors import ConfigError, DataError
 from places.opened import Held, entry_for, opened, rows
 
@@ -86,7 +86,7 @@ def test_lines_equal_those_of_a_reference_reader(parts: list[bytes], piece: int)
     lines_module._CHUNK_BYTES = piece  # hypothesis runs the body many times within one fixture
     try:
         assert texts(data) == [part.decode().removesuffix("\r") for part in kept]
-        starts, stops = FORMATS["jsonl"].bounds(Held(data))
+        starts, stops = get_format("jsonl").bounds(Held(data))
     finally:
         lines_module._CHUNK_BYTES = before
     assert [data[start:stop] for start, stop in zip(starts, stops, strict=True)] == [
@@ -97,7 +97,7 @@ def test_lines_equal_those_of_a_reference_reader(parts: list[bytes], piece: int)
 def test_single_line_is_read_after_line_ends_are_indexed() -> None:
     data = b"".join(b'{"n": %d}\n' % number for number in range(1000))
     source = Held(data)
-    shard = FORMATS["jsonl"].open(source, entry_for(data, "jsonl"), {})
+    shard = get_format("jsonl").open(source, entry_for(data, "jsonl"), {})
     source.reads = source.most = 0
     assert shard[500] == {"n": 500}
     assert (source.reads, source.most) == (1, 10)
@@ -116,7 +116,7 @@ def test_invalid_json_line_does_not_affect_other_lines() -> None:
 def test_line_count_that_differs_from_the_index_is_refused(form: str) -> None:
     entry = ShardEntry(file=ShardFile(name="s", size=0), samples=3, format=form)
     with pytest.raises(DataError, match=r"has 2 lines, but the index has 3\. It is truncated or changed"):
-        FORMATS[form].open(Held(b"1\n2\n"), entry, {})
+        get_format(form).open(Held(b"1\n2\n"), entry, {})
 
 
 def test_unsupported_options_and_line_ends_are_refused() -> None:
@@ -124,7 +124,7 @@ def test_unsupported_options_and_line_ends_are_refused() -> None:
         opened(b"x", "text", columns=["text"])
     entry = ShardEntry(file=ShardFile(name="s", size=0), samples=0, format="jsonl", details={"newline": ";"})
     with pytest.raises(DataError, match=r"newline must be .*, got ';'"):
-        FORMATS["jsonl"].check(entry, {})
+        get_format("jsonl").check(entry, {})
 
 
 @pytest.mark.parametrize("row", [-1, 2])

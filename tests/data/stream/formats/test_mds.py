@@ -12,8 +12,8 @@ import pytest
 from PIL import Image, ImageChops
 
 from dtrain.data.stream.formats.compression import parse_compression
-from dtrain.data.stream.formats.mds_encodings import ENCODINGS, parse_encoding
-from dtrain.data.stream.formats.shard_format import FORMATS, ShardEntry, ShardFile
+from dtrain.data.stream.formats.mds import ENCODINGS, parse_encoding
+from dtrain.data.stream.formats.shard_format import ShardEntry, ShardFile, get_format
 from dtrain.data.stream.shard_index import HASHES
 from dtrain.data.stream.write_shards import write_shards
 from dtrain.errors import ConfigError, DataError
@@ -210,7 +210,7 @@ def test_excluded_columns_are_omitted_and_unknown_columns_refused(tmp_path: Path
 def test_arrays_are_writable_and_do_not_keep_the_file_open(tmp_path: Path) -> None:
     data = shard_of(tmp_path, [{"x": np.arange(4)}], {"x": "ndarray"})
     source = Held(data)
-    shard = FORMATS["mds"].open(source, entry_for(data, "mds"), {})
+    shard = get_format("mds").open(source, entry_for(data, "mds"), {})
     array = shard[0]["x"]
     array += 1
     shard.close()
@@ -221,7 +221,7 @@ def test_arrays_are_writable_and_do_not_keep_the_file_open(tmp_path: Path) -> No
 def test_sample_read_requests_only_its_own_bytes(tmp_path: Path) -> None:
     data = shard_of(tmp_path, [{"x": bytes(1000)} for _ in range(100)], {"x": "bytes"})
     source = Held(data)
-    shard = FORMATS["mds"].open(source, entry_for(data, "mds"), {})
+    shard = get_format("mds").open(source, entry_for(data, "mds"), {})
     source.reads = source.most = 0
     assert len(shard[57]["x"]) == 1000
     assert (source.reads, source.most) == (1, 1004)
@@ -239,14 +239,14 @@ def test_truncated_shard_is_refused_at_every_length(tmp_path: Path) -> None:
     entry = entry_for(data, "mds")
     for length in range(len(data)):
         with pytest.raises(DataError, match=r"truncated|damaged"):
-            FORMATS["mds"].open(Held(data[:length]), entry, {})
+            get_format("mds").open(Held(data[:length]), entry, {})
 
 
 def test_sample_count_that_differs_from_the_index_is_refused(tmp_path: Path) -> None:
     data = shard_of(tmp_path, ROWS[:5], ROW_COLUMNS)
     entry = entry_for(data, "mds")
     with pytest.raises(DataError, match="has 5 samples, but the index has 6"):
-        FORMATS["mds"].open(Held(data), ShardEntry(file=entry.file, samples=6, format="mds", details=entry.details), {})
+        get_format("mds").open(Held(data), ShardEntry(file=entry.file, samples=6, format="mds", details=entry.details), {})
 
 
 def test_column_sizes_that_exceed_the_sample_raise(tmp_path: Path) -> None:
@@ -273,7 +273,7 @@ def test_column_sizes_that_exceed_the_sample_raise(tmp_path: Path) -> None:
 def test_invalid_details_are_refused(details: dict[str, Any], message: str) -> None:
     entry = ShardEntry(file=ShardFile(name="s.mds", size=0), samples=0, format="mds", details=details)
     with pytest.raises(DataError, match=message):
-        FORMATS["mds"].check(entry, {})
+        get_format("mds").check(entry, {})
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from dtrain.data.stream.formats.shard_format import FORMATS, Shard, ShardEntry, ShardFile
+from dtrain.data.stream.formats.shard_format import Shard, ShardEntry, ShardFile, get_format
 from dtrain.data.stream.open_shards import ByteLRU
 from dtrain.data.stream.sharded_dataset import ShardedDataset
 from dtrain.errors import ConfigError, DataError
@@ -76,9 +76,9 @@ def test_excluded_columns_are_omitted_and_unknown_columns_refused() -> None:
 def test_count_reads_the_footer_and_a_sample_its_row_group() -> None:
     data = numbers(10_000, row_group_size=100, use_dictionary=False, compression="none")
     source = Held(data)
-    samples, details = FORMATS["parquet"].count(source)
+    samples, details = get_format("parquet").count(source)
     assert (samples, details) == (10_000, {})
-    shard = FORMATS["parquet"].open(source, entry_for(data, "parquet"), {})
+    shard = get_format("parquet").open(source, entry_for(data, "parquet"), {})
     source.reads = source.most = 0
     assert shard[5555]["n"] == 5555
     assert source.most < len(data) // 50
@@ -89,7 +89,7 @@ def test_count_reads_the_footer_and_a_sample_its_row_group() -> None:
 
 
 def opened_with(decoded: ByteLRU, data: bytes, **options: Any) -> Shard:
-    return FORMATS["parquet"].open(Held(data), entry_for(data, "parquet"), options, decoded=decoded)
+    return get_format("parquet").open(Held(data), entry_for(data, "parquet"), options, decoded=decoded)
 
 
 def test_row_group_cache_of_all_shards_has_one_bound() -> None:
@@ -122,7 +122,7 @@ def test_row_groups_of_a_deleted_shard_are_evicted_first() -> None:
 
 def test_row_group_larger_than_the_bound_is_kept_alone() -> None:
     source, decoded = Held(data := numbers(1000)), ByteLRU()
-    shard = FORMATS["parquet"].open(source, entry_for(data, "parquet"), {"row_group_cache_bytes": 1}, decoded=decoded)
+    shard = get_format("parquet").open(source, entry_for(data, "parquet"), {"row_group_cache_bytes": 1}, decoded=decoded)
     shard[0]
     reads = source.reads
     assert [shard[row]["n"] for row in range(1000)] == list(range(1000))
@@ -154,7 +154,7 @@ def test_dataset_is_readable_after_fork_with_a_locked_cache(tmp_path: Path) -> N
 def test_non_parquet_bytes_are_refused(data: bytes) -> None:
     entry = ShardEntry(file=ShardFile(name="s.parquet", size=len(data)), samples=0, format="parquet")
     with pytest.raises(DataError, match="is not a Parquet file, or truncated") as caught:
-        FORMATS["parquet"].open(Held(data), entry, {})
+        get_format("parquet").open(Held(data), entry, {})
     assert "\n" not in str(caught.value)
 
 
@@ -163,7 +163,7 @@ def test_truncated_file_is_refused_at_every_tenth_length() -> None:
     entry = entry_for(data, "parquet")
     for length in range(0, len(data), 10):
         with pytest.raises(DataError, match="is not a Parquet file, or truncated"):
-            FORMATS["parquet"].open(Held(data[:length]), entry, {})
+            get_format("parquet").open(Held(data[:length]), entry, {})
 
 
 def test_damaged_page_fails_only_its_own_samples() -> None:
@@ -179,7 +179,7 @@ def test_damaged_page_fails_only_its_own_samples() -> None:
 def test_row_count_that_differs_from_the_index_is_refused() -> None:
     data = numbers(5)
     with pytest.raises(DataError, match="has 5 rows, but the index has 6"):
-        FORMATS["parquet"].open(Held(data), ShardEntry(file=ShardFile(name="s", size=1), samples=6, format="parquet"), {})
+        get_format("parquet").open(Held(data), ShardEntry(file=ShardFile(name="s", size=1), samples=6, format="parquet"), {})
 
 
 def test_duplicate_column_names_are_refused() -> None:
@@ -192,7 +192,7 @@ def test_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(__import__("sys").modules, "pyarrow.parquet", None)
     entry = ShardEntry(file=ShardFile(name="s", size=1), samples=1, format="parquet")
     with pytest.raises(ConfigError, match=r'pip install "dtrain\[parquet\]"'):
-        FORMATS["parquet"].check(entry, {})
+        get_format("parquet").check(entry, {})
 
 
 @pytest.mark.parametrize("row", [-1, 5])

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dtrain.data.stream.formats.shard_format import FORMATS, ShardEntry, ShardFile
+from dtrain.data.stream.formats.shard_format import ShardEntry, ShardFile, get_format
 from dtrain.errors import ConfigError, DataError
 from places.opened import Held, entry_for, opened, rows
 
@@ -132,7 +132,7 @@ def test_empty_archive_has_no_samples(data: bytes) -> None:
 
 def test_non_tar_bytes_are_refused() -> None:
     with pytest.raises(DataError, match="is not a tar archive, or truncated"):
-        FORMATS["tar"].count(Held(b"certainly not an archive " * 100))
+        get_format("tar").count(Held(b"certainly not an archive " * 100))
 
 
 def test_member_of_negative_size_is_refused() -> None:
@@ -141,7 +141,7 @@ def test_member_of_negative_size_is_refused() -> None:
     data[148:156] = b" " * 8
     data[148:156] = b"%06o\0 " % sum(data[:512])
     with pytest.raises(DataError, match="member 'plain' has an impossible size of -512 bytes"):
-        FORMATS["tar"].count(Held(bytes(data)))
+        get_format("tar").count(Held(bytes(data)))
 
 
 def test_archive_truncated_within_a_member_is_refused() -> None:
@@ -150,7 +150,7 @@ def test_archive_truncated_within_a_member_is_refused() -> None:
     whole = 3 * (512 + 1024)
     for length in range(0, whole - 300, 100):  # the last 274 bytes before `whole` are padding
         with pytest.raises(DataError, match=r"truncated|ends after the archive|damaged"):
-            FORMATS["tar"].open(Held(data[:length]), entry, {})
+            get_format("tar").open(Held(data[:length]), entry, {})
 
 
 def test_missing_end_marker_is_accepted_but_damaged_header_refused() -> None:
@@ -159,13 +159,13 @@ def test_missing_end_marker_is_accepted_but_damaged_header_refused() -> None:
     damaged = bytearray(data)
     damaged[1024 + 3] ^= 255
     with pytest.raises(DataError, match="is damaged at byte 1024"):
-        FORMATS["tar"].count(Held(bytes(damaged)))
+        get_format("tar").count(Held(bytes(damaged)))
 
 
 def test_sample_count_that_differs_from_the_index_is_refused() -> None:
     entry = ShardEntry(file=ShardFile(name="s.tar", size=0), samples=2, format="tar")
     with pytest.raises(DataError, match="has 1 samples, but the index has 2"):
-        FORMATS["tar"].open(Held(archive(("a.txt", b""))), entry, {})
+        get_format("tar").open(Held(archive(("a.txt", b""))), entry, {})
 
 
 def test_damaged_member_fails_only_its_own_sample() -> None:
@@ -180,7 +180,7 @@ def test_damaged_member_fails_only_its_own_sample() -> None:
 def test_sample_read_requests_only_the_bytes_of_its_members() -> None:
     data = archive(*((f"{number:03}.{kind}", bytes(3000)) for number in range(50) for kind in ("a", "b")))
     source = Held(data)
-    shard = FORMATS["tar"].open(source, entry_for(data, "tar"), {"columns": ("b",)})
+    shard = get_format("tar").open(source, entry_for(data, "tar"), {"columns": ("b",)})
     source.reads = source.most = 0
     assert shard[30] == {"__key__": "030", "b": bytes(3000)}
     assert (source.reads, source.most) == (1, 3000)

@@ -7,14 +7,17 @@ import gzip
 import importlib
 import zlib
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from itertools import chain
+from types import MappingProxyType
 from typing import Any
 
 from dtrain.errors import ConfigError, DataError
 from dtrain.packages import missing_extra_error
 
-_LEVELS = {"br": range(12), "bz2": range(1, 10), "gz": range(10), "snappy": range(0), "zstd": range(1, 23)}
-_DEFAULT_LEVELS = {"br": 11, "bz2": 9, "gz": 9, "snappy": 0, "zstd": 3}
+_LEVELS = MappingProxyType({"br": range(12), "bz2": range(1, 10), "gz": range(10), "snappy": range(0), "zstd": range(1, 23)})
+_DEFAULT_LEVELS = MappingProxyType({"br": 11, "bz2": 9, "gz": 9, "snappy": 0, "zstd": 3})
+_PACKAGES = MappingProxyType({"br": "brotli", "snappy": "snappy", "zstd": "zstandard"})
 
 COMPRESSIONS = tuple(_LEVELS)
 """Names of all supported compressions."""
@@ -87,10 +90,10 @@ def decompress(name: str, chunks: ByteChunks, *, limit: int | None = None) -> It
         ConfigError: the name is unknown, or the package is not installed.
         DataError: the bytes are not of that compression, are truncated, or decompress to more than ``limit`` bytes.
     """
-    if name not in _DECOMPRESSORS:
+    if name not in _LEVELS:
         raise ConfigError(f"compression {name!r} is unknown. Use one of {', '.join(COMPRESSIONS)}.")
     byte_count = 0
-    for raw in _DECOMPRESSORS[name](chunks, limit):
+    for raw in _DECOMPRESSORS.get(name, partial(_decompress_members, name))(chunks, limit):
         byte_count += len(raw)
         if limit is not None and byte_count > limit:
             raise _too_large_error(name, limit)
@@ -98,82 +101,41 @@ def decompress(name: str, chunks: ByteChunks, *, limit: int | None = None) -> It
             yield raw
 
 
-def _corrupt_error(name: str, error: Exception) -> DataError:
-    return DataError(f"{name}: cannot be decompressed: {error}. The file is damaged, or has another format.")
-
-
-def _too_large_error(name: str, limit: int) -> DataError:
-    advice = "The file differs from its index, or is larger than max_shard_bytes"
-    return DataError(f"{name}: decompresses to more than {limit} bytes. {advice}")
-
-
-def _truncated_error(name: str) -> DataError:
-    return DataError(f"{name}: ends too early. The file is truncated.")
-
-
-def _decompress_gz(chunks: ByteChunks, limit: int | None) -> Iterator[bytes]:
-    """Decompress members in sequence. Zeros may follow the last member."""
+def _decompress_members(name: str, chunks: ByteChunks, limit: int | None) -> Iterator[bytes]:
+    """Decompress the members of a gz or bz2 file, or the frames of a zstd file, in sequence."""
+    open_member: Callable[[], Any]
+    failure: Any
+    max_output: tuple[int, ...]
+    if name == "gz":
+        open_member, failure, max_output = partial(zlib.decompressobj, 31), zlib.error, (_OUTPUT_CHUNK_BYTES,)
+    elif name == "bz2":
+        open_member, failure, max_output = bz2.BZ2Decompressor, (OSError, ValueError), (_OUTPUT_CHUNK_BYTES,)
+    else:
+        library = _import_package("zstd")
+        open_member, failure, max_output = lambda: library.ZstdDecompressor().decompressobj(), library.ZstdError, ()
+        chunks = (
+            chunk[begin : begin + _ZSTD_INPUT_BYTES] for chunk in chunks for begin in range(0, len(chunk), _ZSTD_INPUT_BYTES)
+        )
     member, members = None, 0
     for chunk in chunks:
         remaining = bytes(chunk)
-        while remaining:
+        # A member of bz2 may have more output without more input.
+        while remaining or (member is not None and not getattr(member, "needs_input", True)):
             if member is None:
-                if members and not (remaining := remaining.lstrip(b"\0")):
+                # Zeros may follow the last member of gz.
+                if name == "gz" and members and not (remaining := remaining.lstrip(b"\0")):
                     break
-                member, members = zlib.decompressobj(31), members + 1
+                member, members = open_member(), members + 1
             try:
-                raw = member.decompress(remaining, _OUTPUT_CHUNK_BYTES)
-            except zlib.error as error:
-                raise _corrupt_error("gz", error) from error
+                raw = member.decompress(remaining, *max_output)
+            except failure as error:
+                raise _corrupt_error(name, error) from error
             yield raw
-            remaining = member.unused_data if member.eof else member.unconsumed_tail
+            remaining = member.unused_data if member.eof else getattr(member, "unconsumed_tail", b"")
             if member.eof:
                 member = None
     if member is not None or not members:
-        raise _truncated_error("gz")
-
-
-def _decompress_bz2(chunks: ByteChunks, limit: int | None) -> Iterator[bytes]:
-    """Decompress members in sequence."""
-    member, members = None, 0
-    for chunk in chunks:
-        remaining = bytes(chunk)
-        while remaining or (member is not None and not member.needs_input):
-            if member is None:
-                member, members = bz2.BZ2Decompressor(), members + 1
-            try:
-                raw = member.decompress(remaining, _OUTPUT_CHUNK_BYTES)
-            except (OSError, ValueError) as error:
-                raise _corrupt_error("bz2", error) from error
-            yield raw
-            remaining = member.unused_data if member.eof else b""
-            if member.eof:
-                member = None
-    if member is not None or not members:
-        raise _truncated_error("bz2")
-
-
-def _decompress_zstd(chunks: ByteChunks, limit: int | None) -> Iterator[bytes]:
-    """Decompress frames in sequence."""
-    library = _import_package("zstd")
-    frame, frames = None, 0
-    for chunk in chunks:
-        view = memoryview(chunk)
-        for begin in range(0, len(view), _ZSTD_INPUT_BYTES):
-            remaining = bytes(view[begin : begin + _ZSTD_INPUT_BYTES])
-            while remaining:
-                if frame is None:
-                    frame, frames = library.ZstdDecompressor().decompressobj(), frames + 1
-                try:
-                    raw = frame.decompress(remaining)
-                except library.ZstdError as error:
-                    raise _corrupt_error("zstd", error) from error
-                yield raw
-                remaining = frame.unused_data if frame.eof else b""
-                if frame.eof:
-                    frame = None
-    if frame is not None or not frames:
-        raise _truncated_error("zstd")
+        raise _truncated_error(name)
 
 
 def _decompress_br(chunks: ByteChunks, limit: int | None) -> Iterator[bytes]:
@@ -195,10 +157,14 @@ def _decompress_br(chunks: ByteChunks, limit: int | None) -> Iterator[bytes]:
 
 
 def _decompress_snappy(chunks: ByteChunks, limit: int | None) -> Iterator[bytes]:
-    """Decompress a block, which is possible as a whole only. The first bytes of a block contain its raw size."""
+    """Decompress a block, which is possible as a whole only."""
     library = _import_package("snappy")
     data = b"".join(map(bytes, chunks))
-    size = _snappy_size(data)
+    # The first bytes of a block are its raw size, seven bits each. The last of them is below 128.
+    length = next((number for number, byte in enumerate(data[:5], 1) if byte < 128), None)
+    if length is None:
+        raise _truncated_error("snappy")
+    size = sum((byte & 127) << 7 * number for number, byte in enumerate(data[:length]))
     if limit is not None and size > limit:
         raise _too_large_error("snappy", limit)
     try:
@@ -211,24 +177,20 @@ def _decompress_snappy(chunks: ByteChunks, limit: int | None) -> Iterator[bytes]
     yield raw
 
 
-def _snappy_size(data: bytes) -> int:
-    size = 0
-    for position, byte in enumerate(data[:5]):
-        size |= (byte & 127) << 7 * position
-        if byte < 128:
-            return size
-    raise _truncated_error("snappy")
+_DECOMPRESSORS = MappingProxyType({"br": _decompress_br, "snappy": _decompress_snappy})
 
 
-_DECOMPRESSORS: dict[str, Callable[[ByteChunks, int | None], Iterator[bytes]]] = {
-    "br": _decompress_br,
-    "bz2": _decompress_bz2,
-    "gz": _decompress_gz,
-    "snappy": _decompress_snappy,
-    "zstd": _decompress_zstd,
-}
+def _corrupt_error(name: str, error: Exception) -> DataError:
+    return DataError(f"{name}: cannot be decompressed: {error}. The file is damaged, or has another format.")
 
-_PACKAGES = {"br": "brotli", "snappy": "snappy", "zstd": "zstandard"}
+
+def _too_large_error(name: str, limit: int) -> DataError:
+    advice = "The file differs from its index, or is larger than max_shard_bytes"
+    return DataError(f"{name}: decompresses to more than {limit} bytes. {advice}")
+
+
+def _truncated_error(name: str) -> DataError:
+    return DataError(f"{name}: ends too early. The file is truncated.")
 
 
 def _import_package(name: str) -> Any:

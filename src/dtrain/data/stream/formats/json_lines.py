@@ -5,7 +5,7 @@ The last line may lack a line end."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -34,14 +34,6 @@ _BLANK = b" \t\r"
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
-def _read_chunks(source: ByteSource) -> Iterator[tuple[int, NDArray[np.uint8]]]:
-    for begin in range(0, source.size, _CHUNK_BYTES):
-        data = source.read(begin, min(source.size, begin + _CHUNK_BYTES))
-        if not len(data):
-            return
-        yield begin, np.frombuffer(data, np.uint8)
-
-
 _IS_BLANK = np.zeros(256, np.bool_)
 _IS_BLANK[list(_BLANK)] = True
 
@@ -58,7 +50,11 @@ def _find_lines(source: ByteSource, *, skip_blank: bool) -> tuple[OffsetArray, O
     starts, stops = [np.zeros(0, dtype)], [np.zeros(0, dtype)]
     # Start of the line that continues in the next chunk, whether it is blank so far, and the number of lines.
     start, is_blank, line_count = 0, True, 0
-    for begin, data in _read_chunks(source):
+    for begin in range(0, source.size, _CHUNK_BYTES):
+        chunk = source.read(begin, min(source.size, begin + _CHUNK_BYTES))
+        if not len(chunk):
+            break
+        data = np.frombuffer(chunk, np.uint8)
         ends = np.flatnonzero(data == 10)
         first = data[: ends[0]] if ends.size else data
         is_blank = is_blank and _is_all_blank(first)
@@ -91,11 +87,6 @@ def _has_content(data: NDArray[np.uint8], begins: NDArray[Any], ends: NDArray[An
         bounds = np.stack([begins[candidates], ends[candidates]], axis=1).reshape(-1)
         has_content[candidates] = np.logical_or.reduceat(~_IS_BLANK[data], bounds)[::2]
     return has_content
-
-
-def _is_blank_line(source: ByteSource, begin: int, end: int) -> bool:
-    chunks = (source.read(at, min(end, at + _CHUNK_BYTES)) for at in range(begin, end, _CHUNK_BYTES))
-    return not any(bytes(chunk).strip(_BLANK) for chunk in chunks)
 
 
 class LineShard:
@@ -142,7 +133,9 @@ class LineFormat(ShardFormat):
         starts, stops = _find_lines(source, skip_blank=self.skip_blank)
         if self.skip_blank and starts.size and starts[0] == 0 and bytes(source.read(0, 3)) == _BYTE_ORDER_MARK:
             starts[0] = 3
-            if _is_blank_line(source, 3, int(stops[0])):
+            end = int(stops[0])
+            first_line = (source.read(at, min(end, at + _CHUNK_BYTES)) for at in range(3, end, _CHUNK_BYTES))
+            if not any(bytes(chunk).strip(_BLANK) for chunk in first_line):
                 starts, stops = starts[1:], stops[1:]
         return starts, stops
 
@@ -165,12 +158,10 @@ class LineFormat(ShardFormat):
         return len(self.bounds(source)[0]), {}
 
 
-def _text_sample(line: str) -> dict[str, str]:
-    return {"text": line.removesuffix("\r")}
-
-
 JSONL = LineFormat(name="jsonl", suffixes=(".jsonl", ".ndjson"), decode=json.loads, skip_blank=True)
-TEXT = LineFormat(name="text", suffixes=(".txt", ".text"), decode=_text_sample, skip_blank=False)
+TEXT = LineFormat(
+    name="text", suffixes=(".txt", ".text"), decode=lambda line: {"text": line.removesuffix("\r")}, skip_blank=False
+)
 
 
 class LineWriter:
@@ -200,21 +191,15 @@ class LineWriter:
 
 def _encode_json_line(sample: Sample, number: int) -> bytes:
     try:
-        text = json.dumps(dict(sample), ensure_ascii=False, allow_nan=False)
-        return text.encode() if _is_unicode(text) else json.dumps(dict(sample)).encode()
+        try:
+            return json.dumps(dict(sample), ensure_ascii=False, allow_nan=False).encode()
+        except UnicodeEncodeError:
+            # JSON can contain lone surrogates only as escapes.
+            return json.dumps(dict(sample)).encode()
     except (TypeError, ValueError, RecursionError) as error:
         raise ConfigError(
             f"sample {number}: JSON cannot store it: {error}. Pass text, numbers, booleans, None, lists and dicts only."
         ) from error
-
-
-def _is_unicode(text: str) -> bool:
-    """Return False for text with lone surrogates, which JSON can contain only as escapes."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _encode_text_line(sample: Sample, number: int) -> bytes:

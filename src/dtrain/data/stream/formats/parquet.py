@@ -63,11 +63,7 @@ def _open_file(source: ByteSource, name: str) -> Any:
     try:
         return arrow.parquet.ParquetFile(arrow.PythonFile(ByteSourceFile(source), mode="r"), pre_buffer=False)
     except (arrow.ArrowException, OSError) as error:
-        raise DataError(f"{name}: is not a Parquet file, or truncated: {_error_line(error)}") from error
-
-
-def _error_line(error: Exception) -> str:
-    return " ".join(str(error).split())
+        raise DataError(f"{name}: is not a Parquet file, or truncated: {' '.join(str(error).split())}") from error
 
 
 class ParquetShard:
@@ -158,7 +154,7 @@ def _value_decoder(kind: Any) -> Callable[[Any], Any]:
     is_list = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
     if is_list and (types.is_integer(kind.value_type) or types.is_floating(kind.value_type)):
         return _decode_array
-    return _decode_value
+    return lambda scalar: scalar.as_py()
 
 
 def _decode_array(scalar: Any) -> Any:
@@ -168,10 +164,6 @@ def _decode_array(scalar: Any) -> Any:
         return scalar.as_py()
     # The copy is writable.
     return np.array(values.to_numpy(zero_copy_only=False))
-
-
-def _decode_value(scalar: Any) -> Any:
-    return scalar.as_py()
 
 
 class ParquetFormat(ShardFormat):

@@ -1,4 +1,4 @@
-"""``ShardFormat``: the base of shard formats; protocols of their readers and writers; ``FORMATS``: the registry of formats.
+"""``ShardFormat``: the base of shard formats; protocols of their readers and writers; ``get_format``: a format by its name.
 
 Helpers of the formats check samples, wrap errors, and present a source of bytes as a file object."""
 
@@ -7,17 +7,26 @@ from __future__ import annotations
 import importlib
 import io
 import os
+import pickle
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import TracebackType
+from io import BytesIO
+from pathlib import Path
+from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
+import numpy as np
+
 from dtrain.errors import ConfigError, DataError, DtrainError, ShardError, escape_unprintable
+from dtrain.packages import missing_extra_error
+from dtrain.storage import exists, read_file, resolve_path
 from dtrain.typing import Plain
 
 if TYPE_CHECKING:
     from dtrain.data.stream.open_shards import ByteLRU
+
 
 MAX_SAMPLE_BYTES = 2**29
 """Default limit of a decoded sample."""
@@ -77,7 +86,7 @@ class ShardEntry:
     Args:
         file: file of the shard.
         samples: number of samples.
-        format: a key of ``FORMATS``.
+        format: one of ``FORMAT_NAMES``.
         details: plain data that the format needs to open the shard; MDS: names and encodings of the columns.
     """
 
@@ -91,7 +100,7 @@ class ShardFormat:
     """Reader of a file format. One object per format, without state. A subclass implements ``open_unchecked`` and ``count``."""
 
     name: str
-    """Key of the format in ``FORMATS``, and name in an index."""
+    """Name of the format, also in an index."""
 
     suffixes: tuple[str, ...] = ()
     """Suffixes of file names without the suffix of a compression; empty if only an index identifies the format."""
@@ -160,38 +169,24 @@ class ShardFormat:
         raise NotImplementedError
 
 
-_FORMAT_MODULES = {"mds": "mds", "parquet": "parquet", "jsonl": "json_lines", "text": "json_lines", "tar": "tar"}
+_FORMAT_MODULES = MappingProxyType(
+    {"mds": "mds", "parquet": "parquet", "jsonl": "json_lines", "text": "json_lines", "tar": "tar"}
+)
 
-
-class _FormatRegistry(Mapping[str, ShardFormat]):
-    """Mapping from a name to a format. The module and the package of a format are imported on first use."""
-
-    def __getitem__(self, name: str) -> ShardFormat:
-        if name not in _FORMAT_MODULES:
-            raise KeyError(name)
-        module = importlib.import_module(f"dtrain.data.stream.formats.{_FORMAT_MODULES[name]}")
-        return cast(ShardFormat, getattr(module, name.upper()))
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(_FORMAT_MODULES)
-
-    def __len__(self) -> int:
-        return len(_FORMAT_MODULES)
-
-
-FORMATS: Mapping[str, ShardFormat] = _FormatRegistry()
-"""Every readable shard format, by name."""
+FORMAT_NAMES = tuple(_FORMAT_MODULES)
+"""Names of all readable shard formats."""
 
 
 def get_format(name: str) -> ShardFormat:
-    """Return the shard format of a name.
+    """Return the shard format of a name. The module and the package of a format are imported on first use.
 
     Raises:
         ConfigError: the name is unknown.
     """
-    if name not in FORMATS:
-        raise ConfigError(f"format {name!r} is unknown. Use one of {', '.join(FORMATS)}.")
-    return FORMATS[name]
+    if name not in _FORMAT_MODULES:
+        raise ConfigError(f"format {name!r} is unknown. Use one of {', '.join(FORMAT_NAMES)}.")
+    module = importlib.import_module(f"dtrain.data.stream.formats.{_FORMAT_MODULES[name]}")
+    return cast(ShardFormat, getattr(module, name.upper()))
 
 
 def check_sample_bytes(actual: int, limit: int) -> None:
@@ -370,3 +365,90 @@ def check_columns(sample: Any, number: int, names: Sequence[str]) -> None:
 def to_numpy(value: Any) -> Any:
     """Convert a tensor to an array; return any other value unchanged."""
     return value.detach().cpu().numpy() if hasattr(value, "detach") else value
+
+
+# Unpickling runs code, so formats refuse pickled values unless allow_pickle=True.
+unpickle, pickle_value = pickle.loads, pickle.dumps
+
+
+# Limit of an image file. Offsets in a shard have 4 bytes.
+_MAX_FILE_BYTES = 2**32 - 1
+
+
+def _import_pillow() -> Any:
+    try:
+        from PIL import Image
+    except ImportError:
+        raise missing_extra_error("images need the package pillow", "images") from None
+    return Image
+
+
+def check_pillow() -> None:
+    """Check that pillow is installed.
+
+    Raises:
+        ConfigError: pillow is not installed.
+    """
+    _import_pillow()
+
+
+def decode_image(view: memoryview) -> Any:
+    """Decode an image file completely, so that damage raises here and not on first use."""
+    image = _import_pillow().open(BytesIO(view))
+    image.load()
+    return image
+
+
+def image_bytes(view: memoryview) -> int:
+    """Return the bytes that an image takes in memory, from the header of its file."""
+    image = _import_pillow().open(BytesIO(view))
+    return _pixel_bytes(image.width, image.height, image.mode)
+
+
+def raw_image_bytes(view: memoryview) -> int:
+    """Return the bytes that an image in the form of ``encode_raw_image`` takes in memory."""
+    width, height, length = np.frombuffer(view, "<u4", 3).tolist()
+    return _pixel_bytes(width, height, str(view[12 : 12 + length], "ascii"))
+
+
+def _pixel_bytes(width: int, height: int, mode: str) -> int:
+    # Pillow uses 1 or 4 bytes per pixel.
+    return width * height * (1 if mode in ("1", "L", "P") else 4)
+
+
+def decode_raw_image(view: memoryview) -> Any:
+    """Decode an image in the form of ``encode_raw_image``."""
+    width, height, length = np.frombuffer(view, "<u4", 3).tolist()
+    return _import_pillow().frombytes(str(view[12 : 12 + length], "ascii"), (width, height), bytes(view[12 + length :]))
+
+
+def encode_raw_image(image: Any) -> bytes:
+    """Encode an image as width, height and length of the mode (4 bytes each), the mode, and the pixels."""
+    mode = _require_image(image).mode.encode()
+    head: bytes = np.array([*image.size, len(mode)], "<u4").tobytes() + mode
+    return head + bytes(image.tobytes())
+
+
+def encode_image(kind: str, image: Any) -> bytes:
+    """Encode an image as a file of this kind. Bytes are returned unchanged, and a JPEG from a file is copied."""
+    if isinstance(image, bytes):
+        return image
+    name = getattr(_require_image(image), "filename", "")
+    if kind == "JPEG" and image.format == "JPEG" and name and exists(path := resolve_path(Path(name))):
+        return read_file(path, limit=_MAX_FILE_BYTES)
+    out = BytesIO()
+    image.save(out, format=kind)
+    return out.getvalue()
+
+
+def infer_image_encoding(value: Any) -> str:
+    """Return the MDS encoding that stores an image without loss; empty if the value is not an image."""
+    if "PIL.Image" not in sys.modules or not isinstance(value, _import_pillow().Image):
+        return ""
+    return "jpeg" if value.format == "JPEG" else "png" if value.mode in ("1", "L", "LA", "I;16", "P", "RGB", "RGBA") else "pil"
+
+
+def _require_image(value: Any) -> Any:
+    if not isinstance(value, _import_pillow().Image):
+        raise TypeError(f"must be an image or the bytes of an image, got {type(value).__name__}")
+    return value

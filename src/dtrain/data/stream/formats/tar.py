@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dtrain.data.stream.formats import images, unsafe_pickle
 from dtrain.data.stream.formats.shard_format import (
     ByteSource,
     ByteSourceFile,
@@ -23,9 +22,13 @@ from dtrain.data.stream.formats.shard_format import (
     Sample,
     ShardEntry,
     ShardFormat,
+    check_pillow,
     check_sample,
     check_sample_bytes,
+    decode_image,
+    image_bytes,
     to_numpy,
+    unpickle,
 )
 from dtrain.errors import ConfigError, DataError
 from dtrain.typing import Plain
@@ -83,22 +86,18 @@ def _add_member(samples: list[tuple[str, TarMembers]], member: tarfile.TarInfo, 
     members.append((column, member.offset_data, member.offset_data + member.size))
 
 
-def _decode_text(view: memoryview) -> str:
-    return str(view, "utf-8")
-
-
 def _decode_npz(view: memoryview) -> dict[str, Any]:
     with np.load(io.BytesIO(view), allow_pickle=False) as arrays:
         return dict(arrays)
 
 
 _DECODERS: Mapping[str, Callable[[memoryview], Any]] = {
-    **dict.fromkeys(("txt", "text", "transcript"), _decode_text),
+    **dict.fromkeys(("txt", "text", "transcript"), lambda view: str(view, "utf-8")),
     **dict.fromkeys(("cls", "cls2", "index", "inx", "id", "count"), lambda view: int(bytes(view))),
     **dict.fromkeys(("json", "jsn"), lambda view: json.loads(str(view, "utf-8"))),
     "npy": lambda view: np.load(io.BytesIO(view), allow_pickle=False),
     "npz": _decode_npz,
-    **dict.fromkeys(("pkl", "pickle", "pyd"), unsafe_pickle.loads),
+    **dict.fromkeys(("pkl", "pickle", "pyd"), unpickle),
 }
 PICKLE_SUFFIXES = ("pkl", "pickle", "pyd")
 IMAGE_SUFFIXES = ("jpg", "jpeg", "png", "ppm", "pgm", "pbm", "webp", "bmp", "tif", "tiff")
@@ -152,7 +151,7 @@ class TarShard:
         """Return the size of a decoded member that may grow when decoded; 0 for other members."""
         kind = member_kind(column)
         if self._images and kind in IMAGE_SUFFIXES:
-            return images.decoded_bytes(view)
+            return image_bytes(view)
         if kind == "npz":
             with zipfile.ZipFile(io.BytesIO(view)) as archive:
                 return sum(member.file_size for member in archive.infolist())
@@ -163,7 +162,7 @@ class TarShard:
             raise ValueError(f"{column} must have {size} bytes, got {len(view)}")
         kind = member_kind(column)
         if self._images and kind in IMAGE_SUFFIXES:
-            return images.decode_image(view)
+            return decode_image(view)
         return _DECODERS.get(kind, bytes)(view)
 
     def close(self) -> None:
@@ -188,7 +187,7 @@ class TarFormat(ShardFormat):
         """Check the options; see ``ShardFormat.check``."""
         super().check(entry, options)
         if options.get("images"):
-            images.check_pillow()
+            check_pillow()
 
     def open_unchecked(
         self, source: ByteSource, entry: ShardEntry, options: Mapping[str, Any], max_sample_bytes: int, decoded: ByteLRU | None
@@ -273,7 +272,10 @@ def _encode_value(name: str, value: Any, number: int) -> bytes:
         )
     if kind in _ENCODERS:
         with ColumnErrors(name, number):
-            return _ENCODERS[kind](value)
+            expected, description, encode = _ENCODERS[kind]
+            if not isinstance(value, expected):
+                raise TypeError(f"must be {description}, got {type(value).__name__}")
+            return encode(value)
     if not isinstance(value, bytes):
         known = ", ".join(_ENCODERS)
         raise ConfigError(
@@ -283,8 +285,6 @@ def _encode_value(name: str, value: Any, number: int) -> bytes:
 
 
 def _encode_npy(value: Any) -> bytes:
-    if not isinstance(value, np.ndarray):
-        raise TypeError(f"must be an array, got {type(value).__name__}")
     out = io.BytesIO()
     np.save(out, value, allow_pickle=False)
     return out.getvalue()
@@ -296,22 +296,11 @@ def _encode_npz(value: Any) -> bytes:
     return out.getvalue()
 
 
-def _encode_int(value: Any) -> bytes:
-    if not isinstance(value, int | np.integer):
-        raise TypeError(f"must be an int, got {type(value).__name__}")
-    return str(int(value)).encode()
-
-
-def _encode_text(value: Any) -> bytes:
-    if not isinstance(value, str):
-        raise TypeError(f"must be a str, got {type(value).__name__}")
-    return value.encode()
-
-
-_ENCODERS: Mapping[str, Callable[[Any], bytes]] = {
-    "json": lambda value: json.dumps(value, allow_nan=False).encode(),
-    "txt": _encode_text,
-    "cls": _encode_int,
-    "npy": _encode_npy,
-    "npz": _encode_npz,
+# The type of values, its name in errors, and the encoder, by suffix.
+_ENCODERS: Mapping[str, tuple[Any, str, Callable[[Any], bytes]]] = {
+    "json": (object, "", lambda value: json.dumps(value, allow_nan=False).encode()),
+    "txt": (str, "a str", lambda value: value.encode()),
+    "cls": (int | np.integer, "an int", lambda value: str(int(value)).encode()),
+    "npy": (np.ndarray, "an array", _encode_npy),
+    "npz": (object, "", _encode_npz),
 }

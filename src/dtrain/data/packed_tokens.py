@@ -13,9 +13,9 @@ import xxhash
 from torch import Tensor
 
 from dtrain.arguments import check_choice, check_int, format_count
+from dtrain.data.block_shuffle import BlockShuffle, shard_order
 from dtrain.data.dataset import fingerprint_dataset, read_samples
-from dtrain.data.sampling.block_shuffle import BlockShuffle, shard_order
-from dtrain.data.sampling.sample_order import ElasticSampler, SampleOrder
+from dtrain.data.sample_order import ElasticSampler, SampleOrder
 from dtrain.errors import ConfigError, DataError
 from dtrain.typing import Plain
 
@@ -57,8 +57,10 @@ def as_document(sample: Any, number: int) -> TokenDocument:
         tokens = targets = sample
     for values in (tokens, targets):
         if isinstance(values, str | bytes) or not hasattr(values, "__len__") or getattr(values, "ndim", 1) != 1:
+            shape = getattr(values, "shape", None)
+            description = f"a {type(values).__name__}" + ("" if shape is None else f" of shape {tuple(shape)}")
             raise DataError(
-                f"packing: document {number} must be tokens, [length] integers, got {_describe(values)}. Tokenize the document."
+                f"packing: document {number} must be tokens, [length] integers, got {description}. Tokenize the document."
             )
     if len(targets) != len(tokens):
         raise DataError(
@@ -118,11 +120,6 @@ def _token_slice(values: Any, begin: int, end: int, number: int) -> Any:
             f"packing: document {number} must be tokens, [length] integers, got {description}. Tokenize the document."
         )
     return array
-
-
-def _describe(values: Any) -> str:
-    shape = getattr(values, "shape", None)
-    return f"a {type(values).__name__}" + ("" if shape is None else f" of shape {tuple(shape)}")
 
 
 DocumentLengths: TypeAlias = "Sequence[int] | Tensor | np.ndarray[Any, Any] | Callable[[int], int]"

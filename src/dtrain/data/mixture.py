@@ -14,14 +14,12 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from dtrain.arguments import check_int
+from dtrain.data.block_shuffle import BlockShuffle
 from dtrain.data.dataset import MapDataset, fingerprint_dataset, read_samples
-from dtrain.data.sampling.block_shuffle import BlockShuffle
-from dtrain.data.sampling.permutation import IntArray
-from dtrain.data.sampling.sample_order import SampleOrder, check_range, check_same_state, dataset_order
+from dtrain.data.sample_order import IntArray, SampleOrder, check_range, check_same_state, dataset_order
 from dtrain.dist.rng import derive_seed
 from dtrain.errors import CheckpointMismatchError, ConfigError
 from dtrain.typing import Plain
@@ -96,23 +94,18 @@ def _fill(tree: SplitTree, start: int, out: IntArray) -> None:
     if isinstance(tree, int):
         out[:] = tree
         return
-    goes_left = _goes_left(tree, start, len(out))
-    left_count = tree.count_left(start)
+    # Beyond 63 bits, use Python integers, which are about 10 times slower.
+    left_count, positions = tree.count_left(start), np.arange(len(out) + 1)
+    if tree.denominator > _MAX_INT64_DENOMINATOR:
+        counts = np.array([tree.count_left(start + i) - left_count for i in range(len(out) + 1)], dtype=np.int64)
+    else:
+        rest = (2 * start * tree.numerator + tree.denominator) % (2 * tree.denominator)
+        counts = (rest + 2 * tree.numerator * positions) // (2 * tree.denominator)
+    goes_left = counts[1:] > counts[:-1]
     for node, mask, first in ((tree.left, goes_left, left_count), (tree.right, ~goes_left, start - left_count)):
         part = np.empty(int(mask.sum()), dtype=np.int64)
         _fill(node, first, part)
         out[mask] = part
-
-
-def _goes_left(split: Split, start: int, positions: int) -> NDArray[np.bool_]:
-    # Beyond 63 bits, use Python integers, which are about 10 times slower.
-    if split.denominator > _MAX_INT64_DENOMINATOR:
-        counts = np.array([split.count_left(start + i) - split.count_left(start) for i in range(positions + 1)], dtype=np.int64)
-    else:
-        rest = (2 * start * split.numerator + split.denominator) % (2 * split.denominator)
-        counts = (rest + 2 * split.numerator * np.arange(positions + 1)) // (2 * split.denominator)
-    grows: NDArray[np.bool_] = counts[1:] > counts[:-1]
-    return grows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -265,17 +258,22 @@ class Mixture:
         return self._ends[-1]
 
     def __getitem__(self, index: int) -> Any:
-        name, own_index = self._locate(index)
-        return self.sources[name][own_index]
+        return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: list[int]) -> list[Any]:
         """Read a batch. Each source reads its samples in one call."""
-        samples_read: list[Any] = [None] * len(indices)
-        for name, pairs in self._group_by_source(indices).items():
-            samples = read_samples(self.sources[name], [own_index for _, own_index in pairs])
-            for (at, _), sample in zip(pairs, samples, strict=True):
-                samples_read[at] = sample
-        return samples_read
+        positions_of: dict[int, list[int]] = {}
+        for position, index in enumerate(indices):
+            if not 0 <= index < len(self):
+                raise IndexError(f"mix: index {index} is not in 0 to {len(self) - 1}")
+            positions_of.setdefault(bisect_right(self._ends, index), []).append(position)
+        samples: list[Any] = [None] * len(indices)
+        for source, positions in positions_of.items():
+            first = self._ends[source - 1] if source else 0
+            own_indices = [indices[position] - first for position in positions]
+            for position, sample in zip(positions, read_samples(self.sources[self._names[source]], own_indices), strict=True):
+                samples[position] = sample
+        return samples
 
     def order(self, seed: int, shuffle: bool | BlockShuffle) -> MixtureOrder:
         """Return the order of the mixture. A source without a method ``order`` has an ``ElasticSampler``."""
@@ -309,20 +307,6 @@ class Mixture:
         for dataset in self.sources.values():
             if hasattr(dataset, "close"):
                 dataset.close()
-
-    def _locate(self, index: int) -> tuple[str, int]:
-        if not 0 <= index < len(self):
-            raise IndexError(f"mix: index {index} is not in 0 to {len(self) - 1}")
-        at = bisect_right(self._ends, index)
-        return self._names[at], index - (self._ends[at - 1] if at else 0)
-
-    def _group_by_source(self, indices: list[int]) -> dict[str, list[tuple[int, int]]]:
-        """Group the samples by source, as pairs of position in the batch and index in the source."""
-        samples_read: dict[str, list[tuple[int, int]]] = {}
-        for at, index in enumerate(indices):
-            name, own_index = self._locate(index)
-            samples_read.setdefault(name, []).append((at, own_index))
-        return samples_read
 
     def __repr__(self) -> str:
         total = sum(self.weights.values())

@@ -16,8 +16,15 @@ import torch
 from torch import Tensor
 
 from dtrain.arguments import check_choice, check_int
-from dtrain.data.sampling.permutation import IntArray, permute_array, permute_in_ranges
-from dtrain.data.sampling.sample_order import ElasticSampler, SampleOrder, check_range, check_same_state
+from dtrain.data.sample_order import (
+    ElasticSampler,
+    IntArray,
+    SampleOrder,
+    check_range,
+    check_same_state,
+    permute_array,
+    permute_in_ranges,
+)
 from dtrain.dist.rng import derive_seed
 from dtrain.errors import ConfigError
 
@@ -275,20 +282,13 @@ def shuffle_quality(order: SampleOrder, sizes: Sequence[int], *, batch_size: int
         )
     samples = order.indices(epoch, 0, order.size).numpy()
     batches = samples[: total // batch_size * batch_size].reshape(-1, batch_size)
+    shard_of = np.sort(np.searchsorted(np.cumsum(sizes), batches, side="right"), axis=1)
+    shards_per_batch = float((np.diff(shard_of, axis=1) != 0).sum(axis=1).mean()) + 1
+    # A random batch misses a shard with probability (1 - its share) ** batch_size.
+    expected_shards = float((1 - (1 - np.asarray(sizes) / total) ** batch_size).sum())
     return ShuffleQuality(
         displacement=float(np.abs(samples - np.arange(total)).mean()) * 3 / total,
         adjacent_correlation=float(np.corrcoef(samples[1:], samples[:-1])[0, 1]),
-        shards_per_batch=_shards_per_batch(batches, sizes) / _expected_shards_per_batch(total, sizes, batch_size),
+        shards_per_batch=shards_per_batch / expected_shards,
         batch_uniformity=total / (12 * batch_size) ** 0.5 / float(batches.mean(axis=1).std()),
     )
-
-
-def _shards_per_batch(batches: IntArray, sizes: Sequence[int]) -> float:
-    """Return the mean number of shards in a batch."""
-    shard_of = np.sort(np.searchsorted(np.cumsum(sizes), batches, side="right"), axis=1)
-    return float((np.diff(shard_of, axis=1) != 0).sum(axis=1).mean()) + 1
-
-
-def _expected_shards_per_batch(total: int, sizes: Sequence[int], batch_size: int) -> float:
-    """Return the expected number for a random batch: a shard is missed with probability ``(1 - its share) ** batch_size``."""
-    return float((1 - (1 - np.asarray(sizes) / total) ** batch_size).sum())

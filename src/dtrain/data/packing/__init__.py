@@ -1,1 +1,0 @@
-"""Pack documents into token sequences of fixed length."""
