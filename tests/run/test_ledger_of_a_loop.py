@@ -17,7 +17,7 @@ from dtrain.dist.mesh import build_mesh
 from dtrain.losses import mean_loss
 from dtrain.monitors.reduce_metrics import reduce_metrics
 from dtrain.run.run_dir import open_run
-from dtrain.shard.compile import compile_blocks
+from dtrain.shard.activations import compile_blocks
 from dtrain.shard.fsdp import shard_model
 from dtrain.shard.unshard import full_params
 from dtrain.state import init_state

@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from dtrain.dist.init import DistInfo
 from dtrain.dist.mesh import build_mesh
 from dtrain.errors import ConfigError
-from dtrain.shard import compile as home
-from dtrain.shard.activation_checkpoint import checkpoint_activations, offload_activations
-from dtrain.shard.compile import compile_blocks
+from dtrain.shard import activations as home
+from dtrain.shard.activations import checkpoint_activations, compile_blocks, offload_activations
 from dtrain.shard.fsdp import shard_model
 from shard import test_activation_checkpoint as memory
 from shard.test_activation_checkpoint import Noisy, Quiet, made, same

@@ -30,7 +30,7 @@ from dtrain.dist.init import get_dist_info
 from dtrain.dist.rng import check_rng_state
 from dtrain.errors import CheckpointMismatchError, CorruptCheckpointError
 from dtrain.fqn import buffers_by_fqn
-from dtrain.shard.buffer_sync import persistent_buffers
+from dtrain.shard.buffers import persistent_buffers
 from dtrain.state import TrainState
 from dtrain.storage import AnyPath, RemotePath
 

@@ -43,7 +43,7 @@ from dtrain.checkpoint.targets import check_own_memory
 from dtrain.dist.arrival_marks import format_ranks
 from dtrain.dist.rng import rng_state
 from dtrain.errors import ConfigError
-from dtrain.shard.buffer_sync import persistent_buffers
+from dtrain.shard.buffers import persistent_buffers
 from dtrain.state import TrainState
 from dtrain.step.optimizer_state import check_storable, stored_options
 

@@ -5,12 +5,15 @@ Methods other than ``forward`` that compute with parameters (``forward_methods``
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import zip_longest
 from typing import Literal, NoReturn, cast, get_args
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
@@ -18,26 +21,26 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from dtrain import spans
 from dtrain.arguments import check_choice, check_int, explain_arguments
-from dtrain.dist.collectives import raise_if_any_failed
+from dtrain.dist.collectives import all_gather_json, raise_if_any_failed
 from dtrain.dist.context import current_context
 from dtrain.dist.dtensor import is_dtensor
 from dtrain.dist.init import get_dist_info
 from dtrain.dist.mesh import axis_size, data_rank, data_shape, get_mesh, tp_rank
 from dtrain.errors import ConfigError
-from dtrain.fqn import parameters_by_fqn
+from dtrain.fqn import buffers_by_fqn, modules_by_fqn, parameters_by_fqn
 from dtrain.init_checks import check_kinds
-from dtrain.shard.buffer_sync import attach_buffer_sync, check_buffer_choices
-from dtrain.shard.buffers import broadcast_params_and_buffers, check_same_model
+from dtrain.shard.buffers import attach_buffer_sync, check_buffer_choices
 from dtrain.shard.fsdp2_private import init_root, run_modules_separately, share_attributes, units_of
 from dtrain.shard.grad_sync import attach_grad_sync
-from dtrain.shard.meta_writes import record_write_counts
-from dtrain.shard.param_objects import ParamObjects, check_param_objects
+from dtrain.shard.materialize import record_write_counts
+from dtrain.shard.model_parallel import TensorParallelPlan, apply_tp_plan, format_tp_plan, resolve_tp_plan
+from dtrain.shard.params import ParamObjects, check_param_objects
 from dtrain.shard.precision import Precision, cast_buffers_, keeps_dtype, separate_units
 from dtrain.shard.replicate import make_bucket_reducer
 from dtrain.shard.spec import Accumulate, Buffers, ShardSpec, Strategy, attach_spec, get_spec
-from dtrain.shard.tensor_parallel import TensorParallelPlan, apply_tp_plan, format_tp_plan, resolve_tp_plan
 from dtrain.shard.unshard import register_forward_methods
 from dtrain.shard.wrapping import Blocks, IgnoredParams, WrapPlan, plan_wrapping
+from dtrain.typing import Plain
 
 ReduceGroup = Literal["shared", "own"]
 
@@ -398,3 +401,50 @@ def _units_in_model_order(model: nn.Module, wrap_plan: WrapPlan) -> list[FSDPMod
         if id(module) in unit_of and isinstance(module, FSDPModule):
             first.setdefault(unit_of[id(module)], module)
     return list(first.values())
+
+
+def check_same_model(model: nn.Module, wrap_plan: WrapPlan, options: Sequence[object]) -> None:
+    """Check that model and options are equal on all ranks, before a collective pairs wrong tensors.
+
+    Collective: an exchange of one hash, and of the hashed rows if hashes differ.
+
+    Raises:
+        ConfigError: ranks differ; on all ranks, with the first row that differs.
+    """
+    names = {id(module): name or "model" for name, module in modules_by_fqn(model)}
+    rows = [f"option {option}" for option in options]
+    rows += [f"unit {[names.get(id(module), 'model') for module in modules]}" for modules in wrap_plan.units]
+    rows.append(f"ignored {sorted(wrap_plan.ignored_params)}")
+    tensors = {**parameters_by_fqn(model)[0], **buffers_by_fqn(model)}
+    for name, tensor in tensors.items():
+        kind = "meta " if tensor.is_meta else ""
+        kind += "frozen " if isinstance(tensor, nn.Parameter) and not tensor.requires_grad else ""
+        rows.append(f"{name} {list(tensor.shape)} {kind}{str(tensor.dtype).removeprefix('torch.')}")
+    hashes = all_gather_json(hashlib.sha256("\n".join(rows).encode()).hexdigest())
+    if len(set(cast("list[str]", hashes))) == 1:
+        return
+    rows_of_ranks = cast("list[list[str]]", all_gather_json(cast(Plain, rows)))
+    for rank, other_rows in enumerate(rows_of_ranks):
+        for expected, actual in zip_longest(rows_of_ranks[0], other_rows, fillvalue="nothing"):
+            if expected != actual:
+                raise ConfigError(
+                    f"shard_model: the model of rank {rank} must equal the model of rank 0 ({expected!r}), got {actual!r}. "
+                    "Build the model from the same config, with the same options, on all ranks."
+                )
+
+
+def broadcast_params_and_buffers(model: nn.Module, device: torch.device, *, sync: bool) -> None:
+    """Move real tensors to ``device`` and, with ``sync``, broadcast rank 0's values.
+
+    Mutates: parameters and buffers. Collective: with ``sync``, one broadcast per tensor.
+    """
+    for tensor in [*parameters_by_fqn(model)[0].values(), *buffers_by_fqn(model).values()]:
+        if tensor.is_meta:
+            continue
+        if not sync:
+            tensor.data = tensor.data.to(device)
+            continue
+        # gloo does not support every dtype and ignores strides, so broadcast the bytes of a dense copy.
+        dense = tensor.data.to(device).contiguous()
+        dist.broadcast(dense.reshape(-1).view(torch.uint8), src=0)
+        tensor.data = torch.empty_like(tensor.data, device=device).copy_(dense)

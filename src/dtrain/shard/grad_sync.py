@@ -12,8 +12,6 @@ from torch.utils.hooks import RemovableHandle
 
 from dtrain.dist.init import get_dist_info
 from dtrain.fqn import unwrap_module
-from dtrain.shard.forward_writes import ForwardWrites
-from dtrain.shard.fsdp2_forward import replace_views_of_empty_units, run_empty, unit_forwards
 from dtrain.shard.fsdp2_private import (
     add_end_of_backward_hook,
     add_reduction_hook,
@@ -26,19 +24,22 @@ from dtrain.shard.fsdp2_private import (
     intercept_reduction,
     is_idle,
     is_unit,
+    replace_views_of_empty_units,
     reset_iteration,
     reshard_groups,
+    run_empty,
     set_last_backward,
     sharded_params,
+    unit_forwards,
     unsharded_params,
     wait_for_reduction,
     zero_fill_missing_grads,
 )
-from dtrain.shard.model_units import ExchangeFn, ModelUnits
-from dtrain.shard.param_hooks import ParamHooks, StepHook, raise_hooks_outside_of_step
+from dtrain.shard.params import ParamHooks, StepHook, raise_hooks_outside_of_step
 from dtrain.shard.precision import add_stashed_grads_, has_low_precision_grads, stash_low_precision_grads_
+from dtrain.shard.replica_check import ForwardWrites
 from dtrain.shard.replicate import BucketReducer
-from dtrain.shard.skipped_units import SkippedUnits
+from dtrain.shard.skipped_units import ExchangeFn, ModelUnits, SkippedUnits
 from dtrain.shard.spec import ShardSpec
 from dtrain.shard.unshard import GRAD_SYNC_ATTRIBUTE, is_unsharded
 from dtrain.state import TrainState

@@ -26,7 +26,7 @@ from torch.utils.hooks import RemovableHandle
 
 from dtrain.errors import StepError
 from dtrain.fqn import parameters_by_fqn
-from dtrain.shard.param_hooks import StepHook, check_dense
+from dtrain.shard.params import StepHook, check_dense
 from dtrain.shard.precision import Precision, accumulation_dtype
 from dtrain.shard.spec import ShardSpec
 from dtrain.shard.wrapping import WrapPlan

@@ -1,12 +1,17 @@
-"""Checkpoint the activations of blocks (recompute them in backward), or offload activations to host memory.
+"""Change how blocks run: recompute activations in backward, offload activations to host memory, or compile the block.
 
-Both functions replace the ``forward`` of blocks, before or after sharding. Module names stay the same. FSDP2's hooks stay
-outside of the replaced ``forward``, so parameters are unsharded during recomputation.
+``checkpoint_activations`` and ``offload_activations`` replace the ``forward`` of blocks, before or after sharding. Module names
+stay the same. FSDP2's hooks stay outside of the replaced ``forward``, so parameters are unsharded during recomputation, and
+outside of the code that ``compile_blocks`` compiles.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import os
+import sys
+import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -16,11 +21,14 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from dtrain.arguments import check_int
-from dtrain.errors import ConfigError
-from dtrain.shard.activation_offload import ActivationOffloader
+from dtrain import spans
+from dtrain.arguments import check_int, check_number
+from dtrain.dist.dtensor import is_dtensor
+from dtrain.dist.init import get_dist_info
+from dtrain.errors import ConfigError, StepError
 from dtrain.shard.fsdp2_private import is_unit
 from dtrain.shard.wrapping import Blocks, select_blocks
 
@@ -28,9 +36,13 @@ KeepFn: TypeAlias = "Callable[..., CheckpointPolicy | bool]"
 """A policy of torch's selective checkpointing: ``(context, op, *args, **kwargs)`` -> True to save the output of ``op``."""
 
 KeepPolicy: TypeAlias = "Literal['nothing', 'matmuls'] | KeepFn"
-
 # The module attribute that stores the ``_BlockSettings``.
 _SETTINGS_ATTRIBUTE = "_dtrain_activation_settings"
+# Each tensor in flight occupies device memory until its copy is complete.
+_MAX_IN_FLIGHT = 4
+# Tensors that backward fetches ahead.
+_PREFETCH_COUNT = 2
+_CACHE_DIR_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
 
 def checkpoint_activations(model: nn.Module, *, blocks: Blocks, every: int = 1, keep: KeepPolicy = "nothing") -> nn.Module:
@@ -120,6 +132,80 @@ def offload_activations(model: nn.Module, *, blocks: Blocks, every: int = 1, min
     for module in selected:
         _update_settings(module, offloader=offloader)
     return model
+
+
+def compile_blocks(
+    model: nn.Module,
+    *,
+    blocks: Blocks,
+    backend: str | Callable[..., Any] = "inductor",
+    memory_budget: float | None = None,
+    fullgraph: bool = False,
+    dynamic: bool | None = None,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> nn.Module:
+    """Compile each block with ``torch.compile`` at its first run; return the model.
+
+    Blocks of one class are compiled once. Parameter names stay the same. Under ``dtrain launch``, compiled code is cached in
+    the folder of the launch for all ranks and restarted attempts, unless ``TORCHINDUCTOR_CACHE_DIR`` is set.
+
+    Args:
+        model: plain, or from ``shard_model``. Call ``checkpoint_activations`` and ``offload_activations`` before.
+        blocks: modules to compile, usually the ``blocks`` of ``shard_model``: classes, names, or a function of (name, module).
+        backend: backend of ``torch.compile``.
+        memory_budget: 0 stores only block inputs and recomputes all activations, 1 stores the activations that make backward
+            fastest (torch's default); the compiler recomputes the cheapest operators first. The backend must partition the
+            graph, as ``"inductor"`` does; not with ``mode`` or ``options``.
+        fullgraph: if True, raise if the graph of a block breaks.
+        dynamic: if True, compile with dynamic shapes, as in ``torch.compile``. None lets torch decide, and means False for
+            checkpointed blocks with buffers.
+        mode: as in ``torch.compile``.
+        options: as in ``torch.compile``.
+
+    Mutates: ``model`` (attributes of the selected modules), and ``TORCHINDUCTOR_CACHE_DIR`` of this process if unset.
+
+    Example:
+        model = dt.shard.checkpoint_activations(model, blocks=(Block,))
+        model = dt.shard_model(model, mesh, blocks=(Block,))
+        model = dt.compile_blocks(model, blocks=(Block,))
+
+    Raises:
+        ConfigError: ``blocks`` selects no module or compiled modules, ``memory_budget`` is out of range or combined with
+            ``mode`` or ``options``, or a block combines a selective policy (``keep=``) with buffers or offloading.
+    """
+    _check_budget(memory_budget, mode, options)
+    modules = select_blocks(model, blocks, caller="compile_blocks")
+    if not modules:
+        raise ConfigError(f"compile_blocks: {blocks=} selects no module inside the model. Pass for example blocks=(Block,).")
+    if any(map(is_compiled, modules)):
+        raise ConfigError("compile_blocks: blocks are compiled already. Call compile_blocks once.")
+    _set_cache_dir()
+    settings: dict[str, Any] = {
+        "backend": backend if memory_budget is None else _backend_with_budget(backend, memory_budget),
+        "fullgraph": fullgraph,
+        "dynamic": dynamic,
+        "mode": mode,
+        "options": dict(options) if options is not None else None,
+    }
+    for module in modules:
+        if not compile_inner_forward(module, settings):
+            module.compile(**settings)
+    # The compiler is loaded by now.
+    time_compilation()
+    return model
+
+
+def time_compilation() -> None:
+    """Measure compilation time from now on, if the compiler is loaded. Repeated calls have no effect.
+
+    Mutates: the callbacks of the compiler. ``torch.compiler.reset()`` removes the callbacks.
+    """
+    if "torch._dynamo" in sys.modules:
+        handler = torch._dynamo.callback.callback_handler
+        if _begin_compile_span not in handler.start_callbacks:
+            handler.register_start_callback(_begin_compile_span)
+            handler.register_end_callback(_end_compile_span)
 
 
 def _select_every_nth(model: nn.Module, blocks: Blocks, every: int, caller: str) -> list[nn.Module]:
@@ -380,3 +466,236 @@ class _BlockBufferSnapshot:
         finally:
             for owner, key, tensor in current:
                 owner._buffers[key] = tensor
+
+
+class ActivationOffloader:
+    """Copies tensors saved by blocks to the host, and fetches the tensors in reverse order during backward.
+
+    Args:
+        min_bytes: smallest tensor to offload, in bytes.
+        copies_on_cpu: if True, copy CPU tensors too (for tests).
+    """
+
+    def __init__(self, *, min_bytes: int, copies_on_cpu: bool = False) -> None:
+        self._min_bytes = min_bytes
+        self._copies_on_cpu = copies_on_cpu
+        self._streams: dict[torch.device, _CopyStreams] = {}
+        self._last: weakref.ref[_OffloadedTensor] | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ActivationOffloader:
+        """Return a new offloader with the same settings and without offloaded tensors."""
+        copied = ActivationOffloader(min_bytes=self._min_bytes, copies_on_cpu=self._copies_on_cpu)
+        memo[id(self)] = copied
+        return copied
+
+    @contextmanager
+    def offload_saved_tensors(self, module: nn.Module) -> Iterator[None]:
+        """Offload tensors saved in this context, except parameters, buffers and views of them."""
+        kept_storages = {_storage_id(t) for t in (*module.parameters(), *module.buffers()) if not is_dtensor(t)}
+        with saved_tensors_hooks(lambda tensor: self._pack(tensor, kept_storages), _unpack):
+            yield
+
+    def _pack(self, tensor: Tensor, kept_storages: set[int]) -> Tensor | _OffloadedTensor:
+        is_offloadable = tensor.device.type not in ("cpu", "meta") or self._copies_on_cpu
+        if not is_offloadable or type(tensor) is not Tensor or tensor.nbytes < self._min_bytes:
+            return tensor
+        # A copy of an expanded tensor would be larger than its storage.
+        is_expanded = tensor.nbytes > tensor.untyped_storage().nbytes()
+        if is_expanded or _storage_id(tensor) in kept_storages:
+            return tensor
+        if tensor.device not in self._streams:
+            self._streams[tensor.device] = _CopyStreams(tensor.device)
+        offloaded, is_new = self._streams[tensor.device].offload(tensor)
+        if is_new:
+            offloaded.previous, self._last = self._last, weakref.ref(offloaded)
+        return offloaded
+
+
+class _OffloadedTensor:
+    """A tensor in host memory.
+
+    The original stays referenced until the copy to the host is complete, so that its memory is not reused too early.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_copied",
+        "_copy_streams",
+        "_fetched",
+        "_host",
+        "_original",
+        "_stream",
+        "_version",
+        "_was_modified",
+        "previous",
+    )
+
+    def __init__(self, copy_streams: _CopyStreams, original: Tensor, stream: Any) -> None:
+        # Backward needs the previously offloaded tensor next.
+        self.previous: weakref.ref[_OffloadedTensor] | None = None
+        self._copy_streams = copy_streams
+        self._original: Tensor | None = original
+        self._version, self._was_modified = original._version, False
+        self._stream = stream
+        self._host, self._copied = copy_streams.copy_to_host(original, stream)
+        self._fetched: tuple[Tensor, Any] | None = None
+
+    @property
+    def is_in_flight(self) -> bool:
+        return self._original is not None
+
+    def release_original(self) -> None:
+        """Release the original tensor once its copy is complete.
+
+        The device waits, not the host. Otherwise the host would run ahead and fill the device with tensors in flight.
+        """
+        if self._original is not None:
+            self._stream.wait_event(self._copied)
+            self._was_modified = self._original._version != self._version
+            self._original = None
+
+    def __del__(self) -> None:
+        # The graph was dropped without a backward.
+        self.release_original()
+
+    def start_fetch(self) -> None:
+        """Start the copy to the device, unless the copy was started before."""
+        if self._fetched is None:
+            self.release_original()
+            self._fetched = self._copy_streams.copy_to_device(self._host, self._copied)
+
+    def fetch(self) -> Tensor:
+        """Return the tensor on its device, and start to fetch the previously offloaded tensors.
+
+        Raises:
+            StepError: the original was modified in place during its copy. Autograd raises here too, without offloading.
+        """
+        self.start_fetch()
+        if self._was_modified:
+            raise StepError(
+                f"offload_activations: a saved tensor {list(self._host.shape)} was modified in place before backward. "
+                "Modify a copy."
+            )
+        assert self._fetched is not None
+        # A retained graph fetches again.
+        (tensor, copied), self._fetched = self._fetched, None
+        reference = self.previous
+        for _ in range(_PREFETCH_COUNT):
+            offloaded = reference() if reference is not None else None
+            if offloaded is None:
+                break
+            offloaded.start_fetch()
+            reference = offloaded.previous
+        return self._copy_streams.wait_for_copy(tensor, copied)
+
+
+def _unpack(packed: Tensor | _OffloadedTensor) -> Tensor:
+    return packed.fetch() if isinstance(packed, _OffloadedTensor) else packed
+
+
+class _CopyStreams:
+    """The copy streams to and from one device. On the CPU the streams are no-ops and copies are synchronous."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._api: Any = torch.get_device_module(device)
+        self._device = device
+        self._pins_memory = device.type != "cpu"
+        self._out, self._in = self._api.Stream(), self._api.Stream()
+        self._in_flight: deque[weakref.ref[_OffloadedTensor]] = deque()
+        # Layers that save the same input share one host copy.
+        self._offloaded: dict[Any, weakref.ref[_OffloadedTensor]] = {}
+
+    def offload(self, tensor: Tensor) -> tuple[_OffloadedTensor, bool]:
+        """Return the offloaded ``tensor``, and True if its copy is new. The copy starts after the work issued so far."""
+        key = (_storage_id(tensor), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version)
+        reference = self._offloaded.get(key)
+        offloaded = reference() if reference is not None else None
+        # The original is alive while its copy is in flight, so the key identifies the same tensor.
+        if offloaded is not None and offloaded.is_in_flight:
+            return offloaded, False
+        offloaded = _OffloadedTensor(self, tensor, self._api.current_stream())
+        self._in_flight.append(weakref.ref(offloaded))
+        self._offloaded[key] = weakref.ref(offloaded)
+        while len(self._in_flight) > _MAX_IN_FLIGHT:
+            oldest = self._in_flight.popleft()()
+            if oldest is not None:
+                oldest.release_original()
+        if len(self._offloaded) > 8 * _MAX_IN_FLIGHT:
+            self._offloaded = {
+                k: reference
+                for k, reference in self._offloaded.items()
+                if (candidate := reference()) is not None and candidate.is_in_flight
+            }
+        return offloaded, True
+
+    def copy_to_host(self, tensor: Tensor, stream: Any) -> tuple[Tensor, Any]:
+        """Return a host copy, and the event that marks its completion."""
+        self._out.wait_stream(stream)
+        with self._api.stream(self._out):
+            host = torch.empty_like(tensor, device="cpu", pin_memory=self._pins_memory)
+            host.copy_(tensor, non_blocking=True)
+            return host, self._record_event(self._out)
+
+    def copy_to_device(self, host: Tensor, ready: Any) -> tuple[Tensor, Any]:
+        """Return a device copy, and the event that marks its completion."""
+        self._in.wait_event(ready)
+        with self._api.stream(self._in):
+            tensor = torch.empty_like(host, device=self._device)
+            tensor.copy_(host, non_blocking=True)
+            return tensor, self._record_event(self._in)
+
+    def wait_for_copy(self, tensor: Tensor, copied: Any) -> Tensor:
+        """Return ``tensor`` after the current stream waits for its copy."""
+        stream = self._api.current_stream()
+        stream.wait_event(copied)
+        if self._pins_memory:
+            # The copy stream allocated the tensor and must not reuse its memory before this stream is done.
+            tensor.record_stream(stream)
+        return tensor
+
+    def _record_event(self, stream: Any) -> Any:
+        event = self._api.Event()
+        event.record(stream)
+        return event
+
+
+def _storage_id(tensor: Tensor) -> int:
+    """Return an identifier of the tensor's storage, also for fake tensors."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _begin_compile_span(_: object) -> None:
+    spans.begin("compile")
+
+
+def _end_compile_span(_: object) -> None:
+    # The span did not begin if another thread compiled first.
+    spans.end("compile")
+
+
+def _check_budget(budget: float | None, mode: str | None, options: Mapping[str, Any] | None) -> None:
+    if budget is None:
+        return
+    check_number("compile_blocks", "memory_budget", budget, minimum=0, maximum=1)
+    if mode is not None or options is not None:
+        raise ConfigError(
+            "compile_blocks: memory_budget cannot be combined with mode or options. Leave one of the arguments out."
+        )
+
+
+def _backend_with_budget(backend: str | Callable[..., Any], budget: float) -> Callable[..., Any]:
+    """Return ``backend`` with torch's process-wide memory budget set during each compilation."""
+    compile_fn: Any = torch._dynamo.lookup_backend(backend) if isinstance(backend, str) else backend
+
+    def compile_graph(graph: Any, inputs: Any, **settings: Any) -> Any:
+        with torch._functorch.config.patch(activation_memory_budget=float(budget)):
+            return compile_fn(graph, inputs, **settings)
+
+    return compile_graph
+
+
+def _set_cache_dir() -> None:
+    folder = get_dist_info().run_dir
+    if folder is not None:
+        # torch reads only the environment variable, at compile time.
+        os.environ.setdefault(_CACHE_DIR_VARIABLE, str(folder / "compiled"))
