@@ -26,7 +26,7 @@ from dtrain.step.compose import compose_step
 from dtrain.step.evaluate import evaluate
 from dtrain.step.microbatch_step import microbatch_step
 from dtrain.step.optimizer import optimizer_step
-from dtrain.transforms.gradients.clip_by_norm import clip_by_norm
+from dtrain.transforms.gradients.clipping import clip_by_norm
 
 DATA = torch.arange(32.0).reshape(16, 2)
 LOSS = mean_loss(lambda model, x: model(x).mean(), weight=len)

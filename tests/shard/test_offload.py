@@ -20,8 +20,8 @@ from dtrain.shard.spec import get_spec
 from dtrain.shard.unshard import describe, full_params
 from dtrain.step.compose import compose_step
 from dtrain.step.evaluate import evaluate
-from dtrain.transforms.gradients.clip_by_norm import clip_by_norm
-from dtrain.transforms.weights.ema import ema
+from dtrain.transforms.gradients.clipping import clip_by_norm
+from dtrain.transforms.weights.averaging import ema
 from shard import models
 
 X = torch.randn(4, 8)

@@ -26,8 +26,8 @@ from dtrain.step.compose import compose_step
 from dtrain.step.evaluate import evaluate
 from dtrain.step.microbatch_step import microbatch_step
 from dtrain.step.optimizer import optimizer_step
-from dtrain.transforms.gradients.clip_by_norm import clip_by_norm
-from dtrain.transforms.weights.ema import ema
+from dtrain.transforms.gradients.clipping import clip_by_norm
+from dtrain.transforms.weights.averaging import ema
 from helpers.gpt import GPT, Block, GPTConfig
 from shard.parallel import PLANS, SAMPLES, VOCAB, Tied, batch, degrees, difference, layers, loss_fn, make, reference, share
 
