@@ -1,7 +1,11 @@
 """Take part in the collectives of units that this rank skips (``SkippedUnits``).
 
 With sharded parameters, every forward of a unit is an all-gather by all ranks, and every backward a gather and a reduction. A
-rank whose samples do not reach a unit would block the other ranks, or pair their collective with that of another unit.
+rank whose samples do not reach a unit would block the other ranks, or pair their collective with that of another unit::
+
+    rank 0    gather A    gather B    gather C    backward of C ...
+    rank 1    gather A    gather C    waits: its gather of C met rank 0's gather of B
+
 
 The first step records the order of units: ranks compare the number of each unit, and raise together if numbers differ. In
 later steps each rank follows the recorded order alone. A unit of the order that the rank does not run is *called empty*. An
@@ -23,7 +27,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +36,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from dtrain.dist.collectives import all_gather_numbers, all_gather_with_timeout
 from dtrain.errors import StepError
 from dtrain.fqn import modules_by_fqn
-from dtrain.shard.fsdp2_private import UnitForward, fsdp_param_groups, grad_tensors, reshard_groups, unit_forwards
+from dtrain.shard.fsdp2_private import UnitForward, fsdp_param_groups, grad_tensors, is_unit, reshard_groups, unit_forwards
 
 # Ranks that all changed their order reach the same unit within this time.
 _REORDER_TIMEOUT_S = 60.0
@@ -494,19 +498,6 @@ def resharded_model(number: int) -> int | None:
     return END_OF_MICROBATCH - 1 - number if number < END_OF_MICROBATCH else None
 
 
-class UnitListener(Protocol):
-    """Observer of the forwards of units, and of the reshards of models (``eval_mode``)."""
-
-    def before_forward(self, number: int, inputs: Any) -> Any:
-        """Return the inputs of a forward that is about to start."""
-
-    def after_forward(self, number: int, output: Any) -> Any:
-        """Return the output of a forward that ends."""
-
-    def after_reshard(self, model: int) -> None:
-        """Take notice that all units of a model were resharded."""
-
-
 class ModelUnits:
     """Units of one model, outermost first, which report to one listener at a time.
 
@@ -518,13 +509,13 @@ class ModelUnits:
 
     _num_shared: ClassVar[int] = 0
     # A loss closes over its models, so no argument leads to them.
-    _shared: ClassVar[weakref.WeakSet[ModelUnits]] = weakref.WeakSet()
+    _sharded: ClassVar[weakref.WeakSet[ModelUnits]] = weakref.WeakSet()
 
     def __init__(self, model: nn.Module, *, gathers: bool, on_all_ranks: bool) -> None:
         self.model = model
         self.units: list[UnitForward] = unit_forwards(model) if gathers else []
         # The observer, and the number by which the observer knows the model.
-        self.listener: tuple[UnitListener, int] | None = None
+        self.listener: tuple[SkippedUnits, int] | None = None
         for index, unit in enumerate(self.units):
             unit.add_hooks(partial(self._before, index), partial(self._after, index))
         # Equal on all ranks; 0 for a model that no other loss may run.
@@ -532,7 +523,8 @@ class ModelUnits:
         if gathers and on_all_ranks:
             ModelUnits._num_shared += 1
             self._number = ModelUnits._num_shared
-            ModelUnits._shared.add(self)
+        if is_unit(model):
+            ModelUnits._sharded.add(self)
 
     @property
     def has_others(self) -> bool:
@@ -540,8 +532,12 @@ class ModelUnits:
         return ModelUnits._num_shared > min(self._number, 1)
 
     def others(self) -> dict[int, ModelUnits]:
-        """Return the other sharded models by number."""
-        return {units._number: units for units in ModelUnits._shared if units is not self}
+        """Return the other models by number that all ranks hold, and whose units all ranks must gather."""
+        return {units._number: units for units in ModelUnits._sharded if units._number and units is not self}
+
+    def other_sharded_models(self) -> list[nn.Module]:
+        """Return the other models of this process that have units of FSDP2."""
+        return [units.model for units in ModelUnits._sharded if units is not self]
 
     def reshard(self) -> None:
         """Reshard all units, without a report. Mutates: FSDP2's units."""
@@ -583,7 +579,7 @@ class StepUnits:
 
     def __init__(self, models: Mapping[int, ModelUnits], *, compare: bool = False, exchange: ExchangeFn | None = None) -> None:
         self.models, self.compare, self.exchange = models, compare, exchange
-        self._listeners: Sequence[tuple[ModelUnits, tuple[UnitListener, int] | None]] = ()
+        self._listeners: Sequence[tuple[ModelUnits, tuple[SkippedUnits, int] | None]] = ()
 
     @property
     def other_models(self) -> list[nn.Module]:
@@ -595,7 +591,7 @@ class StepUnits:
         """Device of the units, None without a unit."""
         return next((unit.device for units in self.models.values() for unit in units.units), None)
 
-    def listen(self, listener: UnitListener) -> None:
+    def listen(self, listener: SkippedUnits) -> None:
         """Report forwards to ``listener`` until ``release``. Mutates: the models."""
         self._listeners = [(units, units.listener) for units in self.models.values()]
         for number, units in self.models.items():

@@ -49,7 +49,7 @@ def reshard(model: nn.Module) -> None:
     reshard_groups(fsdp_param_groups(model))
     grad_sync = unwrap_module(model).__dict__.get(GRAD_SYNC_ATTRIBUTE)
     # Ranks without a microbatch follow a loss that reshards a model.
-    if grad_sync is not None and grad_sync.units is not None:
+    if grad_sync is not None:
         grad_sync.units.on_reshard()
 
 
