@@ -42,7 +42,6 @@ _SETTINGS_ATTRIBUTE = "_dtrain_activation_settings"
 _MAX_IN_FLIGHT = 4
 # Tensors that backward fetches ahead.
 _PREFETCH_COUNT = 2
-_CACHE_DIR_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
 
 def checkpoint_activations(model: nn.Module, *, blocks: Blocks, every: int = 1, keep: KeepPolicy = "nothing") -> nn.Module:
@@ -80,18 +79,12 @@ def checkpoint_activations(model: nn.Module, *, blocks: Blocks, every: int = 1, 
             f"{caller}: keep must be 'nothing', 'matmuls' or a function of (context, op, *args), got {keep!r}. "
             "Pass keep='matmuls', for example."
         )
-    selected = _select_every_nth(model, blocks, every, caller)
-    _check_not_compiled(selected, caller)
-    repeated = [type(module).__name__ for module in selected if _settings_of(module).checkpointed]
-    if repeated:
-        raise ConfigError(
-            f"{caller}: {len(repeated)} of the blocks are checkpointed already (first: a {repeated[0]}). Call {caller} once."
-        )
+    selected = _select_every_nth(model, blocks, every, caller, "checkpointed")
     policy = None if keep == "nothing" else partial(_recompute_random_ops, _keep_matmuls if keep == "matmuls" else keep)
     for module in selected:
-        # The compiler would mistake the buffer contexts for a policy (see compile_inner_forward). ``disable`` imports the
+        # The compiler would mistake the buffer contexts for a policy (see _compile_inner_forward). ``disable`` imports the
         # compiler, so the call is here and not in the first backward.
-        _update_settings(module, checkpointed=True, policy=policy, run_eager=torch.compiler.disable(_checkpoint_with_buffers))
+        _update_settings(module, checkpointed=True, policy=policy, run_eager=torch.compiler.disable(_checkpoint))
     return model
 
 
@@ -120,17 +113,11 @@ def offload_activations(model: nn.Module, *, blocks: Blocks, every: int = 1, min
     """
     caller = "offload_activations"
     check_int(caller, "min_bytes", min_bytes, minimum=0)
-    selected = _select_every_nth(model, blocks, every, caller)
-    _check_not_compiled(selected, caller)
-    repeated = [type(module).__name__ for module in selected if _settings_of(module).offloader is not None]
-    if repeated:
-        raise ConfigError(
-            f"{caller}: {len(repeated)} of the blocks are offloaded already (first: a {repeated[0]}). Call {caller} once."
-        )
+    selected = _select_every_nth(model, blocks, every, caller, "offloaded")
     # The blocks share one offloader, because backward of a block fetches tensors of the previous block.
     offloader = ActivationOffloader(min_bytes=min_bytes)
     for module in selected:
-        _update_settings(module, offloader=offloader)
+        _update_settings(module, offloaded=offloader)
     return model
 
 
@@ -174,13 +161,18 @@ def compile_blocks(
         ConfigError: ``blocks`` selects no module or compiled modules, ``memory_budget`` is out of range or combined with
             ``mode`` or ``options``, or a block combines a selective policy (``keep=``) with buffers or offloading.
     """
-    _check_budget(memory_budget, mode, options)
-    modules = select_blocks(model, blocks, caller="compile_blocks")
-    if not modules:
-        raise ConfigError(f"compile_blocks: {blocks=} selects no module inside the model. Pass for example blocks=(Block,).")
-    if any(map(is_compiled, modules)):
+    if memory_budget is not None:
+        check_number("compile_blocks", "memory_budget", memory_budget, minimum=0, maximum=1)
+        if mode is not None or options is not None:
+            raise ConfigError(
+                "compile_blocks: memory_budget cannot be combined with mode or options. Leave one of the arguments out."
+            )
+    modules = _select_nonempty(model, blocks, "compile_blocks")
+    if any(map(_is_compiled, modules)):
         raise ConfigError("compile_blocks: blocks are compiled already. Call compile_blocks once.")
-    _set_cache_dir()
+    if (folder := get_dist_info().run_dir) is not None:
+        # torch reads only the environment variable, at compile time.
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder / "compiled"))
     settings: dict[str, Any] = {
         "backend": backend if memory_budget is None else _backend_with_budget(backend, memory_budget),
         "fullgraph": fullgraph,
@@ -189,7 +181,7 @@ def compile_blocks(
         "options": dict(options) if options is not None else None,
     }
     for module in modules:
-        if not compile_inner_forward(module, settings):
+        if not _compile_inner_forward(module, settings):
             module.compile(**settings)
     # The compiler is loaded by now.
     time_compilation()
@@ -208,25 +200,33 @@ def time_compilation() -> None:
             handler.register_end_callback(_end_compile_span)
 
 
-def _select_every_nth(model: nn.Module, blocks: Blocks, every: int, caller: str) -> list[nn.Module]:
+def _select_every_nth(model: nn.Module, blocks: Blocks, every: int, caller: str, done: str) -> list[nn.Module]:
+    """Return the blocks to change. Refuse blocks that are compiled, checkpointed already or offloaded already (``done``)."""
     check_int(caller, "every", every)
+    selected = _select_nonempty(model, blocks, caller)[::every]
+    if any(map(_is_compiled, selected)):
+        raise ConfigError(f"{caller}: blocks are compiled already. Call {caller} before compile_blocks.")
+    repeated = [type(module).__name__ for module in selected if getattr(_settings_of(module), done)]
+    if repeated:
+        raise ConfigError(
+            f"{caller}: {len(repeated)} of the blocks are {done} already (first: a {repeated[0]}). Call {caller} once."
+        )
+    return selected
+
+
+def _select_nonempty(model: nn.Module, blocks: Blocks, caller: str) -> list[nn.Module]:
     selected = select_blocks(model, blocks, caller=caller)
     if not selected:
         raise ConfigError(f"{caller}: {blocks=} selects no module inside the model. Pass for example blocks=(Block,).")
-    return selected[::every]
+    return selected
 
 
-def _check_not_compiled(modules: list[nn.Module], caller: str) -> None:
-    if any(map(is_compiled, modules)):
-        raise ConfigError(f"{caller}: blocks are compiled already. Call {caller} before compile_blocks.")
-
-
-def is_compiled(module: nn.Module) -> bool:
+def _is_compiled(module: nn.Module) -> bool:
     """Return True if torch compiles ``module``, or its inner forward."""
     return module._compiled_call_impl is not None or _settings_of(module).compiled is not None
 
 
-def compile_inner_forward(module: nn.Module, settings: Mapping[str, Any]) -> bool:
+def _compile_inner_forward(module: nn.Module, settings: Mapping[str, Any]) -> bool:
     """Compile the inner forward of ``module`` if Python must run around the block, else return False.
 
     Buffer snapshots and copies to the host run in Python around the compiled code. A block without either is compiled as a
@@ -239,10 +239,10 @@ def compile_inner_forward(module: nn.Module, settings: Mapping[str, Any]) -> boo
         ConfigError: the block also has a selective policy, which sees no operators inside compiled code.
     """
     block = _settings_of(module)
-    if block.offloader is None and not (block.checkpointed and _has_buffers(module)):
+    if block.offloaded is None and not (block.checkpointed and _has_buffers(module)):
         return False
     if block.policy is not None:
-        feature = "buffers" if block.offloader is None else "offloaded activations"
+        feature = "buffers" if block.offloaded is None else "offloaded activations"
         raise ConfigError(
             f"compile_blocks: a {type(module).__name__} has selective checkpointing and {feature}, "
             "which cannot be compiled together. Pass keep='nothing' to checkpoint_activations."
@@ -261,7 +261,7 @@ class _BlockSettings:
         checkpointed: if True, store only inputs and the tensors that ``policy`` saves.
         policy: selective checkpointing policy; None saves no further tensors.
         run_eager: function that runs a block with buffers outside of the compiler.
-        offloader: destination of saved tensors; None keeps saved tensors on the device.
+        offloaded: destination of saved tensors; None keeps saved tensors on the device.
         compiled: compiler of the inner forward.
     """
 
@@ -269,7 +269,7 @@ class _BlockSettings:
     checkpointed: bool = False
     policy: KeepFn | None = None
     run_eager: Callable[..., Any] | None = None
-    offloader: ActivationOffloader | None = None
+    offloaded: ActivationOffloader | None = None
     compiled: _CompiledForward | None = None
 
 
@@ -303,19 +303,16 @@ def _update_settings(module: nn.Module, **changes: Any) -> None:
 def _replaced_forward(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
     """Run the forward of a selected module with its settings."""
     settings: _BlockSettings = module.__dict__[_SETTINGS_ATTRIBUTE]
-    forward = _inner_forward(module, settings)
+    forward = settings.own_forward or MethodType(type(module).forward, module)
+    if settings.compiled is not None:
+        forward = settings.compiled.get(forward)
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    if settings.offloader is None:
+    if settings.offloaded is None:
         return _run_block(module, settings, forward, args, kwargs)
     # The hooks surround checkpointing, so that the saved inputs of the block are offloaded too.
-    with settings.offloader.offload_saved_tensors(module):
+    with settings.offloaded.offload_saved_tensors(module):
         return _run_block(module, settings, forward, args, kwargs)
-
-
-def _inner_forward(module: nn.Module, settings: _BlockSettings) -> Callable[..., Any]:
-    forward = settings.own_forward or MethodType(type(module).forward, module)
-    return forward if settings.compiled is None else settings.compiled.get(forward)
 
 
 def _run_block(
@@ -325,37 +322,36 @@ def _run_block(
         return forward(*args, **kwargs)
     if _has_buffers(module):
         assert settings.run_eager is not None
-        return settings.run_eager(module, settings, forward, args, kwargs)
-    options: dict[str, Any] = {}
-    if settings.policy is not None:
-        options["context_fn"] = partial(create_selective_checkpoint_contexts, settings.policy)
-    return checkpoint(forward, *args, use_reentrant=False, **options, **_early_stop_option(module, settings), **kwargs)
+        return settings.run_eager(
+            module, settings, partial(_checkpoint_contexts, module, settings.policy), forward, args, kwargs
+        )
+    contexts = None if settings.policy is None else partial(create_selective_checkpoint_contexts, settings.policy)
+    return _checkpoint(module, settings, contexts, forward, args, kwargs)
 
 
-def _checkpoint_with_buffers(
-    module: nn.Module, settings: _BlockSettings, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
+def _checkpoint(
+    module: nn.Module,
+    settings: _BlockSettings,
+    contexts: Callable[[], tuple[Any, Any]] | None,
+    forward: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> Any:
-    contexts = partial(_checkpoint_contexts, module, settings.policy)
-    return checkpoint(
-        forward, *args, use_reentrant=False, context_fn=contexts, **_early_stop_option(module, settings), **kwargs
-    )
+    options: dict[str, Any] = {} if contexts is None else {"context_fn": contexts}
+    if any(is_unit(submodule) for submodule in module.modules() if submodule is not module):
+        # The policy would see the operators of the all-gather, which differ in the recomputation.
+        if settings.policy is not None:
+            raise ConfigError(
+                f"checkpoint_activations: a {type(module).__name__} with selective checkpointing contains a sharded unit. "
+                "Checkpoint the inner units instead, or pass keep='nothing'."
+            )
+        # A recomputation must not stop in the middle of the forward of an inner unit.
+        options["early_stop"] = False
+    return checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)
 
 
 def _has_buffers(module: nn.Module) -> bool:
     return any(submodule._buffers for submodule in module.modules())
-
-
-def _early_stop_option(module: nn.Module, settings: _BlockSettings) -> dict[str, Any]:
-    """Return the ``early_stop`` option. A recomputation must not stop in the middle of the forward of an inner unit."""
-    if not any(is_unit(submodule) for submodule in module.modules() if submodule is not module):
-        return {}
-    # The policy would see the operators of the all-gather, which differ in the recomputation.
-    if settings.policy is not None:
-        raise ConfigError(
-            f"checkpoint_activations: a {type(module).__name__} with selective checkpointing contains a sharded unit. "
-            "Checkpoint the inner units instead, or pass keep='nothing'."
-        )
-    return {"early_stop": False}
 
 
 def _keep_matmuls(context: object, op: Any, *args: Any, **kwargs: Any) -> bool:
@@ -492,7 +488,11 @@ class ActivationOffloader:
     def offload_saved_tensors(self, module: nn.Module) -> Iterator[None]:
         """Offload tensors saved in this context, except parameters, buffers and views of them."""
         kept_storages = {_storage_id(t) for t in (*module.parameters(), *module.buffers()) if not is_dtensor(t)}
-        with saved_tensors_hooks(lambda tensor: self._pack(tensor, kept_storages), _unpack):
+
+        def unpack(packed: Tensor | _OffloadedTensor) -> Tensor:
+            return packed.fetch() if isinstance(packed, _OffloadedTensor) else packed
+
+        with saved_tensors_hooks(lambda tensor: self._pack(tensor, kept_storages), unpack):
             yield
 
     def _pack(self, tensor: Tensor, kept_storages: set[int]) -> Tensor | _OffloadedTensor:
@@ -516,19 +516,6 @@ class _OffloadedTensor:
 
     The original stays referenced until the copy to the host is complete, so that its memory is not reused too early.
     """
-
-    __slots__ = (
-        "__weakref__",
-        "_copied",
-        "_copy_streams",
-        "_fetched",
-        "_host",
-        "_original",
-        "_stream",
-        "_version",
-        "_was_modified",
-        "previous",
-    )
 
     def __init__(self, copy_streams: _CopyStreams, original: Tensor, stream: Any) -> None:
         # Backward needs the previously offloaded tensor next.
@@ -587,10 +574,6 @@ class _OffloadedTensor:
             offloaded.start_fetch()
             reference = offloaded.previous
         return self._copy_streams.wait_for_copy(tensor, copied)
-
-
-def _unpack(packed: Tensor | _OffloadedTensor) -> Tensor:
-    return packed.fetch() if isinstance(packed, _OffloadedTensor) else packed
 
 
 class _CopyStreams:
@@ -673,16 +656,6 @@ def _end_compile_span(_: object) -> None:
     spans.end("compile")
 
 
-def _check_budget(budget: float | None, mode: str | None, options: Mapping[str, Any] | None) -> None:
-    if budget is None:
-        return
-    check_number("compile_blocks", "memory_budget", budget, minimum=0, maximum=1)
-    if mode is not None or options is not None:
-        raise ConfigError(
-            "compile_blocks: memory_budget cannot be combined with mode or options. Leave one of the arguments out."
-        )
-
-
 def _backend_with_budget(backend: str | Callable[..., Any], budget: float) -> Callable[..., Any]:
     """Return ``backend`` with torch's process-wide memory budget set during each compilation."""
     compile_fn: Any = torch._dynamo.lookup_backend(backend) if isinstance(backend, str) else backend
@@ -692,10 +665,3 @@ def _backend_with_budget(backend: str | Callable[..., Any], budget: float) -> Ca
             return compile_fn(graph, inputs, **settings)
 
     return compile_graph
-
-
-def _set_cache_dir() -> None:
-    folder = get_dist_info().run_dir
-    if folder is not None:
-        # torch reads only the environment variable, at compile time.
-        os.environ.setdefault(_CACHE_DIR_VARIABLE, str(folder / "compiled"))

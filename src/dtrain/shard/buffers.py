@@ -189,9 +189,8 @@ class _Slot:
         key: name within the module.
         choice: synchronization.
         shape: shape when the model was sharded; None if the buffer was None.
-        chosen: if True, the user chose.
         may_differ: if True, nobody chose, and the buffer is no statistic of a normalization.
-        persistent: if True, the buffer is in the state dict.
+        must_agree: if True, ranks must not have different shapes: the user chose, or the buffer is in the state dict.
         transient: if True, nobody chose, and the buffer is neither persistent nor a statistic of a normalization.
     """
 
@@ -200,9 +199,8 @@ class _Slot:
     key: str
     choice: Buffers
     shape: torch.Size | None
-    chosen: bool
     may_differ: bool
-    persistent: bool
+    must_agree: bool
     transient: bool
 
     @property
@@ -316,7 +314,9 @@ class BufferSync:
         if not slots:
             return
         self._synchronized.update(slot.owner for slot in slots)
-        active = _ranks_with_samples(has_samples)
+        active = list(range(get_dist_info().world_size))
+        if has_samples is not None:
+            active = [rank for rank, (has,) in enumerate(all_gather_numbers([has_samples], caller="step")) if has]
         if ranks_differ and any(owner.endswith("]") and "|" in owner for owner in owners):
             slots = _without_different_shapes(slots)
         slots = [slot for slot in slots if slot.current_shape is not None]
@@ -371,9 +371,8 @@ def _synchronized_slots(model: nn.Module, spec: ShardSpec) -> Iterator[_Slot]:
             key=key,
             choice=choice or "broadcast",
             shape=None if buffer is None else buffer.shape,
-            chosen=choice is not None,
             may_differ=not chosen and not is_norm,
-            persistent=persistent,
+            must_agree=choice is not None or persistent,
             transient=choice is None and not persistent and not is_norm,
         )
 
@@ -393,20 +392,13 @@ def _without_different_shapes(slots: Sequence[_Slot]) -> list[_Slot]:
     for slot, *by_rank in zip(slots, *cast("list[list[list[int] | None]]", shapes), strict=True):
         if all(shape == by_rank[0] for shape in by_rank):
             kept.append(slot)
-        elif slot.persistent or slot.chosen:
+        elif slot.must_agree:
             rank = next(rank for rank, shape in enumerate(by_rank) if shape != by_rank[0])
             raise StepError(
                 f"step: the buffer {slot.name!r} must have one shape on all ranks, got {by_rank[0]} on rank 0 and "
                 f"{by_rank[rank]} on rank {rank}. Let each rank have its own: shard_model(buffers={{{slot.name!r}: 'own'}})."
             )
     return kept
-
-
-def _ranks_with_samples(has_samples: bool | None) -> list[int]:
-    """Return the ranks with samples. Collective: one exchange, unless all ranks have samples (None)."""
-    if has_samples is None:
-        return list(range(get_dist_info().world_size))
-    return [rank for rank, (has,) in enumerate(all_gather_numbers([has_samples], caller="step")) if has]
 
 
 def _warn_if_different(slots: Sequence[_Slot], active: Sequence[int]) -> bool:
@@ -419,8 +411,8 @@ def _warn_if_different(slots: Sequence[_Slot], active: Sequence[int]) -> bool:
         by_device.setdefault(slot.buffer.device, []).append(index)
     hashes = [0] * len(slots)
     for device, indices in by_device.items():
-        found = hash_tensors([slots[index].buffer for index in indices], device).tolist()
-        for index, value in zip(indices, found, strict=True):
+        values = hash_tensors([slots[index].buffer for index in indices], device).tolist()
+        for index, value in zip(indices, values, strict=True):
             hashes[index] = value
     rows = cast("list[list[int]]", all_gather_json(cast(Plain, hashes), caller="step"))
     by_slot = zip(slots, *(rows[rank] for rank in active), strict=True)

@@ -195,7 +195,6 @@ def shard_model(
         _apply_fully_shard(model, fsdp_mesh, wrap_plan, precision, resolved, offload)
         _apply_comm_config(model, wrap_plan, resolved_comm)
         register_forward_methods(wrap_plan.forward_methods)
-        _forbid_deepcopy(model)
         share_attributes(model)
     objects.carry_over_()
     index, count = data_rank(mesh)
@@ -279,13 +278,6 @@ def _fsdp_mesh(mesh: DeviceMesh, strategy: Strategy) -> DeviceMesh:
     return get_mesh({**degrees, "tp": tensor} if tensor > 1 else degrees)
 
 
-def _stored_dtype(modules: Sequence[nn.Module], assigned: set[int]) -> torch.dtype:
-    """Return the dtype of a unit's trainable parameters, else of all its parameters, except parameters of other units."""
-    unit_params = [param for module in modules for param in module.parameters() if id(param) not in assigned]
-    trainable = [param for param in unit_params if param.requires_grad]
-    return next((param.dtype for param in (*trainable, *unit_params)), torch.float32)
-
-
 def _apply_fully_shard(
     model: nn.Module,
     mesh: DeviceMesh,
@@ -306,7 +298,9 @@ def _apply_fully_shard(
         if id(weight) not in assigned and not is_dtensor(weight) and not weight.is_contiguous():
             weight.data = weight.data.contiguous()
     for modules in wrap_plan.units:
-        stored = _stored_dtype(modules, assigned)
+        own = [param for module in modules for param in module.parameters() if id(param) not in assigned]
+        # The dtype of the trainable parameters, if there are any.
+        stored = next((param.dtype for param in (*(p for p in own if p.requires_grad), *own)), torch.float32)
         policy = precision._policy(stored)
         reshard: bool | None = not keep_unsharded
         if modules[0] is model:
@@ -324,17 +318,12 @@ def _apply_fully_shard(
         # The step divides the summed gradients once by the global weight. gloo has no premultiplied sum, so force plain sums.
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
+        # This method replaces a method of FSDP2 with a less helpful error.
+        setattr(type(unit), "__deepcopy__", _raise_on_deepcopy)  # noqa: B010
     with torch.no_grad():
         for whole in wrap_plan.ignored_params.values():
             if not whole.is_meta and whole.device != device:
                 whole.data = whole.data.to(device)
-
-
-def _forbid_deepcopy(model: nn.Module) -> None:
-    """Make ``copy.deepcopy`` of a unit raise with advice. Mutates: the classes that FSDP2 creates."""
-    for unit in units_of(model):
-        # This method replaces a method of FSDP2 with a less helpful error.
-        setattr(type(unit), "__deepcopy__", _raise_on_deepcopy)  # noqa: B010
 
 
 def _raise_on_deepcopy(module: nn.Module, memo: object) -> NoReturn:

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 # Outputs that view one tensor are compared in pairs.
 _MAX_SIBLINGS = 16
 _MAX_OBJECTS = 1000
+_SEQUENCES = (list, tuple, set, deque)
 _ATOMS = (bool, int, float, complex, str, bytes, type(None), type, nn.Module, torch.dtype, torch.device, torch.Size)
 
 
@@ -116,7 +117,12 @@ def intercept_reduction(group: Any, call: Callable[[Callable[[bool], None]], Non
     def reduce(within_replica: bool) -> None:
         with _without_all_reduce(group) if within_replica else nullcontext():
             post_backward_of_torch()
-        _upcast_partial_reduce(group)
+        summed = group._partial_reduce_output
+        # Sums within a replica wait for the all-reduce over replicas in at least float32.
+        if summed is not None and accumulation_dtype(summed.dtype) != summed.dtype:
+            # FSDP2 allocates and accumulates the output in this stream.
+            with group.device_handle.stream(group.comm_ctx.reduce_scatter_stream):
+                group._partial_reduce_output = summed.to(accumulation_dtype(summed.dtype))
 
     group.post_backward = post_backward
 
@@ -192,15 +198,6 @@ def _upcast_accumulated_grad(param: Any) -> None:
     if grad is not None and grad.dtype in LOW_PRECISION_DTYPES:
         param.unsharded_accumulated_grad = grad.to(accumulation_dtype(grad.dtype))
         param._unsharded_param.grad = None
-
-
-def _upcast_partial_reduce(group: Any) -> None:
-    """Store sums within a replica in at least float32 until the all-reduce over replicas. Mutates: ``group``."""
-    summed = group._partial_reduce_output
-    if summed is not None and accumulation_dtype(summed.dtype) != summed.dtype:
-        # FSDP2 allocates and accumulates the output in this stream.
-        with group.device_handle.stream(group.comm_ctx.reduce_scatter_stream):
-            group._partial_reduce_output = summed.to(accumulation_dtype(summed.dtype))
 
 
 def wait_for_reduction(group: Any) -> None:
@@ -373,44 +370,41 @@ class UnitForward:
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self._state: Any = module._get_fsdp_state()  # type: ignore[operator]
+        self.group: Any = groups_in_state(self._state)[0]
         self.device: torch.device = self._state._device
 
-    def add_hooks(self, enter: Callable[[Any], Any], leave: Callable[[Any], Any]) -> None:
-        """Pass the inputs of each forward through ``enter`` before its gather, and its outputs through ``leave``.
+    def wrap(
+        self,
+        *,
+        enter: Callable[[Any], Any] | None = None,
+        gathered: Callable[[bool], None] | None = None,
+        leave: Callable[[Any], Any],
+    ) -> None:
+        """Wrap each forward. A later wrapper surrounds the earlier ones.
 
-        Recomputed forwards (activation checkpointing) are ignored. Mutates: the unit's first group.
+        Mutates: the unit's first group.
+
+        Args:
+            enter: called with the inputs before the gather; returns the inputs. Not called in recomputed forwards (activation
+                checkpointing), nor for further modules of the unit, which run inside its forward.
+            gathered: called after the gather, with True where ``enter`` is called.
+            leave: called with the outputs before the reshard; returns the outputs.
         """
-        group = groups_in_state(self._state)[0]
+        group = self.group
         before, after = group.pre_forward, group.post_forward
         in_forward = type(group._training_state).FORWARD
 
         def pre_forward(module: nn.Module, args: Any, kwargs: Any) -> Any:
-            # Further modules of the unit run inside its forward.
-            if group._training_state is not in_forward:
+            begins = group._training_state is not in_forward
+            if begins and enter is not None:
                 args, kwargs = enter((args, kwargs))
-            return before(module, args, kwargs)
-
-        def post_forward(module: nn.Module, args: Any, output: Any) -> Any:
-            return after(module, args, leave(output))
-
-        group.pre_forward, group.post_forward = pre_forward, post_forward
-
-    def watch(self, after_gather: Callable[[Any], None], before_reshard: Callable[[], None]) -> None:
-        """Run ``after_gather(group)`` before, and ``before_reshard()`` after the computation of each forward.
-
-        Mutates: the unit's first group.
-        """
-        group = groups_in_state(self._state)[0]
-        before, after = group.pre_forward, group.post_forward
-
-        def pre_forward(module: nn.Module, args: Any, kwargs: Any) -> Any:
             result = before(module, args, kwargs)
-            after_gather(group)
+            if gathered is not None:
+                gathered(begins)
             return result
 
         def post_forward(module: nn.Module, args: Any, output: Any) -> Any:
-            before_reshard()
-            return after(module, args, output)
+            return after(module, args, leave(output))
 
         group.pre_forward, group.post_forward = pre_forward, post_forward
 
@@ -421,28 +415,24 @@ class UnitForward:
         and dataclasses. An in-place operation on a view drops the gather, so FSDP2 warns of each view. An object may also hold
         tensors of earlier units, such as a cache; their gradients need no gather. Mutates: the unit's first group.
         """
-        group = groups_in_state(self._state)[0]
-        before, after = group.pre_forward, group.post_forward
-        in_forward = type(group._training_state).FORWARD
         # Autograd numbers the nodes of a graph in the order of their creation.
         began = 0
 
-        def pre_forward(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        def gathered(begins: bool) -> None:
             nonlocal began
-            is_inside = group._training_state is in_forward
-            result = before(module, args, kwargs)
-            if not is_inside:
+            if begins:
                 began = torch.autograd._get_sequence_nr()
-            return result
 
-        def post_forward(module: nn.Module, args: Any, output: Any) -> Any:
-            if torch.is_grad_enabled():
-                for tensor in _tensors_in_objects(output, began):
+        def leave(output: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return output
+            objects = [leaf for leaf in tree_leaves(output) if not isinstance(leaf, Tensor) and not is_dataclass(leaf)]
+            for tensor in grad_tensors(objects) if objects else ():
+                if tensor.grad_fn is not None and tensor.grad_fn._sequence_nr() >= began:
                     tensor.register_hook(self._state._pre_backward)
-                output = _replace_views(output)
-            return after(module, args, output)
+            return _replace_views(output)
 
-        group.pre_forward, group.post_forward = pre_forward, post_forward
+        self.wrap(gathered=gathered, leave=leave)
 
     def pre_forward(self, value: Tensor) -> Tensor:
         """Gather the unit as its forward does. ``value`` replaces the inputs. Collective: one all-gather."""
@@ -520,41 +510,25 @@ def _may_overlap(first: Tensor, second: Tensor) -> bool:
     return not apart and offset == other_offset
 
 
-def _tensors_in_objects(output: Any, after: int) -> list[Tensor]:
-    """Return the tensors with gradients in objects that FSDP2 does not look into, if computed later than node ``after``."""
-    objects = [leaf for leaf in tree_leaves(output) if not isinstance(leaf, Tensor) and not is_dataclass(leaf)]
-    found = grad_tensors(objects) if objects else []
-    return [tensor for tensor in found if tensor.grad_fn is not None and tensor.grad_fn._sequence_nr() >= after]
-
-
 def grad_tensors(value: Any) -> list[Tensor]:
     """Return the tensors with gradients in ``value``: in containers, in dataclasses and in attributes of other objects.
 
     The nearest 1,000 objects and containers are visited, each once.
     """
-    found: dict[int, Tensor] = {}
+    tensors: dict[int, Tensor] = {}
     # No object leaves the list, so no id is used twice.
     pending = tree_leaves(value)
     visited: set[int] = set()
     for item in pending:
         if isinstance(item, Tensor):
-            found |= {id(item): item} if item.requires_grad else {}
+            tensors |= {id(item): item} if item.requires_grad else {}
         elif not isinstance(item, _ATOMS) and id(item) not in visited and len(visited) < _MAX_OBJECTS:
             visited.add(id(item))
-            pending.extend(_parts(item))
-    return list(found.values())
-
-
-def _parts(item: Any) -> list[Any]:
-    """Return the elements and the attributes of an object."""
-    elements = item.values() if isinstance(item, Mapping) else item if isinstance(item, list | tuple | set | deque) else ()
-    slots = [name for kind in type(item).__mro__ for name in _slots_of(kind)]
-    return [*elements, *getattr(item, "__dict__", {}).values(), *(getattr(item, name, None) for name in slots)]
-
-
-def _slots_of(kind: type) -> tuple[str, ...]:
-    slots = kind.__dict__.get("__slots__", ())
-    return (slots,) if isinstance(slots, str) else tuple(slots)
+            pending.extend(item.values() if isinstance(item, Mapping) else item if isinstance(item, _SEQUENCES) else ())
+            pending.extend(getattr(item, "__dict__", {}).values())
+            for slots in (kind.__dict__.get("__slots__", ()) for kind in type(item).__mro__):
+                pending.extend(getattr(item, name, None) for name in ((slots,) if isinstance(slots, str) else slots))
+    return list(tensors.values())
 
 
 def unit_forwards(model: nn.Module) -> list[UnitForward]:

@@ -23,11 +23,11 @@ from dtrain.dist.dtensor import chunks_per_dim, describe_placement, is_dtensor, 
 from dtrain.dist.mesh import MODEL_AXES, axis_size
 from dtrain.errors import ConfigError
 from dtrain.fqn import compile_patterns, modules_by_fqn
+from dtrain.shard.params import param_places
 
 TensorParallelPlan: TypeAlias = "Mapping[str, ParallelStyle]"
 """Module name patterns (as in ``blocks``; ``""`` is the model itself) -> parallel styles, applied in this order."""
 
-_ParamLocation: TypeAlias = tuple[str, nn.Module, str]
 _FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 # Dim of positions in the tensors of ``scaled_dot_product_attention``.
@@ -126,7 +126,7 @@ def apply_tp_plan(
     """
     if not planned_modules:
         return mesh
-    locations, axis = _param_locations(model), mesh["tp"]
+    locations, axis = param_places(model), mesh["tp"]
     for entry in planned_modules:
         try:
             parallelize_module(entry.module, axis, entry.style, src_data_rank=None)
@@ -155,18 +155,8 @@ def apply_tp_plan(
     return mesh[tuple(name for name in mesh.mesh_dim_names or () if name != "tp")]
 
 
-def _param_locations(model: nn.Module) -> list[tuple[nn.Parameter, list[_ParamLocation]]]:
-    """Return every parameter with its locations: clean name, owner and key."""
-    locations: dict[int, tuple[nn.Parameter, list[_ParamLocation]]] = {}
-    for name, module in modules_by_fqn(model):
-        for key, param in module._parameters.items():
-            if param is not None:
-                locations.setdefault(id(param), (param, []))[1].append((f"{name}.{key}".lstrip("."), module, key))
-    return list(locations.values())
-
-
 def _check_placements(
-    places: Sequence[_ParamLocation], current: Sequence[Tensor | None], ranks: int, ignored_params: Collection[str]
+    places: Sequence[tuple[str, nn.Module, str]], current: Sequence[Tensor | None], ranks: int, ignored_params: Collection[str]
 ) -> None:
     name = places[0][0]
     if len({describe_placement(tensor) for tensor in current if tensor is not None}) > 1:

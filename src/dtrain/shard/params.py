@@ -68,6 +68,16 @@ class ParamObjects:
                 tensor._post_accumulate_grad_hooks = accumulate_hooks
 
 
+def param_places(model: nn.Module) -> list[tuple[nn.Parameter, list[tuple[str, nn.Module, str]]]]:
+    """Return each parameter with all its places: clean name, owner and key. A tied parameter has several places."""
+    places: dict[int, tuple[nn.Parameter, list[tuple[str, nn.Module, str]]]] = {}
+    for name, module in modules_by_fqn(model):
+        for key, param in module._parameters.items():
+            if param is not None:
+                places.setdefault(id(param), (param, []))[1].append((f"{name}.{key}".lstrip("."), module, key))
+    return list(places.values())
+
+
 def extent(tensor: Tensor) -> tuple[int, int, int]:
     """Return the storage, first byte and last byte + 1 of a tensor. A tensor on meta has a storage, too."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -110,10 +120,6 @@ class _Paused(StepHook):
     """Stands for a hook of the user during the backwards of a step. A handle removes it as it would remove the hook."""
 
 
-def _do_nothing(tensor: Tensor) -> None:
-    pass
-
-
 class ParamHooks:
     """The user's hooks on the parameters of one model. ``detach`` takes the hooks off, ``restore`` puts them back."""
 
@@ -132,7 +138,7 @@ class ParamHooks:
                 own = {key: hook for key, hook in (hooks or {}).items() if not isinstance(hook, StepHook)}
                 if hooks and own:
                     self._detached.append((hooks, own))
-                    hooks.update({key: _Paused(_do_nothing) for key in own})
+                    hooks.update({key: _Paused(lambda tensor: None) for key in own})
 
     def restore(self) -> None:
         """Put the hooks back, except those whose handle was removed since. Mutates: the parameters' hooks."""
@@ -318,7 +324,9 @@ def _check_memory(model: nn.Module) -> None:
 
 
 def _check_embeddings(model: nn.Module) -> None:
-    for name, module in _embeddings(model):
+    for name, module in modules_by_fqn(model):
+        if not isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            continue
         label = f"shard_model: the {type(module).__name__} {name!r}" if name else f"shard_model: the {type(module).__name__}"
         if module.max_norm is not None:
             raise ConfigError(
@@ -330,7 +338,3 @@ def _check_embeddings(model: nn.Module) -> None:
                 f"{label} must not have sparse=True, because ranks sum dense gradients. Pass sparse=False and a dense "
                 "optimizer such as torch.optim.AdamW."
             )
-
-
-def _embeddings(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    return ((name, module) for name, module in modules_by_fqn(model) if isinstance(module, nn.Embedding | nn.EmbeddingBag))

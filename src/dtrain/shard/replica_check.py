@@ -292,17 +292,17 @@ def raise_if_params_differ(state: TrainState, caller: str) -> None:
     Raises:
         DesyncError: replicas of a parameter differ; on all ranks.
     """
+
+    def canonical(tensor: Tensor | None) -> Tensor | None:
+        if tensor is None or not tensor.is_floating_point() or tensor.element_size() == 1:
+            return tensor
+        return torch.where(tensor.isnan(), math.nan, tensor) + 0.0
+
     with torch.no_grad():
-        entries = [replace(entry, tensor=_canonical(entry.tensor)) for entry in replicated_entries(state.params)]
+        entries = [replace(entry, tensor=canonical(entry.tensor)) for entry in replicated_entries(state.params)]
         entries = hash_entries(entries, state.device)
     rows = all_gather_json([[entry.name, entry.shard_key, entry.hash] for entry in entries], caller=caller)
     raise_first_difference(caller, state.step, rows)
-
-
-def _canonical(tensor: Tensor | None) -> Tensor | None:
-    if tensor is None or not tensor.is_floating_point() or tensor.element_size() == 1:
-        return tensor
-    return torch.where(tensor.isnan(), math.nan, tensor) + 0.0
 
 
 def hash_tensors(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
@@ -432,7 +432,7 @@ class ForwardWrites:
         # Replicas that the forward of any step has written, by name.
         self._ever_written: dict[str, None] = {}
         for number, unit in enumerate(unit_forwards(model)):
-            unit.watch(partial(self._before_unit, number), partial(self._after_unit, number))
+            unit.wrap(gathered=partial(self._before_unit, number, unit.group), leave=partial(self._after_unit, number))
 
     def begin_step(self, params: Mapping[str, Tensor], *, compare: bool) -> None:
         """Start a step.
@@ -487,14 +487,15 @@ class ForwardWrites:
             self._names.get(id(param), "?"): copy for param, copy in sharded_and_unsharded_params(group) if copy is not None
         }
 
-    def _before_unit(self, number: int, group: object) -> None:
+    def _before_unit(self, number: int, group: object, begins: bool) -> None:
         # FSDP2 makes the copies in the first forward, so no version is known from before.
         if self._steps == 1:
             self._of_units.setdefault(number, _Snapshot.take(self._copies_of(group), hashes=True))
 
-    def _after_unit(self, number: int) -> None:
+    def _after_unit(self, number: int, output: Any) -> Any:
         if self._of_units and (snapshot := self._of_units.pop(number, None)) is not None:
             self._written_copies |= snapshot.changed()
+        return output
 
     def describe(self, *, uneven: bool) -> list[str]:
         """Return the written parameters as text that ranks compare: copies by name, replicas with their hash.

@@ -517,7 +517,7 @@ class ModelUnits:
         # The observer, and the number by which the observer knows the model.
         self.listener: tuple[SkippedUnits, int] | None = None
         for index, unit in enumerate(self.units):
-            unit.add_hooks(partial(self._before, index), partial(self._after, index))
+            unit.wrap(enter=partial(self._before, index), leave=partial(self._after, index))
         # Equal on all ranks; 0 for a model that no other loss may run.
         self._number = 0
         if gathers and on_all_ranks:
