@@ -359,7 +359,10 @@ def _compute_round(members: list[_Matrix], compute: Compute, group: dist.Process
         grad, *wholes = (torch.cat(rows) for rows in zip(*pieces, strict=True))
         state = {**own.state, **dict(zip(cut, wholes, strict=True))}
         wholes = [compute(own, grad, state), *state.values()]
-        replies = [_pack([_rows_of(whole, at, ranks) for whole in wholes]) for at in range(ranks)]
+        replies = [
+            _pack([whole[slice(*_row_range(len(whole), at, ranks))] if whole.ndim else whole for whole in wholes])
+            for at in range(ranks)
+        ]
     reply_sizes = [len(reply) for reply in replies] or [0] * ranks
     layouts = [_layout(matrix, matrix.state.values(), rank, ranks) for matrix in members]
     return_sizes = [sum(size for _, _, size in layout) for layout in layouts] + [0] * (ranks - len(members))
@@ -377,10 +380,6 @@ def _row_range(rows: int, rank: int, ranks: int) -> tuple[int, int]:
     """Return begin and end of the rows of a rank, as torch.chunk and DTensor cut them."""
     most = -(-rows // ranks)
     return min(rank * most, rows), min((rank + 1) * most, rows)
-
-
-def _rows_of(whole: Tensor, rank: int, ranks: int) -> Tensor:
-    return whole[slice(*_row_range(len(whole), rank, ranks))] if whole.ndim else whole
 
 
 def _layout(matrix: _Matrix, state: Iterable[Tensor], rank: int, ranks: int) -> list[tuple[tuple[int, ...], torch.dtype, int]]:
@@ -401,12 +400,11 @@ def _pack(tensors: Sequence[Tensor]) -> Tensor:
 
 def _unpack(flat: Tensor, layout: Sequence[tuple[tuple[int, ...], torch.dtype, int]]) -> list[Tensor]:
     """Return the tensors whose bytes ``_pack`` has joined. A tensor must begin at a multiple of its element size."""
-    pieces = zip(flat.split([size for _, _, size in layout]), layout, strict=True)
-    return [_aligned(part, dtype).view(dtype).view(shape) for part, (shape, dtype, _) in pieces]
-
-
-def _aligned(part: Tensor, dtype: torch.dtype) -> Tensor:
-    return part.clone() if part.storage_offset() % dtype.itemsize else part
+    tensors = []
+    for piece, (shape, dtype, _) in zip(flat.split([size for _, _, size in layout]), layout, strict=True):
+        aligned = piece.clone() if piece.storage_offset() % dtype.itemsize else piece
+        tensors.append(aligned.view(dtype).view(shape))
+    return tensors
 
 
 class Muon(MatrixOptimizer):

@@ -43,30 +43,19 @@ def curve(caller: str, shape: str, start: float, end: float, shapes: Sequence[st
         raise ConfigError(
             f"{caller}: the values of an exponential must be above 0, got {start=} and {end=}. Use linear or cosine to reach 0."
         )
-    inner = {"linear": _linear, "cosine": _cosine, "1-sqrt": _one_minus_sqrt, "exponential": _exponential}[shape]
+    inner: Callable[[float], float] = {
+        "linear": lambda s: start + (end - start) * s,
+        "cosine": lambda s: end + (start - end) * (1.0 + math.cos(math.pi * s)) / 2.0,
+        "1-sqrt": lambda s: end + (start - end) * (1.0 - math.sqrt(s)),
+        "exponential": lambda s: float(start * (end / start) ** s),
+    }[shape]
 
     def value(progress: float) -> float:
         if progress <= 0:
             return start
-        return inner(start, end, progress) if progress < 1 else end
+        return inner(progress) if progress < 1 else end
 
     return value
-
-
-def _linear(start: float, end: float, progress: float) -> float:
-    return start + (end - start) * progress
-
-
-def _cosine(start: float, end: float, progress: float) -> float:
-    return end + (start - end) * (1.0 + math.cos(math.pi * progress)) / 2.0
-
-
-def _one_minus_sqrt(start: float, end: float, progress: float) -> float:
-    return end + (start - end) * (1.0 - math.sqrt(progress))
-
-
-def _exponential(start: float, end: float, progress: float) -> float:
-    return float(start * (end / start) ** progress)
 
 
 def constant(value: float) -> Schedule:

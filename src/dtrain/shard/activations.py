@@ -30,7 +30,7 @@ from dtrain.dist.dtensor import is_dtensor
 from dtrain.dist.init import get_dist_info
 from dtrain.errors import ConfigError, StepError
 from dtrain.shard.fsdp2_private import is_unit
-from dtrain.shard.wrapping import Blocks, select_blocks
+from dtrain.shard.wrapping import Blocks, select_some_blocks
 
 KeepFn: TypeAlias = "Callable[..., CheckpointPolicy | bool]"
 """A policy of torch's selective checkpointing: ``(context, op, *args, **kwargs)`` -> True to save the output of ``op``."""
@@ -167,7 +167,7 @@ def compile_blocks(
             raise ConfigError(
                 "compile_blocks: memory_budget cannot be combined with mode or options. Leave one of the arguments out."
             )
-    modules = _select_nonempty(model, blocks, "compile_blocks")
+    modules = select_some_blocks(model, blocks, caller="compile_blocks")
     if any(map(_is_compiled, modules)):
         raise ConfigError("compile_blocks: blocks are compiled already. Call compile_blocks once.")
     if (folder := get_dist_info().run_dir) is not None:
@@ -203,7 +203,7 @@ def time_compilation() -> None:
 def _select_every_nth(model: nn.Module, blocks: Blocks, every: int, caller: str, done: str) -> list[nn.Module]:
     """Return the blocks to change. Refuse blocks that are compiled, checkpointed already or offloaded already (``done``)."""
     check_int(caller, "every", every)
-    selected = _select_nonempty(model, blocks, caller)[::every]
+    selected = select_some_blocks(model, blocks, caller=caller)[::every]
     if any(map(_is_compiled, selected)):
         raise ConfigError(f"{caller}: blocks are compiled already. Call {caller} before compile_blocks.")
     repeated = [type(module).__name__ for module in selected if getattr(_settings_of(module), done)]
@@ -211,13 +211,6 @@ def _select_every_nth(model: nn.Module, blocks: Blocks, every: int, caller: str,
         raise ConfigError(
             f"{caller}: {len(repeated)} of the blocks are {done} already (first: a {repeated[0]}). Call {caller} once."
         )
-    return selected
-
-
-def _select_nonempty(model: nn.Module, blocks: Blocks, caller: str) -> list[nn.Module]:
-    selected = select_blocks(model, blocks, caller=caller)
-    if not selected:
-        raise ConfigError(f"{caller}: {blocks=} selects no module inside the model. Pass for example blocks=(Block,).")
     return selected
 
 

@@ -332,12 +332,12 @@ class BufferSync:
             for (kind, _), same in by_kind.items():
                 buffers = [slot.buffer for slot in same]
                 if kind == "mean":
-                    _average_(buffers, active)
+                    _reduce_(buffers, counts=get_dist_info().rank in active, divisor=len(active))
                 elif kind == "sum":
                     starts = [self._starts[slot.name] for slot in same]
                     # A buffer that was None has no start.
                     starts = [old if old.shape == new.shape else new * 0 for old, new in zip(starts, buffers, strict=True)]
-                    _add_ranks_(starts, buffers, counts=self._counts)
+                    _reduce_(buffers, starts, counts=self._counts)
                 else:
                     _broadcast_(buffers, src=active[0])
 
@@ -430,35 +430,25 @@ def _warn_if_different(slots: Sequence[_Slot], active: Sequence[int]) -> bool:
     return bool(different)
 
 
-def _add_ranks_(starts: Sequence[Tensor], tensors: Sequence[Tensor], *, counts: bool) -> None:
-    """Set tensors of one dtype to their start plus what all ranks have added to it.
+def _reduce_(tensors: Sequence[Tensor], starts: Sequence[Tensor] = (), *, counts: bool, divisor: int = 1) -> None:
+    """Set tensors of one dtype to their start, 0 without ``starts``, plus what all ranks have added to it, over ``divisor``.
 
     Args:
-        starts: values at the start of the step, equal on all ranks.
         tensors: values of this rank.
-        counts: if False, another rank has computed with the same samples, and this rank adds nothing.
+        starts: values at the start of the step, equal on all ranks.
+        counts: if False, this rank adds nothing: it has no samples, or another rank has computed with the same samples.
+        divisor: number that the sum is divided by.
 
     Mutates: ``tensors``. Collective: one all-reduce.
     """
-    old, new = (torch.cat([tensor.reshape(-1) for tensor in some]) for some in (starts, tensors))
+    new = torch.cat([tensor.reshape(-1) for tensor in tensors])
     wide = new.dtype if new.dtype.itemsize >= 4 else torch.float32 if new.is_floating_point() else torch.int64
-    added = new.to(wide) - old.to(wide) if counts else torch.zeros_like(new, dtype=wide)
+    old = torch.cat([tensor.reshape(-1) for tensor in starts]).to(wide) if starts else None
+    # Not a product: a value that is not finite would reach the sum.
+    added = torch.zeros_like(new, dtype=wide) if not counts else new.to(wide) if old is None else new.to(wide) - old
     dist.all_reduce(added)
-    totals = (old.to(wide) + added).to(new.dtype)
+    totals = (added / divisor if old is None else old + added).to(new.dtype)
     for tensor, piece in zip(tensors, totals.split([tensor.numel() for tensor in tensors]), strict=True):
-        tensor.copy_(piece.view_as(tensor))
-
-
-def _average_(tensors: list[Tensor], active: Sequence[int]) -> None:
-    """Set tensors of one dtype to their mean over the ranks ``active``. Mutates: ``tensors``. Collective: one all-reduce."""
-    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-    wide = flat if flat.dtype.itemsize >= 4 else flat.float()
-    if get_dist_info().rank not in active:
-        # Not a product: a value that is not finite would reach the sum.
-        wide = torch.zeros_like(wide)
-    dist.all_reduce(wide)
-    averages = (wide / len(active)).to(flat.dtype)
-    for tensor, piece in zip(tensors, averages.split([tensor.numel() for tensor in tensors]), strict=True):
         tensor.copy_(piece.view_as(tensor))
 
 

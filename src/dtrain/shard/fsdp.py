@@ -166,8 +166,7 @@ def shard_model(
     if (recorder := current_context().recorder) is not None:
         strategy, precision = recorder.sharding(model, strategy, precision, buffers)  # type: ignore[assignment]
     try:
-        _check_types(model, mesh, precision)
-        resolved = _check_options(model, mesh, strategy, accumulate)
+        resolved = _check_arguments(model, mesh, precision, strategy, accumulate)
         check_buffer_choices(model, buffers)
         check_kinds(parameters_by_fqn(model)[0], "shard_model")
         separate = separate_units(model, precision)
@@ -219,7 +218,8 @@ def shard_model(
     return model
 
 
-def _check_types(model: object, mesh: object, precision: object) -> None:
+def _check_arguments(model: object, mesh: object, precision: object, strategy: str, accumulate: str) -> Strategy:
+    """Return the strategy without an alias, if the arguments are valid for a model that is not sharded."""
     if not isinstance(model, nn.Module):
         raise ConfigError(f"shard_model: model must be a torch.nn.Module, got {type(model).__name__}. Pass the whole model.")
     if isinstance(model, DataParallel | DistributedDataParallel):
@@ -234,9 +234,6 @@ def _check_types(model: object, mesh: object, precision: object) -> None:
             f"shard_model: precision must be a Precision or None, got {precision!r}. "
             "Pass for example dt.Precision(param='bf16')."
         )
-
-
-def _check_options(model: nn.Module, mesh: DeviceMesh, strategy: str, accumulate: str) -> Strategy:
     strategies = [*(name for name in get_args(Strategy) if name != "none"), "no_shard"]
     resolved = "replicate" if check_choice("shard_model", "strategy", strategy, strategies) == "no_shard" else strategy
     check_choice("shard_model", "accumulate", accumulate, get_args(Accumulate))

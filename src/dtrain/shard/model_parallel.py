@@ -198,6 +198,13 @@ def ring_attention(
 
     both = [*sequences, *buffers]
     tensors, dims = [tensor for tensor, _ in both], [dim for _, dim in both]
+    cuda = torch.backends.cuda
+    # torch has no ring for the unfused backend.
+    fused = (
+        (SDPBackend.FLASH_ATTENTION, cuda.flash_sdp_enabled()),
+        (SDPBackend.EFFICIENT_ATTENTION, cuda.mem_efficient_sdp_enabled()),
+        (SDPBackend.CUDNN_ATTENTION, cuda.cudnn_sdp_enabled()),
+    )
     sharded = context_parallel(
         axis, buffers=tensors, buffer_seq_dims=dims, no_restore_buffers={tensor for tensor, _ in sequences}
     )
@@ -206,7 +213,7 @@ def ring_attention(
             _cpu_kernels() if axis.device_type == "cpu" else nullcontext(),
             _always_restored(sharded),
             _checked_arguments(),
-            sdpa_kernel(_fused_backends()),
+            sdpa_kernel([backend for backend, is_enabled in fused if is_enabled]),
         ):
             yield
     except RuntimeError as error:
@@ -292,17 +299,6 @@ def _always_restored(context: AbstractContextManager[Any]) -> Iterator[None]:
         yield
     finally:
         context.__exit__(None, None, None)
-
-
-def _fused_backends() -> list[SDPBackend]:
-    """Return the enabled backends, without the unfused one, for which torch has no ring."""
-    cuda = torch.backends.cuda
-    enabled = {
-        SDPBackend.FLASH_ATTENTION: cuda.flash_sdp_enabled(),
-        SDPBackend.EFFICIENT_ATTENTION: cuda.mem_efficient_sdp_enabled(),
-        SDPBackend.CUDNN_ATTENTION: cuda.cudnn_sdp_enabled(),
-    }
-    return [backend for backend, is_enabled in enabled.items() if is_enabled]
 
 
 @contextmanager

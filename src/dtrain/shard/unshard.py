@@ -112,21 +112,17 @@ def unshard_params(model: nn.Module) -> Iterator[None]:
                 unit.unshard()
             yield
         finally:
-            _restore_shards(model)
+            unwrap_module(model).__dict__.pop(_UNSHARDED_ATTRIBUTE, None)
+            reshards = get_spec(model).strategy in ("full_shard", "hybrid_shard")
+            # The first unit is the root, which stays unsharded after its forward.
+            for index, unit in enumerate(units_of(model)):
+                unit.set_reshard_after_forward(reshards and index > 0, recurse=False)
+            reshard(model)
 
 
 def is_unsharded(model: nn.Module) -> bool:
     """Return True while ``unshard_params`` is active for ``model``."""
     return _UNSHARDED_ATTRIBUTE in unwrap_module(model).__dict__
-
-
-def _restore_shards(model: nn.Module) -> None:
-    unwrap_module(model).__dict__.pop(_UNSHARDED_ATTRIBUTE, None)
-    reshards = get_spec(model).strategy in ("full_shard", "hybrid_shard")
-    # The first unit is the root, which stays unsharded after its forward.
-    for index, unit in enumerate(units_of(model)):
-        unit.set_reshard_after_forward(reshards and index > 0, recurse=False)
-    reshard(model)
 
 
 def full_params(source: TrainState | Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:

@@ -123,6 +123,18 @@ def select_blocks(model: nn.Module, blocks: Blocks, *, caller: str = "shard_mode
     return list({id(module): module for _, module in selected}.values())
 
 
+def select_some_blocks(model: nn.Module, blocks: Blocks, *, caller: str) -> list[nn.Module]:
+    """Return the modules as ``select_blocks`` does.
+
+    Raises:
+        ConfigError: as ``select_blocks``, or ``blocks`` selects no module, or only the model itself.
+    """
+    selected = select_blocks(model, blocks, caller=caller)
+    if not selected:
+        raise ConfigError(f"{caller}: {blocks=} selects no module inside the model. Pass for example blocks=(Block,).")
+    return selected
+
+
 def _block_matcher(entry: BlockSelector, caller: str) -> Callable[[str, nn.Module], bool]:
     if isinstance(entry, type) and issubclass(entry, nn.Module):
         return lambda name, module: isinstance(module, entry)

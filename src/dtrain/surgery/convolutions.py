@@ -20,6 +20,7 @@ from dtrain.surgery.replace import (
     apply_policies,
     check_plain_model,
     check_size_or_fraction,
+    mix_in,
     resolve_size,
 )
 
@@ -162,7 +163,8 @@ def blur_pool(
 
     def policy(module: nn.Module, name: str) -> nn.Module | None:
         assert isinstance(module, nn.Conv2d | nn.MaxPool2d)
-        stride = _pair(module.stride)
+        strides = module.stride if isinstance(module.stride, tuple | list) else (module.stride, module.stride)
+        stride = cast("tuple[int, int]", tuple(strides))
         if max(stride) == 1 or not add_mixin(module, Blur):
             return None
         assert isinstance(module, Blur)
@@ -179,10 +181,6 @@ def blur_pool(
         return replace_convs and isinstance(module, nn.Conv2d) and module.in_channels >= min_channels
 
     return apply_policies(model, {is_selected: policy}, caller=f"{caller} with {min_channels=}").model
-
-
-def _pair(value: object) -> tuple[int, int]:
-    return cast("tuple[int, int]", tuple(value) if isinstance(value, tuple | list) else (value, value))
 
 
 class ChannelsLast(Mixin):
@@ -228,13 +226,7 @@ def channels_last(model: nn.Module) -> nn.Module:
         kernel copy the tensor.
     """
 
-    def policy(module: nn.Module, name: str) -> nn.Module | None:
-        return add_mixin(module, ChannelsLast)
-
-    def is_selected(name: str, module: nn.Module) -> bool:
-        return isinstance(module, nn.Conv2d)
-
-    return apply_policies(model, {is_selected: policy}, caller="channels_last").model
+    return mix_in(model, ChannelsLast, lambda name, module: isinstance(module, nn.Conv2d), caller="channels_last")
 
 
 class SqueezeExcite2d(nn.Module):
@@ -346,21 +338,18 @@ def squeeze_excite(
         if not any(map(compile_patterns([pattern], caller=f"{caller}: names"), convs)):
             raise ConfigError(f"{caller}: select has{pattern!r}, but no convolution matches. Correct the pattern.")
 
-    def policy(module: nn.Module, name: str) -> nn.Module | None:
-        assert isinstance(module, nn.Conv2d)
-        weight, channels = module.weight, module.out_channels
-        gated = add_mixin(module, SqueezeExcite)
-        if gated is not None:
-            gate = SqueezeExcite2d(channels, latent_channels, device=weight.device, dtype=weight.dtype)
-            gated.squeeze_excite = gate.train(gated.training)
-        return gated
+    def set_up(module: SqueezeExcite, name: str) -> None:
+        conv = cast(nn.Conv2d, module)
+        device, dtype = conv.weight.device, conv.weight.dtype
+        module.squeeze_excite = SqueezeExcite2d(conv.out_channels, latent_channels, device=device, dtype=dtype)
+        module.squeeze_excite.train(module.training)
 
     def is_selected(name: str, module: nn.Module) -> bool:
         if not isinstance(module, nn.Conv2d) or min(module.in_channels, module.out_channels) < min_channels:
             return False
         return patterns is None or is_match(name)
 
-    return apply_policies(model, {is_selected: policy}, caller=f"{caller} with {min_channels=}").model
+    return mix_in(model, SqueezeExcite, is_selected, set_up, caller=f"{caller} with {min_channels=}")
 
 
 def standardize_weight(weight: Tensor, *, eps: float = 1e-5) -> Tensor:
@@ -437,13 +426,10 @@ def weight_standardization(model: nn.Module, *, n_last_layers_to_ignore: int = 0
     names = [name for name, module in modules_by_fqn(model) if isinstance(module, _CONVOLUTIONS)]
     selected = set(names[: max(0, len(names) - n_last_layers_to_ignore)])
 
-    def policy(module: nn.Module, name: str) -> nn.Module | None:
-        standardized = add_mixin(module, WeightStandardized)
-        if standardized is not None:
-            standardized._weight_eps = float(eps)
-        return standardized
+    def set_up(module: WeightStandardized, name: str) -> None:
+        module._weight_eps = float(eps)
 
     def is_selected(name: str, module: nn.Module) -> bool:
         return name in selected and isinstance(module, _CONVOLUTIONS) and module.weight[0].numel() > 1
 
-    return apply_policies(model, {is_selected: policy}, caller=caller).model
+    return mix_in(model, WeightStandardized, is_selected, set_up, caller=caller)

@@ -14,8 +14,8 @@ from dtrain.arguments import check_choice, check_int, check_number
 from dtrain.dist.rng import derive_seed, generator
 from dtrain.errors import ConfigError
 from dtrain.fqn import modules_by_fqn
-from dtrain.shard.wrapping import Blocks, select_blocks
-from dtrain.surgery.replace import Mixin, ModuleSelector, ReplacementPolicy, add_mixin, apply_policies, check_plain_model
+from dtrain.shard.wrapping import Blocks, select_some_blocks
+from dtrain.surgery.replace import Mixin, ModuleSelector, ReplacementPolicy, apply_policies, check_plain_model, mix_in
 
 DropMethod = Literal["block", "sample"]
 ResidualKind = Literal["block", "branch"]
@@ -211,26 +211,17 @@ def stochastic_depth(
     check_int(caller, "seed", seed, minimum=0)
     check_plain_model(model, caller)
     names = {id(module): name for name, module in modules_by_fqn(model)}
-    selected = select_blocks(model, blocks, caller=caller)
-    if not selected:
-        raise ConfigError(f"{caller}: {blocks=} selects no module inside the model. Pass for example blocks=(Block,).")
+    selected = select_some_blocks(model, blocks, caller=caller)
     order = sorted(selected, key=lambda module: list(names).index(id(module)))
     rates = dict(zip(map(id, order), drop_rates(drop_rate, len(order), distribution), strict=True))
 
-    def policy(module: nn.Module, name: str) -> nn.Module | None:
-        block = add_mixin(module, Stochastic)
-        if block is None:
-            return None
-        block._drop_rate, block._method, block._kind = rates[id(module)], method, kind
+    def set_up(block: Stochastic, name: str) -> None:
+        block._drop_rate, block._method, block._kind = rates[id(block)], method, kind
         block._seed, block._block_name = seed, name
         if method == "block":
             block.register_buffer("forwards", torch.zeros((), dtype=torch.int64, device="cpu"))
-        return block
 
-    def is_selected(name: str, module: nn.Module) -> bool:
-        return id(module) in rates
-
-    return apply_policies(model, {is_selected: policy}, caller=caller).model
+    return mix_in(model, Stochastic, lambda name, module: id(module) in rates, set_up, caller=caller)
 
 
 def subnetwork_masks(count: int, features: int, p: float, *, seed: int, name: str = "") -> Tensor:

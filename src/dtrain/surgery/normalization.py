@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from dtrain.arguments import check_int, format_count
 from dtrain.dist.init import get_dist_info
-from dtrain.surgery.replace import Mixin, ModuleSelector, ReplacementPolicy, add_mixin, apply_policies, swap_class
+from dtrain.surgery.replace import Mixin, ModuleSelector, ReplacementPolicy, apply_policies, mix_in, swap_class
 
 # Relative tolerance for norms that compute in float32 or round at a different place.
 _RTOL = 1e-4
@@ -217,16 +217,10 @@ def ghost_batch_norm(model: nn.Module, *, ghost_batch_size: int = 32) -> nn.Modu
     """
     check_int("ghost_batch_norm", "ghost_batch_size", ghost_batch_size, minimum=2)
 
-    def policy(module: nn.Module, name: str) -> nn.Module | None:
-        ghost = add_mixin(module, Ghost)
-        if ghost is not None:
-            ghost._ghost_batch_size = ghost_batch_size
-        return ghost
+    def set_up(module: Ghost, name: str) -> None:
+        module._ghost_batch_size = ghost_batch_size
 
-    def is_selected(name: str, module: nn.Module) -> bool:
-        return isinstance(module, _BATCH_NORMS)
-
-    return apply_policies(model, {is_selected: policy}, caller="ghost_batch_norm").model
+    return mix_in(model, Ghost, lambda name, module: isinstance(module, _BATCH_NORMS), set_up, caller="ghost_batch_norm")
 
 
 def cast_to_autocast_dtype(*tensors: Tensor | None) -> list[Tensor | None]:

@@ -104,6 +104,10 @@ def local_sgd(every: Duration | int | str, *, optimizer_state: Literal["average"
     each = Duration.parse(every)
     check_choice(_LOCAL_SGD, "optimizer_state", optimizer_state, ("average", "keep"))
 
+    def init(state: TrainState) -> TransformState:
+        check_replicas(state, _LOCAL_SGD)
+        return {}
+
     def update(inner: UpdateFn) -> UpdateFn:
         def update_fn(state: TrainState, metrics: Metrics) -> tuple[TrainState, Metrics]:
             state, metrics = inner(state, metrics)
@@ -114,12 +118,7 @@ def local_sgd(every: Duration | int | str, *, optimizer_state: Literal["average"
 
         return update_fn
 
-    return Transform(name=_LOCAL_SGD, init=_init_local_sgd, grad=grad_per_replica, update=update, uses_grad=False)
-
-
-def _init_local_sgd(state: TrainState) -> TransformState:
-    check_replicas(state, _LOCAL_SGD)
-    return {}
+    return Transform(name=_LOCAL_SGD, init=init, grad=grad_per_replica, update=update, uses_grad=False)
 
 
 def split_replicas(state: TrainState) -> TrainState:
