@@ -76,7 +76,7 @@ def moved(net: nn.Module) -> nn.Module:
     offloader = ActivationOffloader(min_bytes=0, copies_on_cpu=True)
     for module in net.modules():
         if isinstance(module, KINDS):
-            activations._update_settings(module, offloader=offloader)
+            activations._update_settings(module, offloaded=offloader)
     return net
 
 
