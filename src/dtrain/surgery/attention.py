@@ -100,7 +100,11 @@ def alibi(
     check_plain_model(model, _CALLER)
     if max_length is not None:
         check_int(_CALLER, "max_length", max_length)
-    heads = {**_default_attentions(), **(attentions or {})}
+    known = {
+        find_imported_class(_BERT_MODULE, "BertSelfAttention"): "num_attention_heads",
+        find_imported_class(_GPT2_MODULE, "GPT2Attention"): "num_heads",
+    }
+    heads = {**{kind: attribute for kind, attribute in known.items() if kind is not None}, **(attentions or {})}
     _check_implementation(model)
     named = _match_position_modules(model, positions)
     cross_attention = {id(layer.multihead_attn) for layer in model.modules() if isinstance(layer, nn.TransformerDecoderLayer)}
@@ -118,14 +122,6 @@ def alibi(
     if max_length is not None:
         _resize_position_buffers_(model, max_length)
     return model
-
-
-def _default_attentions() -> dict[type[nn.Module], str]:
-    attributes = {
-        find_imported_class(_BERT_MODULE, "BertSelfAttention"): "num_attention_heads",
-        find_imported_class(_GPT2_MODULE, "GPT2Attention"): "num_heads",
-    }
-    return {kind: attribute for kind, attribute in attributes.items() if kind is not None}
 
 
 def _check_implementation(model: nn.Module) -> None:

@@ -269,8 +269,12 @@ def centralize_gradients_(params: Params) -> None:
 
     Source: Yong et al. 2020, arXiv:2004.01461, section 3.
     """
+
+    def sums_of_shard(shard: Tensor, dims: tuple[int, ...]) -> Tensor:
+        return torch.sum(shard, dim=dims, keepdim=True, dtype=sum_dtype(shard))
+
     grads = [param.grad for param in params.values() if param.grad is not None and param.grad.ndim > 1]
-    for grad, sums in zip(grads, unit_sums(grads, _sum_over_dims), strict=True):
+    for grad, sums in zip(grads, unit_sums(grads, sums_of_shard), strict=True):
         shard = to_local(grad)
         shard.sub_((sums / math.prod(grad.shape[1:])).to(shard.dtype))
 
@@ -305,10 +309,6 @@ def centralize_gradients() -> Transform:
         ``masked``.
     """
     return grad_transform(centralize_gradients_, name="centralize_gradients")
-
-
-def _sum_over_dims(shard: Tensor, dims: tuple[int, ...]) -> Tensor:
-    return torch.sum(shard, dim=dims, keepdim=True, dtype=sum_dtype(shard))
 
 
 def grad_transform(fn: Callable[..., None], *, name: str, at_clock: Mapping[str, Hyperparameter] | None = None) -> Transform:

@@ -166,14 +166,10 @@ def init_average(state: TrainState) -> dict[str, Tensor]:
     change.
     """
     return {
-        name: _clone_at_least_float32(param.detach())
-        for name, param in state.params.items()
-        if param.is_floating_point() or param.is_complex()
+        name: value.clone() if value.dtype.itemsize >= 4 else from_local_like(value, to_local(value).float())
+        for name, value in ((name, param.detach()) for name, param in state.params.items())
+        if value.is_floating_point() or value.is_complex()
     }
-
-
-def _clone_at_least_float32(param: Tensor) -> Tensor:
-    return param.clone() if param.dtype.itemsize >= 4 else from_local_like(param, to_local(param).float())
 
 
 def copy_params_(targets: Params, sources: Params, names: Mapping[str, object]) -> None:
