@@ -361,7 +361,13 @@ def _apply_comm_config(model: nn.Module, wrap_plan: WrapPlan, comm_config: CommC
     Mutates: FSDP2's units. Collective: with ``reduce_group="own"``, makes a process group.
     """
     assert isinstance(model, FSDPModule)
-    units = _units_in_model_order(model, wrap_plan)
+    # The first module of each unit in the order of the model, which is the order of most forwards.
+    unit_of = {id(module): index for index, modules in enumerate(wrap_plan.units) for module in modules}
+    first: dict[int, FSDPModule] = {}
+    for module in model.modules():
+        if id(module) in unit_of and isinstance(module, FSDPModule):
+            first.setdefault(unit_of[id(module)], module)
+    units = list(first.values())
     forward, backward = comm_config.forward_prefetch, comm_config.backward_prefetch
     for index, unit in enumerate(units):
         if forward:
@@ -377,16 +383,6 @@ def _apply_comm_config(model: nn.Module, wrap_plan: WrapPlan, comm_config: CommC
         model.set_separate_reduce_scatter_group()
     if comm_config.reduce_buffers > 1:
         model.set_reduce_scatter_max_input_buffers(comm_config.reduce_buffers)
-
-
-def _units_in_model_order(model: nn.Module, wrap_plan: WrapPlan) -> list[FSDPModule]:
-    """Return the first module of each unit in the order of the model, which is the order of most forwards."""
-    unit_of = {id(module): index for index, modules in enumerate(wrap_plan.units) for module in modules}
-    first: dict[int, FSDPModule] = {}
-    for module in model.modules():
-        if id(module) in unit_of and isinstance(module, FSDPModule):
-            first.setdefault(unit_of[id(module)], module)
-    return list(first.values())
 
 
 def check_same_model(model: nn.Module, wrap_plan: WrapPlan, options: Sequence[object]) -> None:

@@ -382,13 +382,13 @@ class UnitForward:
     ) -> None:
         """Wrap each forward. A later wrapper surrounds the earlier ones.
 
-        Mutates: the unit's first group.
-
         Args:
-            enter: called with the inputs before the gather; returns the inputs. Not called in recomputed forwards (activation
-                checkpointing), nor for further modules of the unit, which run inside its forward.
-            gathered: called after the gather, with True where ``enter`` is called.
-            leave: called with the outputs before the reshard; returns the outputs.
+            enter: function of the inputs before the gather, which returns the inputs. It is not called in recomputed forwards
+                (activation checkpointing), and not for further modules of the unit, which run inside its forward.
+            gathered: function that runs after the gather, with True where ``enter`` is called.
+            leave: function of the outputs before the reshard, which returns the outputs.
+
+        Mutates: the unit's first group.
         """
         group = self.group
         before, after = group.pre_forward, group.post_forward

@@ -92,7 +92,10 @@ def materialize(model: nn.Module, *, seed: int, init: InitFn | None = None) -> n
     """
     if init is None:
         _check_init_given(model)
-    device, counts = get_dist_info().device, _write_counts_of(model)
+    device = get_dist_info().device
+    # The counts as of shard_model, if the model went through it.
+    counts: dict[str, int] | None = unwrap_module(model).__dict__.get(_WRITE_COUNTS_ATTRIBUTE)
+    counts = _count_meta_writes(model) if counts is None else counts
     # Children come first, as in construction, because a parent may overwrite tensors of its children.
     modules = list(reversed(list(model.named_modules())))
     meta_keys = {id(module): [key for key, tensor in _own_tensors(module).items() if tensor.is_meta] for _, module in modules}
@@ -170,12 +173,6 @@ def _check_init_given(model: nn.Module) -> None:
 def record_write_counts(model: nn.Module) -> None:
     """Store the number of writes into each meta parameter of ``model``. Mutates: one attribute of ``model``."""
     unwrap_module(model).__dict__[_WRITE_COUNTS_ATTRIBUTE] = _count_meta_writes(model)
-
-
-def _write_counts_of(model: nn.Module) -> dict[str, int]:
-    """Return the number of writes into each meta parameter of ``model`` by clean name, as of ``shard_model``."""
-    counts: dict[str, int] | None = unwrap_module(model).__dict__.get(_WRITE_COUNTS_ATTRIBUTE)
-    return _count_meta_writes(model) if counts is None else counts
 
 
 def _count_meta_writes(model: nn.Module) -> dict[str, int]:
