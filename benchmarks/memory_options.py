@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from dtrain.testing.checks import UNLIMITED, memory_budget
 from torch import Tensor, nn
 
 import dtrain as dt
@@ -26,7 +27,6 @@ from dtrain.dist.dtensor import full_tensor
 from dtrain.memory.device_memory import get_device_memory
 from dtrain.shard.activations import checkpoint_activations, offload_activations
 from dtrain.testing import Ranks
-from dtrain.testing.memory_budgets import UNLIMITED, memory_budget
 from measure import CPU, WALL, machine, paired
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))

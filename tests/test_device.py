@@ -12,7 +12,7 @@ import torch
 import dtrain
 import dtrain as dt
 from dtrain import device as device_module
-from dtrain.checkpoint.save_thread import StagedFiles
+from dtrain.checkpoint.data_file import StagedFiles
 from dtrain.device import (
     backend_function,
     collective_backend,
@@ -22,9 +22,8 @@ from dtrain.device import (
     is_accelerator,
     started_accelerator,
 )
-from dtrain.dist.collectives import all_gather_json, all_gather_numbers
+from dtrain.dist.collectives import all_gather_json, all_gather_numbers, reduce_sum
 from dtrain.dist.init import init_dist
-from dtrain.dist.reduce import reduce_sum
 from dtrain.dist.rendezvous import select_device
 from dtrain.dist.rng import RNGSnapshot, hash_rng_state, rng_state, set_rng_state
 from dtrain.errors import ConfigError, RankError

@@ -39,7 +39,7 @@ TOPICS = (
           "checkpoint"),
     Topic("runs", "Run folders", "The folder that reports read. See [observing](../observing.md).", "run"),
     Topic("collectives", "Collectives", "Exchange values between ranks. See [collectives](../collectives.md).",
-          "dist.collectives dist.differentiable dist.ragged dist.reduce"),
+          "dist.collectives dist.differentiable dist.ragged dist.collectives"),
     Topic("random", "Random numbers and determinism", "Seeds, generators, TF32. See [determinism](../determinism.md).",
           "dist.rng"),
     Topic("optimizers", "Optimizers", "Optimizers and parameter groups. See [optimizers](../optimizers.md).", "optim"),

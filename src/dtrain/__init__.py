@@ -43,11 +43,11 @@ if TYPE_CHECKING:
     from dtrain import transforms as transforms
     from dtrain import typing as typing
     from dtrain.checkpoint.checkpoint_info import latest_checkpoint as latest_checkpoint
-    from dtrain.checkpoint.checkpointer import Checkpointer as Checkpointer
     from dtrain.checkpoint.load import load_sharded as load_sharded
     from dtrain.checkpoint.load_weights import load_weights_ as load_weights_
+    from dtrain.checkpoint.save import Checkpointer as Checkpointer
     from dtrain.checkpoint.save import save_sharded as save_sharded
-    from dtrain.data.batch_axes import batch_spec as batch_spec
+    from dtrain.data.batch import batch_spec as batch_spec
     from dtrain.data.build_loader import build_loader as build_loader
     from dtrain.dist.init import init_dist as init_dist
     from dtrain.dist.mesh import build_mesh as build_mesh

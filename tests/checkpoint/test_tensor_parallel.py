@@ -10,8 +10,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from checkpoint.filled import full
 from dtrain.checkpoint.load import load_sharded
+from dtrain.checkpoint.reader import verify
 from dtrain.checkpoint.save import save_sharded
-from dtrain.checkpoint.verify_step import verify
 from dtrain.dist.mesh import build_mesh, data_rank
 from dtrain.dist.rng import seed_all
 from dtrain.shard.fsdp import shard_model

@@ -5,6 +5,7 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
+from dtrain.testing.checks import UNLIMITED, memory_budget
 from torch import Tensor, nn
 
 import dtrain as dt
@@ -17,7 +18,6 @@ from dtrain.shard.materialize import materialize
 from dtrain.shard.precision import Precision
 from dtrain.step.compose import compose_step
 from dtrain.step.microbatch_step import microbatch_step
-from dtrain.testing.memory_budgets import UNLIMITED, memory_budget
 from helpers.gpt import GPT, Block, GPTConfig
 
 SEQ = 32

@@ -3,6 +3,7 @@
 import gc
 
 import torch
+from dtrain.testing.checks import UNLIMITED, memory_budget
 from torch import Tensor, nn
 
 from dtrain.dist.dtensor import to_local
@@ -11,7 +12,6 @@ from dtrain.shard.activations import checkpoint_activations
 from dtrain.shard.fsdp import shard_model
 from dtrain.state import init_state
 from dtrain.step.microbatch_step import microbatch_step
-from dtrain.testing.memory_budgets import UNLIMITED, memory_budget
 from dtrain.typing import LossSum
 
 DIM, BLOCKS, SAMPLES = 32, 8, 256

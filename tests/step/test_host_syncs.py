@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from dtrain.data.batch_axes import batch_spec
+from dtrain.data.batch import batch_spec
 from dtrain.dist.mesh import build_mesh
 from dtrain.losses import cross_entropy
 from dtrain.monitors.reduce_metrics import reduce_metrics

@@ -5,9 +5,10 @@ from functools import partial
 
 import pytest
 import torch
+from dtrain.testing.checks import memory_budget
 from torch import nn
 
-from dtrain.data.batch_axes import batch_spec
+from dtrain.data.batch import batch_spec
 from dtrain.dist.dtensor import full_tensor
 from dtrain.dist.init import get_dist_info
 from dtrain.dist.mesh import build_mesh
@@ -18,7 +19,6 @@ from dtrain.step.backward_update import optimizer_in_backward
 from dtrain.step.compose import compose_step
 from dtrain.step.microbatch_step import microbatch_step
 from dtrain.step.transform import Transform
-from dtrain.testing.memory_budgets import memory_budget
 from dtrain.transforms.combinators import on_batch
 from dtrain.transforms.gradients.clipping import clip_by_norm
 from dtrain.transforms.hyperparameters import scale_lr

@@ -15,16 +15,15 @@ from torch import Tensor, nn
 
 from dtrain import storage
 from dtrain.arguments import explain_arguments
-from dtrain.checkpoint import layout, mismatch_report, strict_json, tensor_files, tree_json
+from dtrain.checkpoint import layout, mismatch, tree_json, weights
 from dtrain.checkpoint.checkpoint_info import StepRemovedError, choose_step, has_manifest, notice_removal, read_manifest
 from dtrain.checkpoint.data_file import as_bytes
-from dtrain.checkpoint.mismatch_report import MismatchRow
-from dtrain.checkpoint.module_state import finish_load
-from dtrain.checkpoint.read_tensors import copy_into_, read_tensors
-from dtrain.checkpoint.reshard import Region, plan_reads
-from dtrain.checkpoint.targets import check_targets
-from dtrain.checkpoint.tensor_files import TensorFiles, open_step
-from dtrain.checkpoint.tree_json import TensorRef
+from dtrain.checkpoint.fetch import copy_into_, read_tensors
+from dtrain.checkpoint.layout import TensorRef
+from dtrain.checkpoint.mismatch import MismatchRow, check_targets
+from dtrain.checkpoint.model_state import finish_load
+from dtrain.checkpoint.plan import Region, plan_reads
+from dtrain.checkpoint.weights import TensorFiles, open_step
 from dtrain.dist.collectives import all_gather_json, broadcast_decision, raise_on_all_ranks
 from dtrain.dist.dtensor import shard_box, to_local
 from dtrain.dist.init import get_dist_info
@@ -101,17 +100,17 @@ def match_by_name(
         tensor = here.get(first)
         label = name if name == model_name else f"{model_name} (stored as {name})"
         if tensor is None:
-            rows.append(mismatch_report.unexpected_row(model_name, str(refs[name]), label=label))
+            rows.append(mismatch.unexpected_row(model_name, str(refs[name]), label=label))
         elif not _fits(refs[name], tensor):
-            rows.append(mismatch_report.unequal_row(model_name, refs[name], tree_json.ref_of(tensor), label=label))
+            rows.append(mismatch.unequal_row(model_name, refs[name], tree_json.ref_of(tensor), label=label))
     every_name = defaultdict(set, {first: {first} for first in here})
     for alias, first in aliases.items():
         every_name[first].add(alias)
     absent = [first for first in here if first not in stored_as]
     kept = [first for first in absent if any(map(allowed, every_name[first]))]
-    rows.extend(mismatch_report.missing_row(first, _describe_tensor(here[first])) for first in absent if first not in kept)
+    rows.extend(mismatch.missing_row(first, _describe_tensor(here[first])) for first in absent if first not in kept)
     if rows:
-        raise mismatch_report.mismatch_error(caller, rows, source="file", advice=advice)
+        raise mismatch.mismatch_error(caller, rows, source="file", advice=advice)
     if not stored_as:
         raise CheckpointMismatchError(
             f"{caller}: at least one of the {len(refs)} tensors must match the model, but rename= leaves out all of them. "
@@ -310,22 +309,20 @@ def _resolve_source(source: AnyPath | str) -> AnyPath:
 def _choose_source(path: AnyPath) -> AnyPath:
     """Choose the file or folder to read: the path itself, or the newest step of a root."""
     if storage.file_size(path) is not None:
-        if Path(path.name).suffix != tensor_files.SUFFIX:
-            raise CheckpointError(
-                f"{_CALLER}: path must be a {tensor_files.SUFFIX} file, got {path}.{_pickle_hint([path.name])}"
-            )
+        if Path(path.name).suffix != weights.SUFFIX:
+            raise CheckpointError(f"{_CALLER}: path must be a {weights.SUFFIX} file, got {path}.{_pickle_hint([path.name])}")
         return path
     if not storage.is_folder(path):
         raise CheckpointError(f"{_CALLER}: path must exist, got {path}. Check the path, because nothing is downloaded.")
-    if has_manifest(path) or tensor_files.is_model_folder(path):
+    if has_manifest(path) or weights.is_model_folder(path):
         return path
     step = choose_step(path, _CALLER)
     if step is None:
         names = storage.list_names(path)
         raise CheckpointError(
-            f"{_CALLER}: {path} must hold {tensor_files.MODEL_FILE}, {tensor_files.INDEX_FILE} or a checkpoint of dtrain, "
+            f"{_CALLER}: {path} must hold {weights.MODEL_FILE}, {weights.INDEX_FILE} or a checkpoint of dtrain, "
             f"got {', '.join(names[:5]) or 'an empty folder'}."
-            f"{_pickle_hint(names) or f' Name the {tensor_files.SUFFIX} file or the folder.'}"
+            f"{_pickle_hint(names) or f' Name the {weights.SUFFIX} file or the folder.'}"
         )
     return step
 
@@ -344,7 +341,7 @@ def _open_source(path: AnyPath, model: nn.Module) -> TensorFiles:
     if has_manifest(path):
         rank, own_buffers = get_dist_info().rank, persistent_buffers(model, get_spec(model), own=True)
         return open_step(path, rank, own_buffers=own_buffers, check_files=rank == 0)
-    return tensor_files.open_safetensors_folder(path) if storage.is_folder(path) else tensor_files.open_safetensors_file(path)
+    return weights.open_safetensors_folder(path) if storage.is_folder(path) else weights.open_safetensors_file(path)
 
 
 def _local_region(tensor: Tensor) -> Region:
@@ -373,7 +370,7 @@ def _region_bytes(files: TensorFiles, name: str, region: Region) -> bytes:
 
 
 def _check_same_files(files: TensorFiles, path: AnyPath, match: NameMatch) -> None:
-    names = hashlib.sha256(strict_json.canonical_json(sorted(match.names.items()))).hexdigest()
+    names = hashlib.sha256(layout.canonical_json(sorted(match.names.items()))).hexdigest()
     hashes_by_rank = all_gather_json([files.content_hash, names])
     for rank, hashes in enumerate(hashes_by_rank):
         if hashes != hashes_by_rank[0]:

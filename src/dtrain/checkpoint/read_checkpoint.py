@@ -17,14 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dtrain.checkpoint import layout, strict_json, tree_json
+from dtrain.checkpoint import layout, tree_json
 from dtrain.checkpoint.data_file import FileOpener, ReadableFile
 from dtrain.checkpoint.extra import entry_structures, short_key, stored_entries
+from dtrain.checkpoint.fetch import read_tensors
 from dtrain.checkpoint.load_plan import OPTIMIZER, RNG, TRANSFORMS, LoadOptions, LoadPlan, plan_load
-from dtrain.checkpoint.module_state import extra_state_modules, extra_state_names
-from dtrain.checkpoint.read_tensors import read_tensors
+from dtrain.checkpoint.model_state import extra_state_modules, extra_state_names
+from dtrain.checkpoint.plan import ReadItem, Region, ShardFinder, full_region, plan_reads
 from dtrain.checkpoint.reader import CheckpointReader, open_checkpoint, with_own_buffers
-from dtrain.checkpoint.reshard import ReadItem, Region, ShardFinder, full_region, plan_reads
 from dtrain.checkpoint.tree_json import fill_tensors, list_placeholders, state_prefix
 from dtrain.dist.init import get_dist_info
 from dtrain.dist.rng import check_rng_state
@@ -338,7 +338,7 @@ def _module_structures(reader: CheckpointReader, state: str, names: Sequence[str
     rank = info.rank % reader.world_size
     structure = part.rank_structure(rank, "modules", f"{state_prefix(state)}modules")
     location = f"{layout.index_name(rank)}: values: modules"
-    strict_json.read_object(structure, location, tuple(extra_state_names(part.structures)))
+    layout.read_object(structure, location, tuple(extra_state_names(part.structures)))
     return {name: structure[name] for name in names}
 
 

@@ -34,13 +34,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dtrain.checkpoint import layout, strict_json, tree_json
+from dtrain.checkpoint import layout, tree_json
 from dtrain.checkpoint.data_file import as_bytes, digest_of
 from dtrain.checkpoint.extra import check_plain_tensors, saved_entries, short_key, split_entries
 from dtrain.checkpoint.layout import SaveScope
-from dtrain.checkpoint.module_state import check_state_dicts, extra_state_modules, get_extra_states
-from dtrain.checkpoint.targets import check_own_memory
-from dtrain.dist.arrival_marks import format_ranks
+from dtrain.checkpoint.mismatch import check_own_memory
+from dtrain.checkpoint.model_state import check_state_dicts, extra_state_modules, get_extra_states
+from dtrain.dist.incident_protocol import format_ranks
 from dtrain.dist.rng import rng_state
 from dtrain.errors import ConfigError
 from dtrain.shard.buffers import persistent_buffers
@@ -267,7 +267,7 @@ def digest_stored_entries(entries: Mapping[str, Any]) -> str:
 
 def _digest_of_hashes(hashes: Mapping[str, str]) -> str:
     # 128 bits tell contents apart, and the ranks exchange the digest.
-    return hashlib.sha256(strict_json.canonical_json(sorted(hashes.items()))).hexdigest()[:32]
+    return hashlib.sha256(layout.canonical_json(sorted(hashes.items()))).hexdigest()[:32]
 
 
 def _below(tensors: Mapping[str, Tensor], path: str) -> dict[str, Tensor]:
@@ -277,7 +277,7 @@ def _below(tensors: Mapping[str, Tensor], path: str) -> dict[str, Tensor]:
 
 def _hash(values: Any, tensors: Mapping[str, Tensor]) -> str:
     """Hash encoded values and the data of their tensors."""
-    sha = hashlib.sha256(strict_json.canonical_json(values))
+    sha = hashlib.sha256(layout.canonical_json(values))
     for key in sorted(tensors):
         sha.update(digest_of([as_bytes(tensors[key])]))
     return sha.hexdigest()

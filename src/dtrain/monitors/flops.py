@@ -17,8 +17,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from dtrain.arguments import check_int
-from dtrain.data.batch import count_samples_and_tokens, to_device
-from dtrain.data.batch_axes import BatchSpec
+from dtrain.data.batch import BatchSpec, count_samples_and_tokens, to_device
 from dtrain.dist.rng import RNGSnapshot
 from dtrain.errors import ConfigError
 from dtrain.shard.buffers import restore_buffers

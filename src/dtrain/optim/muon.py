@@ -29,7 +29,7 @@ from dtrain.dist.dtensor import (
     row_group,
     to_local,
 )
-from dtrain.dist.timeout_report import report_missing_ranks
+from dtrain.dist.incident import report_missing_ranks
 from dtrain.errors import ConfigError
 from dtrain.optim.decoupled import can_fuse, evaluate_closure, sets_implementation, trainable_in_group
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from dtrain.arguments import check_int
 from dtrain.errors import ConfigError
-from dtrain.optional_dependencies import missing_extra_error
+from dtrain.packages import missing_extra_error
 from dtrain.schedules.durations import UNITS
 from dtrain.schedules.hyperparameters import STEP_UNIT, common_unit, is_number
 from dtrain.typing import Schedule

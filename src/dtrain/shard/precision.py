@@ -17,7 +17,7 @@ from dtrain.device import use_on_current_stream
 from dtrain.dist.dtensor import from_local_like, to_local
 from dtrain.errors import ConfigError
 from dtrain.fqn import buffer_slots, compile_patterns, modules_by_fqn
-from dtrain.optional_dependencies import missing_extra_error
+from dtrain.packages import missing_extra_error
 from dtrain.shard.spec import get_spec
 
 # A step without sharding takes functions of this module, and an import of FSDP2 takes more than half of that of torch. So the

@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from dtrain.data.batch_axes import BatchSpec
+from dtrain.data.batch import BatchSpec
 from dtrain.device import use_on_current_stream
 from dtrain.dist.context import current_context
 from dtrain.dist.dtensor import is_dtensor, to_local

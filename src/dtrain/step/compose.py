@@ -14,8 +14,7 @@ from torch import nn
 
 from dtrain import spans
 from dtrain.arguments import check_int, explain_arguments
-from dtrain.data.batch import FailedBatch
-from dtrain.data.batch_axes import BatchSpec
+from dtrain.data.batch import BatchSpec, FailedBatch
 from dtrain.dist.context import current_context
 from dtrain.dist.init import get_dist_info
 from dtrain.errors import ConfigError, StepError

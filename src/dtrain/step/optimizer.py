@@ -23,8 +23,8 @@ from dtrain import spans
 from dtrain.arguments import check_choice
 from dtrain.dist.context import current_context
 from dtrain.dist.dtensor import global_norm, scale_, to_local
+from dtrain.dist.incident import report_missing_ranks
 from dtrain.dist.init import get_dist_info
-from dtrain.dist.timeout_report import report_missing_ranks
 from dtrain.errors import ConfigError, NonFiniteError, StepError
 from dtrain.shard.grad_sync import grad_sync_of
 from dtrain.shard.params import check_dense

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from dtrain.data.batch import FailedBatch, list_tensors, narrow_batch
-from dtrain.data.batch_axes import batch_spec
+from dtrain.data.batch import FailedBatch, batch_spec, list_tensors, narrow_batch
 from dtrain.dist.collectives import all_gather_json, all_gather_numbers
 from dtrain.dist.dtensor import full_tensor, to_local
 from dtrain.dist.init import get_dist_info

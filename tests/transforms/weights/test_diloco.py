@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from dtrain.testing.counters import count_collectives
 
 from dtrain.checkpoint.load import load_sharded
 from dtrain.checkpoint.save import save_sharded
@@ -16,7 +17,6 @@ from dtrain.errors import ConfigError
 from dtrain.losses import mean_loss
 from dtrain.shard.fsdp import shard_model
 from dtrain.step.compose import compose_step
-from dtrain.testing.collective_counter import count_collectives
 from dtrain.transforms.combinators import between, masked
 from dtrain.transforms.weights.local_sgd import diloco, join_replicas, local_sgd, outer_step_
 from shard.copies import (

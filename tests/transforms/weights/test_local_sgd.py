@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from dtrain.testing.counters import count_collectives, count_host_syncs
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 import public
 from dtrain.checkpoint.load import load_sharded
 from dtrain.checkpoint.save import save_sharded
-from dtrain.data.batch_axes import batch_spec
+from dtrain.data.batch import batch_spec
 from dtrain.dist.init import get_dist_info
 from dtrain.dist.mesh import build_mesh
 from dtrain.errors import ConfigError, StaleStateError, StepError
@@ -26,8 +27,6 @@ from dtrain.step.backward_update import optimizer_in_backward
 from dtrain.step.compose import compose_step
 from dtrain.step.microbatch_step import microbatch_step
 from dtrain.step.optimizer import apply_gradients
-from dtrain.testing.collective_counter import count_collectives
-from dtrain.testing.host_syncs import count_host_syncs
 from dtrain.transforms.combinators import between, masked
 from dtrain.transforms.gradients.clipping import clip_by_norm
 from dtrain.transforms.weights.averaging import ema

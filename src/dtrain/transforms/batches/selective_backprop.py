@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from dtrain.arguments import check_number
 from dtrain.data.batch import (
+    BatchSpec,
     FailedBatch,
     check_microbatch_size,
     check_rows,
@@ -19,10 +20,9 @@ from dtrain.data.batch import (
     select_samples,
     to_device,
 )
-from dtrain.data.batch_axes import BatchSpec
 from dtrain.dist.collective_replay import EQUAL_MICROBATCHES_ADVICE, check_collectives
 from dtrain.dist.collectives import all_gather_numbers
-from dtrain.dist.timeout_report import report_missing_ranks
+from dtrain.dist.incident import report_missing_ranks
 from dtrain.errors import ConfigError
 from dtrain.schedules.durations import Duration, parse_window
 from dtrain.schedules.hyperparameters import hyperparameter

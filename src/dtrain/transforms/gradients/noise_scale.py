@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dtrain.data.batch import FailedBatch, check_rows, count_samples_and_tokens, select_samples, to_device
-from dtrain.data.batch_axes import BatchSpec
+from dtrain.data.batch import BatchSpec, FailedBatch, check_rows, count_samples_and_tokens, select_samples, to_device
 from dtrain.dist.collectives import all_gather_numbers
 from dtrain.dist.dtensor import from_local_like, global_norm, to_local
 from dtrain.dist.rng import RNGSnapshot
