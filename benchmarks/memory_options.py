@@ -24,7 +24,7 @@ from torch import Tensor, nn
 import dtrain as dt
 from dtrain.dist.dtensor import full_tensor
 from dtrain.memory.device_memory import get_device_memory
-from dtrain.shard.activation_checkpoint import checkpoint_activations, offload_activations
+from dtrain.shard.activations import checkpoint_activations, offload_activations
 from dtrain.testing import Ranks
 from dtrain.testing.checks import UNLIMITED, memory_budget
 from measure import CPU, WALL, machine, paired

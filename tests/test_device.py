@@ -32,7 +32,7 @@ from dtrain.monitors.hardware import local_memory_stats, system_metrics
 from dtrain.run_context import AsyncScalar
 from dtrain.step.microbatch_probe import MicrobatchProber
 from dtrain.transforms.batches.image_ops import to_device_async
-from dtrain.transforms.precision.autocast import _check_device
+from dtrain.transforms.precision import _check_device
 from dtrain.typing import index_tensor
 from on_device import names_used
 
@@ -54,7 +54,7 @@ COMPARISONS_WITH_CUDA = {
     "planning/simulate.py": (2, "the plan simulates CUDA or a CPU"),
     "profiling/trace_recorder.py": (1, "the history of allocations exists on CUDA"),
     "shard/fsdp.py": (1, "symmetric memory exists on CUDA"),
-    "surgery/normalization/fused_norm.py": (1, "torch's fused norms exist on CUDA"),
+    "surgery/normalization.py": (1, "torch's fused norms exist on CUDA"),
 }
 
 

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from dtrain.errors import ConfigError
 from dtrain.losses import cross_entropy, mean_loss, soft_cross_entropy, sum_loss, transformers_loss
-from dtrain.transforms.batches.augmix import jensen_shannon
+from dtrain.transforms.batches.rand_augment import jensen_shannon
 
 
 def test_cross_entropy_is_the_mean_when_divided():

@@ -53,5 +53,5 @@ def test_turn_counts_commits_and_reads_changed_files():
 
 def test_rows_of_the_battery_name_their_modules():
     marks = {row.values[0]: [mark.args for mark in row.marks] for row in with_sources(ROWS)}
-    assert ("transforms/weights/ema.py",) in marks["ema"]
+    assert ("transforms/weights/averaging.py",) in marks["ema"]
     assert [name for name, row in ROWS.items() if row.of and not marks[name]] == []

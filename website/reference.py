@@ -65,7 +65,7 @@ TOPICS = (
           "and [packing](../packing.md).", "data"),
     Topic("streaming", "Streaming shards", "Read and write shards. See [data](../data.md).", "data.stream"),
     Topic("memory", "Memory", "Out of memory, snapshots, microbatch search. See [memory](../memory.md).",
-          "memory step.auto_microbatch step.microbatch_search shard.activation_checkpoint"),
+          "memory step.auto_microbatch step.microbatch_search shard.activations"),
     Topic("planning", "Planning", "Estimates without the machine. See [planning](../planning.md).", "planning"),
     Topic("monitors", "Monitors", "Measurements of a run. See [observing](../observing.md).", "monitors"),
     Topic("loggers", "Loggers", "Destinations of metrics. See [observing](../observing.md).", "loggers run.upload"),

@@ -60,11 +60,11 @@ if TYPE_CHECKING:
     from dtrain.losses import transformers_loss as transformers_loss
     from dtrain.monitors.reduce_metrics import reduce_metrics as reduce_metrics
     from dtrain.run.run_dir import open_run as open_run
-    from dtrain.shard.compile import compile_blocks as compile_blocks
-    from dtrain.shard.describe import describe as describe
+    from dtrain.shard.activations import compile_blocks as compile_blocks
     from dtrain.shard.fsdp import shard_model as shard_model
     from dtrain.shard.materialize import materialize as materialize
     from dtrain.shard.precision import Precision as Precision
+    from dtrain.shard.unshard import describe as describe
     from dtrain.shard.unshard import eval_mode as eval_mode
     from dtrain.shard.unshard import full_params as full_params
     from dtrain.spans import span as span

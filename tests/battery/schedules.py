@@ -9,9 +9,24 @@ from dataclasses import dataclass, field
 
 import dtrain as dt
 from dtrain.schedules import composer
-from dtrain.schedules.combine import clip, multiply, sequential, time_scale
-from dtrain.schedules.curves import constant, cosine, exponential, inverse_sqrt, linear, multi_step, polynomial, step_decay
-from dtrain.schedules.phases import cosine_restarts, one_cycle, warmup, warmup_stable_decay
+from dtrain.schedules.curves import (
+    clip,
+    constant,
+    cosine,
+    cosine_restarts,
+    exponential,
+    inverse_sqrt,
+    linear,
+    multi_step,
+    multiply,
+    one_cycle,
+    polynomial,
+    sequential,
+    step_decay,
+    time_scale,
+    warmup,
+    warmup_stable_decay,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,7 @@ import dtrain as dt
 import dtrain.schedules
 from battery.run import FIRST, STEPS, begin, train
 from battery.schedules import BROKEN, ROWS, row
-from dtrain.schedules.combine import to_lambda_lr
+from dtrain.schedules.curves import to_lambda_lr
 from dtrain.schedules.plotting import plot
 
 RESUMED = ("warmup-cosine", "cosine_restarts", "warmup_stable_decay", "composer.linear_with_warmup")  # in every run

@@ -17,7 +17,7 @@ from dtrain.dist.rng import seed_all
 from dtrain.shard.fsdp import shard_model
 from dtrain.state import TrainState
 from dtrain.step.compose import compose_step
-from dtrain.transforms.weights.ema import ema
+from dtrain.transforms.weights.averaging import ema
 from dtrain.typing import LossSum
 
 WRITERS = {

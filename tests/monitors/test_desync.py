@@ -17,7 +17,7 @@ from dtrain.monitors.desync import check_desync
 from dtrain.shard import replica_check
 from dtrain.shard.replica_check import hash_tensors
 from dtrain.testing import count_host_syncs
-from dtrain.transforms.weights.ema import ema
+from dtrain.transforms.weights.averaging import ema
 from shard.copies import ADAMW, begin, part
 
 CPU = torch.device("cpu")

@@ -13,7 +13,7 @@ from dtrain.dist.init import get_dist_info
 from dtrain.dist.mesh import build_mesh
 from dtrain.errors import ConfigError
 from dtrain.monitors.flops import count_flops, transformer_flops
-from dtrain.shard.activation_checkpoint import checkpoint_activations
+from dtrain.shard.activations import checkpoint_activations
 from dtrain.shard.fsdp import shard_model
 from dtrain.step.compose import compose_step
 from dtrain.typing import LossSum

@@ -15,7 +15,7 @@ from dtrain.monitors.reduce_metrics import reduce_metrics
 from dtrain.monitors.speed import mfu, throughput
 from dtrain.monitors.time_estimate import eta
 from dtrain.step.compose import compose_step
-from dtrain.transforms.hyperparameters.scale_lr import scale_lr
+from dtrain.transforms.hyperparameters import scale_lr
 
 SPEED = {"speed/samples_per_s", "speed/samples_per_s_per_device", "speed/steps_per_s"}
 WORK = {"speed/flops_per_s", "speed/flops_per_s_per_device", "speed/mfu"}

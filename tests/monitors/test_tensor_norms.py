@@ -13,9 +13,9 @@ from dtrain.monitors.reduce_metrics import reduce_metrics
 from dtrain.monitors.tensor_norms import norms
 from dtrain.testing import count_collectives
 from dtrain.transforms.combinators import masked
-from dtrain.transforms.gradients.clip_by_norm import clip_by_norm
+from dtrain.transforms.gradients.clipping import clip_by_norm
 from dtrain.transforms.gradients.nonfinite import nonfinite
-from dtrain.transforms.precision.loss_scale import loss_scale
+from dtrain.transforms.precision import loss_scale
 from shard.copies import ADAMW, MOMENTUM, RAGGED, begin, loss, net, optimizer_of, part, small, whole_batch
 
 ALL = ("grad", "param", "update", "moment", "cosine")

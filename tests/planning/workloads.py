@@ -11,7 +11,7 @@ import dtrain as dt
 from dtrain.dist.dtensor import to_local
 from dtrain.dist.mesh import build_mesh
 from dtrain.planning.workload import Workload
-from dtrain.shard.activation_checkpoint import checkpoint_activations
+from dtrain.shard.activations import checkpoint_activations
 from dtrain.shard.fsdp import shard_model
 from dtrain.shard.materialize import materialize
 from dtrain.shard.precision import Precision

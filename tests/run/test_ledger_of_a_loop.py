@@ -17,7 +17,7 @@ from dtrain.dist.mesh import build_mesh
 from dtrain.losses import mean_loss
 from dtrain.monitors.reduce_metrics import reduce_metrics
 from dtrain.run.run_dir import open_run
-from dtrain.shard.compile import compile_blocks
+from dtrain.shard.activations import compile_blocks
 from dtrain.shard.fsdp import shard_model
 from dtrain.shard.unshard import full_params
 from dtrain.state import init_state
@@ -26,7 +26,7 @@ from dtrain.step.compose import compose_step
 from dtrain.step.evaluate import evaluate
 from dtrain.step.microbatch_step import microbatch_step
 from dtrain.step.optimizer import optimizer_step
-from dtrain.transforms.gradients.clip_by_norm import clip_by_norm
+from dtrain.transforms.gradients.clipping import clip_by_norm
 
 DATA = torch.arange(32.0).reshape(16, 2)
 LOSS = mean_loss(lambda model, x: model(x).mean(), weight=len)

@@ -5,10 +5,20 @@ import torch
 from torch.optim import lr_scheduler as peers
 
 from dtrain.schedules import composer
-from dtrain.schedules.combine import sequential
-from dtrain.schedules.curves import constant, cosine, exponential, linear, multi_step, polynomial, step_decay
+from dtrain.schedules.curves import (
+    constant,
+    cosine,
+    cosine_restarts,
+    exponential,
+    linear,
+    multi_step,
+    one_cycle,
+    polynomial,
+    sequential,
+    step_decay,
+    warmup,
+)
 from dtrain.schedules.durations import RunLength
-from dtrain.schedules.phases import cosine_restarts, one_cycle, warmup
 
 RUN = RunLength(total="6ep", steps_per_epoch=10)
 

@@ -7,10 +7,8 @@ from hypothesis import strategies as st
 
 from dtrain.errors import ConfigError
 from dtrain.schedules.clock import Clock
-from dtrain.schedules.combine import clip, multiply, sequential, time_scale, to_lambda_lr
-from dtrain.schedules.curves import constant, cosine, linear
+from dtrain.schedules.curves import clip, constant, cosine, linear, multiply, sequential, time_scale, to_lambda_lr, warmup
 from dtrain.schedules.hyperparameters import UnitSchedule, hyperparameter, with_unit
-from dtrain.schedules.phases import warmup
 
 VALUES = st.floats(0, 10)
 

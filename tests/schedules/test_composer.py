@@ -10,7 +10,7 @@ from dtrain.data.build_loader import build_loader
 from dtrain.errors import ConfigError
 from dtrain.schedules import composer
 from dtrain.schedules.clock import Clock
-from dtrain.schedules.combine import time_scale
+from dtrain.schedules.curves import time_scale
 from dtrain.schedules.durations import RunLength
 from dtrain.schedules.hyperparameters import UnitSchedule, hyperparameter
 

@@ -5,9 +5,18 @@ import pytest
 import dtrain as dt
 from dtrain.errors import ConfigError
 from dtrain.schedules.clock import Clock
-from dtrain.schedules.curves import constant, cosine, exponential, inverse_sqrt, linear, multi_step, polynomial, step_decay
+from dtrain.schedules.curves import (
+    constant,
+    cosine,
+    exponential,
+    inverse_sqrt,
+    linear,
+    multi_step,
+    polynomial,
+    step_decay,
+    warmup,
+)
 from dtrain.schedules.hyperparameters import hyperparameter, with_unit
-from dtrain.schedules.phases import warmup
 
 
 def test_linear_over_ten_steps_has_exact_tenths():

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dtrain.errors import ConfigError
-from dtrain.schedules.phases import cosine_restarts, one_cycle, warmup_stable_decay
+from dtrain.schedules.curves import cosine_restarts, one_cycle, warmup_stable_decay
 
 SHAPES = ["linear", "cosine", "1-sqrt", "exponential"]
 

@@ -14,10 +14,8 @@ from dtrain.dist.init import get_dist_info
 from dtrain.dist.mesh import build_mesh
 from dtrain.dist.rng import rng_state
 from dtrain.errors import ConfigError
-from dtrain.shard import activation_checkpoint
-from dtrain.shard.activation_checkpoint import checkpoint_activations, offload_activations
-from dtrain.shard.activation_offload import ActivationOffloader
-from dtrain.shard.compile import compile_blocks
+from dtrain.shard import activations
+from dtrain.shard.activations import ActivationOffloader, checkpoint_activations, compile_blocks, offload_activations
 from dtrain.shard.fsdp import shard_model
 from dtrain.state import init_state
 from dtrain.step.microbatch_step import microbatch_step
@@ -78,7 +76,7 @@ def moved(net: nn.Module) -> nn.Module:
     offloader = ActivationOffloader(min_bytes=0, copies_on_cpu=True)
     for module in net.modules():
         if isinstance(module, KINDS):
-            activation_checkpoint._update_settings(module, offloader=offloader)
+            activations._update_settings(module, offloaded=offloader)
     return net
 
 
@@ -277,7 +275,7 @@ def test_matmuls_are_recomputed_unless_kept(keep, products):
 
 def test_attention_is_kept_only_without_dropout():
     attention = torch.ops.aten._scaled_dot_product_flash_attention.default
-    keeps = partial(activation_checkpoint._recompute_random_ops, activation_checkpoint._keep_matmuls, None, attention)
+    keeps = partial(activations._recompute_random_ops, activations._keep_matmuls, None, attention)
     assert keeps(None, None, None) is True
     assert keeps(None, None, None, 0.0) is True
     assert keeps(None, None, None, 0.1) is keeps(None, None, None, dropout_p=0.1) is CheckpointPolicy.PREFER_RECOMPUTE

@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 
 from dtrain.dist.mesh import build_mesh
-from dtrain.shard.activation_checkpoint import checkpoint_activations, offload_activations
-from dtrain.shard.compile import compile_blocks
-from dtrain.shard.describe import describe
+from dtrain.shard.activations import checkpoint_activations, compile_blocks, offload_activations
 from dtrain.shard.fsdp import CommConfig, shard_model
+from dtrain.shard.unshard import describe
 
 PAGE = (Path(__file__).parents[2] / "docs" / "memory.md").read_text()
 FUNCTIONS = {

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from dtrain.dist.dtensor import to_local
 from dtrain.dist.mesh import build_mesh
-from dtrain.shard.activation_checkpoint import checkpoint_activations
+from dtrain.shard.activations import checkpoint_activations
 from dtrain.shard.fsdp import shard_model
 from dtrain.state import init_state
 from dtrain.step.microbatch_step import microbatch_step

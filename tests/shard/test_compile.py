@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from dtrain.dist.init import DistInfo
 from dtrain.dist.mesh import build_mesh
 from dtrain.errors import ConfigError
-from dtrain.shard import compile as home
-from dtrain.shard.activation_checkpoint import checkpoint_activations, offload_activations
-from dtrain.shard.compile import compile_blocks
+from dtrain.shard import activations as home
+from dtrain.shard.activations import checkpoint_activations, compile_blocks, offload_activations
 from dtrain.shard.fsdp import shard_model
 from shard import test_activation_checkpoint as memory
 from shard.test_activation_checkpoint import Noisy, Quiet, made, same
@@ -173,22 +172,19 @@ def test_smaller_activation_budget_saves_fewer_bytes():
 # Where compiled code is kept
 
 
-@pytest.mark.parametrize(("own", "expected"), [(None, "compiled"), ("mine", "mine")], ids=["not set", "the user's own"])
-def test_inductor_cache_is_stored_in_the_run_folder(monkeypatch, tmp_path, own, expected):
+@pytest.mark.parametrize(
+    ("own", "has_folder", "expected"),
+    [(None, True, "compiled"), ("mine", True, "mine"), (None, False, None)],
+    ids=["not set", "the user's own", "no run folder"],
+)
+def test_inductor_cache_is_stored_in_the_run_folder(monkeypatch, tmp_path, own, has_folder, expected):
+    # Set first, so that the variable is restored afterwards.
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / str(own)))
     if own is None:
-        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "x")  # so that it is taken back afterwards
         monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
-    else:
-        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / own))
-    monkeypatch.setattr(home, "get_dist_info", lambda: DistInfo(run_dir=tmp_path))
+    monkeypatch.setattr(home, "get_dist_info", lambda: DistInfo(run_dir=tmp_path if has_folder else None))
     compiled(made(Quiet))
-    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / expected)
-
-
-def test_cache_variable_is_unset_without_a_run_folder(monkeypatch):
-    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
-    home._set_cache_dir()
-    assert "TORCHINDUCTOR_CACHE_DIR" not in os.environ
+    assert os.environ.get("TORCHINDUCTOR_CACHE_DIR") == (None if expected is None else str(tmp_path / expected))
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 from dtrain.dist.mesh import build_mesh
-from dtrain.shard.describe import describe
 from dtrain.shard.fsdp import shard_model
 from dtrain.shard.precision import Precision
+from dtrain.shard.unshard import describe
 from shard.models import CASES, inputs, make
 
 

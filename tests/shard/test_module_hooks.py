@@ -18,7 +18,7 @@ from dtrain.errors import StepError
 from dtrain.shard.fsdp import shard_model
 from dtrain.step.compose import compose_step
 from dtrain.step.microbatch_step import microbatch_step
-from dtrain.transforms.gradients.clip_by_norm import clip_by_norm
+from dtrain.transforms.gradients.clipping import clip_by_norm
 from dtrain.typing import LossSum
 from shard.test_param_objects import mesh_for, strategies
 

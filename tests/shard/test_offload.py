@@ -12,18 +12,16 @@ from dtrain.dist.dtensor import to_local
 from dtrain.dist.init import get_dist_info
 from dtrain.dist.mesh import build_mesh
 from dtrain.errors import ConfigError, StepError
-from dtrain.shard.activation_checkpoint import offload_activations
-from dtrain.shard.activation_offload import ActivationOffloader
-from dtrain.shard.describe import describe
+from dtrain.shard.activations import ActivationOffloader, offload_activations
 from dtrain.shard.fsdp import shard_model
 from dtrain.shard.fsdp2_private import fsdp_param_groups
 from dtrain.shard.materialize import materialize
 from dtrain.shard.spec import get_spec
-from dtrain.shard.unshard import full_params
+from dtrain.shard.unshard import describe, full_params
 from dtrain.step.compose import compose_step
 from dtrain.step.evaluate import evaluate
-from dtrain.transforms.gradients.clip_by_norm import clip_by_norm
-from dtrain.transforms.weights.ema import ema
+from dtrain.transforms.gradients.clipping import clip_by_norm
+from dtrain.transforms.weights.averaging import ema
 from shard import models
 
 X = torch.randn(4, 8)

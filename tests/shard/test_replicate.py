@@ -16,10 +16,10 @@ from dtrain.dist.init import get_dist_info
 from dtrain.dist.mesh import build_mesh
 from dtrain.errors import ConfigError, StepError
 from dtrain.shard import replicate
-from dtrain.shard.describe import describe
 from dtrain.shard.fsdp import shard_model
 from dtrain.shard.precision import Precision
 from dtrain.shard.spec import get_spec
+from dtrain.shard.unshard import describe
 from dtrain.state import init_state
 from dtrain.step.compose import compose_step
 from dtrain.step.grad_cache import grad_cache_step

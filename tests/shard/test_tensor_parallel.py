@@ -17,18 +17,17 @@ from dtrain.dist.rng import seed_all
 from dtrain.errors import ConfigError, StepError
 from dtrain.losses import cross_entropy
 from dtrain.monitors.reduce_metrics import reduce_metrics
-from dtrain.shard.describe import describe
 from dtrain.shard.fsdp import shard_model
 from dtrain.shard.materialize import materialize
 from dtrain.shard.precision import Precision
-from dtrain.shard.unshard import full_params
+from dtrain.shard.unshard import describe, full_params
 from dtrain.state import init_state
 from dtrain.step.compose import compose_step
 from dtrain.step.evaluate import evaluate
 from dtrain.step.microbatch_step import microbatch_step
 from dtrain.step.optimizer import optimizer_step
-from dtrain.transforms.gradients.clip_by_norm import clip_by_norm
-from dtrain.transforms.weights.ema import ema
+from dtrain.transforms.gradients.clipping import clip_by_norm
+from dtrain.transforms.weights.averaging import ema
 from helpers.gpt import GPT, Block, GPTConfig
 from shard.parallel import PLANS, SAMPLES, VOCAB, Tied, batch, degrees, difference, layers, loss_fn, make, reference, share
 

@@ -12,9 +12,9 @@ from dtrain.shard.fsdp import shard_model
 from dtrain.shard.unshard import full_params
 from dtrain.step.compose import compose_step
 from dtrain.step.optimizer import clip_grad_norm_
-from dtrain.transforms.gradients.clip_by_norm import clip_by_norm
-from dtrain.transforms.hyperparameters.scale_lr import scale_lr
-from dtrain.transforms.weights.ema import ema
+from dtrain.transforms.gradients.clipping import clip_by_norm
+from dtrain.transforms.hyperparameters import scale_lr
+from dtrain.transforms.weights.averaging import ema
 from shard.models import CASES, SAMPLES, WEIGHTS, batch, make
 
 STEPS, CLIP = 4, 0.5

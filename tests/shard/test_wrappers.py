@@ -6,7 +6,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from dtrain.fqn import unwrap_module
-from dtrain.shard.buffer_sync import buffer_sync_of
+from dtrain.shard.buffers import buffer_sync_of
 from dtrain.shard.fsdp import shard_model
 from dtrain.shard.grad_sync import grad_sync_of
 from dtrain.shard.spec import get_spec

@@ -13,9 +13,9 @@ from dtrain.shard.fsdp import shard_model
 from dtrain.step.compose import compose_step
 from dtrain.step.microbatch_step import microbatch_step
 from dtrain.testing import count_host_syncs
-from dtrain.transforms.gradients.clip_by_norm import clip_by_norm
-from dtrain.transforms.hyperparameters.scale_lr import scale_lr
-from dtrain.transforms.weights.ema import ema
+from dtrain.transforms.gradients.clipping import clip_by_norm
+from dtrain.transforms.hyperparameters import scale_lr
+from dtrain.transforms.weights.averaging import ema
 from dtrain.typing import LossSum
 
 VOCAB = 11

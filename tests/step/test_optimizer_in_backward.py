@@ -20,9 +20,9 @@ from dtrain.step.microbatch_step import microbatch_step
 from dtrain.step.transform import Transform
 from dtrain.testing.checks import memory_budget
 from dtrain.transforms.combinators import on_batch
-from dtrain.transforms.gradients.clip_by_norm import clip_by_norm
-from dtrain.transforms.hyperparameters.scale_lr import scale_lr
-from dtrain.transforms.weights.ema import ema
+from dtrain.transforms.gradients.clipping import clip_by_norm
+from dtrain.transforms.hyperparameters import scale_lr
+from dtrain.transforms.weights.averaging import ema
 from dtrain.typing import LossSum
 from shard.models import CASES, SAMPLES, WEIGHTS, Block, batch, make
 

@@ -2,7 +2,7 @@ import pytest
 
 from dtrain.errors import ConfigError
 from dtrain.step.transform import Transform, check_transform
-from dtrain.transforms.weights.ema import ema
+from dtrain.transforms.weights.averaging import ema
 
 
 def test_check_transform_accepts_a_transform():

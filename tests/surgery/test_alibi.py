@@ -6,8 +6,14 @@ from torch import nn
 from torch.nn import functional
 
 from dtrain.errors import ConfigError
-from dtrain.surgery.attention.alibi import AlibiMultiheadAttention, ZeroPositionEmbedding, alibi
-from dtrain.surgery.attention.alibi_bias import add_alibi_bias, alibi_bias, alibi_slopes
+from dtrain.surgery.attention import (
+    AlibiMultiheadAttention,
+    ZeroPositionEmbedding,
+    add_alibi_bias,
+    alibi,
+    alibi_bias,
+    alibi_slopes,
+)
 
 LEAST = torch.finfo(torch.float32).min
 
@@ -148,7 +154,7 @@ def test_invalid_arguments_are_refused(run, message):
 
 
 def test_attentions_must_be_given_without_transformers(monkeypatch):
-    monkeypatch.setattr("dtrain.surgery.attention.alibi.find_imported_class", lambda module, name: None)
+    monkeypatch.setattr("dtrain.surgery.attention.find_imported_class", lambda module, name: None)
     with pytest.raises(ConfigError, match="alibi: the model must have a known attention, but this process did not import"):
         alibi(Model())
 

@@ -6,7 +6,7 @@ from torch import nn
 
 from dtrain.errors import ConfigError
 from dtrain.shard.materialize import materialize
-from dtrain.surgery.layers.blur_pool import blur_2d, blur_kernel, blur_pool
+from dtrain.surgery.convolutions import blur_2d, blur_kernel, blur_pool
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 5, 7])

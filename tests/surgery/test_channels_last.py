@@ -7,7 +7,7 @@ from torch import nn
 import dtrain as dt
 from dtrain.dist.dtensor import to_local
 from dtrain.errors import ConfigError
-from dtrain.surgery.layers.channels_last import channels_last
+from dtrain.surgery.convolutions import channels_last
 
 LAST = torch.channels_last
 

@@ -6,7 +6,7 @@ from torch import nn
 
 from dtrain.errors import ConfigError
 from dtrain.shard.materialize import materialize
-from dtrain.surgery.layers.factorize import factorize, factorize_matrix
+from dtrain.surgery.layers import factorize, factorize_matrix
 from dtrain.surgery.replace import resolve_size
 
 

@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from dtrain.surgery.normalization.fused_norm import fused_layer_norm
-from dtrain.surgery.normalization.low_precision_norm import low_precision_layer_norm
+from dtrain.surgery.normalization import fused_layer_norm, low_precision_layer_norm
 
 NOTICE = "fused_layer_norm: torch has no fused norm on a cpu. 1 norm became torch's unfused norms, with the same results"
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from dtrain.errors import ConfigError
-from dtrain.surgery.layers.gated_linear_units import GatedLinearUnit, gated_linear_units
+from dtrain.surgery.layers import GatedLinearUnit, gated_linear_units
 
 
 class MLP(nn.Module):
@@ -87,7 +87,7 @@ def test_invalid_arguments_are_refused_and_change_nothing(options, message):
 
 
 def test_networks_must_be_given_without_transformers(monkeypatch):
-    monkeypatch.setattr("dtrain.surgery.layers.gated_linear_units.find_imported_class", lambda module, name: None)
+    monkeypatch.setattr("dtrain.surgery.layers.find_imported_class", lambda module, name: None)
     with pytest.raises(
         ConfigError, match="the model must have a known network, but this process did not import transformers' BERT"
     ):

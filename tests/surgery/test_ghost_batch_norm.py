@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from dtrain.errors import ConfigError
-from dtrain.surgery.normalization.ghost_batch_norm import ghost_batch_norm, ghost_batches
+from dtrain.surgery.normalization import ghost_batch_norm, ghost_batches
 
 
 @pytest.mark.parametrize(

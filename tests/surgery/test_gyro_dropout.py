@@ -7,7 +7,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from dtrain.errors import ConfigError
-from dtrain.surgery.dropout.gyro_dropout import GyroDropout, drop_by_masks, gyro_dropout, subnetwork_masks
+from dtrain.surgery.dropout import GyroDropout, drop_by_masks, gyro_dropout, subnetwork_masks
 
 MASKS = torch.tensor([[True, False, True], [False, True, True]])
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from dtrain.errors import ConfigError
-from dtrain.surgery.normalization.low_precision_norm import low_precision_group_norm, low_precision_layer_norm
+from dtrain.surgery.normalization import low_precision_group_norm, low_precision_layer_norm
 
 CASES = {
     "layer norm": (low_precision_layer_norm, lambda: nn.LayerNorm(8)),

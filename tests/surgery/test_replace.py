@@ -9,12 +9,18 @@ from torch import nn
 
 import dtrain as dt
 from dtrain.errors import ConfigError
-from dtrain.surgery.attention.alibi import alibi
-from dtrain.surgery.layers.blur_pool import Blur, blur_pool
-from dtrain.surgery.layers.channels_last import ChannelsLast, channels_last
-from dtrain.surgery.layers.squeeze_excite import squeeze_excite
-from dtrain.surgery.layers.weight_standardization import WeightStandardized, standardize_weight, weight_standardization
-from dtrain.surgery.normalization.low_precision_norm import low_precision_layer_norm
+from dtrain.surgery.attention import alibi
+from dtrain.surgery.convolutions import (
+    Blur,
+    ChannelsLast,
+    WeightStandardized,
+    blur_pool,
+    channels_last,
+    squeeze_excite,
+    standardize_weight,
+    weight_standardization,
+)
+from dtrain.surgery.normalization import low_precision_layer_norm
 from dtrain.surgery.replace import add_mixin, apply_policies, find_imported_class, replace_modules
 
 GELU = {nn.ReLU: lambda module, name: nn.GELU()}

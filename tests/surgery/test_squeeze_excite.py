@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from dtrain.errors import ConfigError
-from dtrain.surgery.layers.squeeze_excite import SqueezeExcite2d, squeeze_excite
+from dtrain.surgery.convolutions import SqueezeExcite2d, squeeze_excite
 
 
 def net() -> nn.Module:

@@ -12,7 +12,7 @@ from torch import nn
 import dtrain as dt
 from dtrain.dist.init import get_dist_info
 from dtrain.errors import ConfigError
-from dtrain.surgery.dropout.stochastic_depth import drop_rates, drop_samples, is_dropped, stochastic_depth
+from dtrain.surgery.dropout import drop_rates, drop_samples, is_dropped, stochastic_depth
 from dtrain.testing import count_host_syncs
 
 

@@ -17,11 +17,10 @@ from transformers.models.t5.modeling_t5 import T5LayerNorm
 import dtrain as dt
 from dtrain.dist.dtensor import full_tensor
 from dtrain.errors import ConfigError
-from dtrain.surgery.attention.alibi import alibi
-from dtrain.surgery.dropout.gyro_dropout import GyroDropout, gyro_dropout
-from dtrain.surgery.layers.gated_linear_units import gated_linear_units
-from dtrain.surgery.normalization.fused_norm import fused_layer_norm
-from dtrain.surgery.normalization.low_precision_norm import LowPrecisionLayerNorm, low_precision_layer_norm
+from dtrain.surgery.attention import alibi
+from dtrain.surgery.dropout import GyroDropout, gyro_dropout
+from dtrain.surgery.layers import gated_linear_units
+from dtrain.surgery.normalization import LowPrecisionLayerNorm, fused_layer_norm, low_precision_layer_norm
 
 SLOPES = torch.tensor([2.0**-4, 2.0**-8]).view(2, 1, 1)  # of two heads
 LENGTH = 12

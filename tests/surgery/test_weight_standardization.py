@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from dtrain.errors import ConfigError
-from dtrain.surgery.layers.weight_standardization import standardize_weight, weight_standardization
+from dtrain.surgery.convolutions import standardize_weight, weight_standardization
 
 
 def test_filters_have_mean_zero_and_variance_one():

@@ -52,7 +52,7 @@ from dtrain.dist.rng import check_rng_state, seed_all, set_rng_state
 from dtrain.errors import CheckpointError, CheckpointMismatchError, ConfigError, CorruptCheckpointError
 from dtrain.fqn import buffers_by_fqn
 from dtrain.run_context import Lineage
-from dtrain.shard.buffer_sync import persistent_buffers
+from dtrain.shard.buffers import persistent_buffers
 from dtrain.shard.unshard import reshard
 from dtrain.state import TrainState, mark_interrupted_write
 from dtrain.storage import AnyPath, RemotePath

@@ -28,7 +28,7 @@ from dtrain.dist.dtensor import to_local
 from dtrain.dist.init import get_dist_info
 from dtrain.errors import CheckpointError, CheckpointMismatchError, ConfigError
 from dtrain.fqn import buffers_by_fqn, compile_patterns, modules_by_fqn, parameters_by_fqn
-from dtrain.shard.buffer_sync import persistent_buffers
+from dtrain.shard.buffers import persistent_buffers
 from dtrain.shard.spec import get_spec
 from dtrain.shard.unshard import reshard
 from dtrain.storage import AnyPath

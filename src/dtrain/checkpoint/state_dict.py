@@ -43,7 +43,7 @@ from dtrain.checkpoint.model_state import check_state_dicts, extra_state_modules
 from dtrain.dist.incident_protocol import format_ranks
 from dtrain.dist.rng import rng_state
 from dtrain.errors import ConfigError
-from dtrain.shard.buffer_sync import persistent_buffers
+from dtrain.shard.buffers import persistent_buffers
 from dtrain.state import TrainState
 
 # Sections whose tensors a load writes into tensors of the state.

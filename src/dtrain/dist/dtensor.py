@@ -1,6 +1,6 @@
 """Work with DTensors and plain tensors alike: local shards, their place in the whole tensor, norms, in-place arithmetic.
 
-Only this module and ``shard.ring_attention`` use the attributes of a DTensor. All functions take plain tensors and DTensors.
+Only this module and ``shard.model_parallel`` use the attributes of a DTensor. All functions take plain tensors and DTensors.
 """
 
 from __future__ import annotations

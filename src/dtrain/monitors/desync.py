@@ -16,7 +16,7 @@ from dtrain.dist.init import get_dist_info
 from dtrain.dist.rng import derive_seed, hash_rng_state, rng_state
 from dtrain.errors import ConfigError
 from dtrain.schedules.clock import Clock
-from dtrain.shard.buffer_sync import persistent_buffers
+from dtrain.shard.buffers import persistent_buffers
 from dtrain.shard.replica_check import ReplicatedEntry, hash_entries, raise_first_difference, replicated_entries
 from dtrain.state import TrainState
 from dtrain.typing import Plain

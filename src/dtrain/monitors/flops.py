@@ -22,7 +22,7 @@ from dtrain.dist.rng import RNGSnapshot
 from dtrain.errors import ConfigError
 from dtrain.shard.buffers import restore_buffers
 from dtrain.shard.grad_sync import grad_sync_of
-from dtrain.shard.param_hooks import without_hooks
+from dtrain.shard.params import without_hooks
 from dtrain.shard.spec import get_device
 from dtrain.shard.unshard import reshard
 from dtrain.step.microbatches import BatchWatch

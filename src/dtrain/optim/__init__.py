@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from dtrain.optim.groups import ParamGroup as ParamGroup
     from dtrain.optim.groups import muon_groups as muon_groups
     from dtrain.optim.groups import param_groups as param_groups
-    from dtrain.optim.matrix import MatrixOptimizer as MatrixOptimizer
+    from dtrain.optim.muon import MatrixOptimizer as MatrixOptimizer
     from dtrain.optim.muon import Muon as Muon
     from dtrain.optim.muon import orthogonalize as orthogonalize
 

@@ -23,13 +23,19 @@ from dtrain.planning.fake_world import FakeValueMode, UnreadScalar, emulate_cuda
 from dtrain.planning.memory_trace import MemoryTrace, MemoryTracker
 from dtrain.planning.step_work import CollectiveTraffic, StepWork, extrapolate_traffic, sum_traffic
 from dtrain.planning.workload import Workload, build_on_meta
-from dtrain.shard.activation_checkpoint import checkpoint_activations
+from dtrain.shard.activations import checkpoint_activations
 from dtrain.shard.fsdp import shard_model
-from dtrain.shard.fsdp2_private import fsdp_param_groups, init_root, unsharded_params
-from dtrain.shard.fsdp2_simulation import iter_grads, only_first_shards, wrap_collectives
+from dtrain.shard.fsdp2_private import (
+    fsdp_param_groups,
+    init_root,
+    iter_grads,
+    only_first_shards,
+    unsharded_params,
+    wrap_collectives,
+)
 from dtrain.shard.grad_sync import grad_sync_of
 from dtrain.shard.materialize import allocate_meta_tensors
-from dtrain.shard.param_hooks import StepHook
+from dtrain.shard.params import StepHook
 from dtrain.shard.precision import Precision
 from dtrain.shard.spec import Accumulate
 from dtrain.state import TrainState

@@ -290,7 +290,7 @@ def observe_recompute(on_checkpoint: Callable[[], None], *, active: bool) -> Non
 
     Mutates: ``torch.utils.checkpoint``.
     """
-    import dtrain.shard.activation_checkpoint as activation_checkpoint
+    from dtrain.shard import activations
 
     options = ("use_reentrant", "context_fn", "determinism_check", "debug", "early_stop", "preserve_rng_state")
     checkpoint = torch.utils.checkpoint.checkpoint
@@ -303,7 +303,7 @@ def observe_recompute(on_checkpoint: Callable[[], None], *, active: bool) -> Non
         return function(*args, **{name: value for name, value in kwargs.items() if name not in options})
 
     torch.utils.checkpoint.checkpoint = observed
-    activation_checkpoint.checkpoint = observed  # type: ignore[attr-defined]
+    activations.checkpoint = observed  # type: ignore[attr-defined]
     with contextlib.suppress(ImportError):
         from torch.distributed.algorithms._checkpoint import checkpoint_wrapper
 

@@ -30,7 +30,7 @@ from dtrain.prove.run_config import SAVE_INTERVAL, RunConfig
 from dtrain.prove.run_log import RunLog, count_samples, digest, flatten, is_number, named_tensors, sample_hashes, to_number
 from dtrain.prove.script_variables import model_values, script_frames, script_variables
 from dtrain.schedules.durations import Duration
-from dtrain.shard.buffer_sync import buffer_choice
+from dtrain.shard.buffers import buffer_choice
 from dtrain.shard.spec import ShardSpec
 
 # A loop that cannot be shortened runs to its own end, or to this many updates.

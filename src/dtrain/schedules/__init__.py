@@ -15,28 +15,28 @@ from dtrain.lazy_imports import attach
 if TYPE_CHECKING:
     from dtrain.schedules import composer as composer
     from dtrain.schedules.clock import Clock as Clock
-    from dtrain.schedules.combine import clip as clip
-    from dtrain.schedules.combine import multiply as multiply
-    from dtrain.schedules.combine import sequential as sequential
-    from dtrain.schedules.combine import time_scale as time_scale
-    from dtrain.schedules.combine import to_lambda_lr as to_lambda_lr
+    from dtrain.schedules.curves import clip as clip
     from dtrain.schedules.curves import constant as constant
     from dtrain.schedules.curves import cosine as cosine
+    from dtrain.schedules.curves import cosine_restarts as cosine_restarts
     from dtrain.schedules.curves import exponential as exponential
     from dtrain.schedules.curves import inverse_sqrt as inverse_sqrt
     from dtrain.schedules.curves import linear as linear
     from dtrain.schedules.curves import multi_step as multi_step
+    from dtrain.schedules.curves import multiply as multiply
+    from dtrain.schedules.curves import one_cycle as one_cycle
     from dtrain.schedules.curves import polynomial as polynomial
+    from dtrain.schedules.curves import sequential as sequential
     from dtrain.schedules.curves import step_decay as step_decay
+    from dtrain.schedules.curves import time_scale as time_scale
+    from dtrain.schedules.curves import to_lambda_lr as to_lambda_lr
+    from dtrain.schedules.curves import warmup as warmup
+    from dtrain.schedules.curves import warmup_stable_decay as warmup_stable_decay
     from dtrain.schedules.durations import Duration as Duration
     from dtrain.schedules.durations import RunLength as RunLength
     from dtrain.schedules.hyperparameters import Hyperparameter as Hyperparameter
     from dtrain.schedules.hyperparameters import hyperparameter as hyperparameter
     from dtrain.schedules.hyperparameters import with_unit as with_unit
-    from dtrain.schedules.phases import cosine_restarts as cosine_restarts
-    from dtrain.schedules.phases import one_cycle as one_cycle
-    from dtrain.schedules.phases import warmup as warmup
-    from dtrain.schedules.phases import warmup_stable_decay as warmup_stable_decay
     from dtrain.schedules.plotting import plot as plot
 
 __getattr__, __dir__ = attach(__name__, __file__)

@@ -1,4 +1,4 @@
-"""Basic schedules: constant, linear, cosine, polynomial, exponential, inverse square root, steps.
+"""Schedules: basic curves, several phases (warm-up, WSD, restarts, one cycle), and combinations of schedules.
 
 Each factory checks its arguments once and returns a pure function ``t -> float``. The function also accepts fractions, negative
 times, and times after its end.
@@ -9,14 +9,25 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from typing import Literal
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
 
 from dtrain.arguments import check_choice, check_number
 from dtrain.errors import ConfigError
 from dtrain.schedules.hyperparameters import (
+    STEP_UNIT,
+    attach_unit,
     check_increasing,
     check_sequence,
+    common_unit,
+    is_number,
+    warn_if_absolute_lr,
 )
 from dtrain.typing import Schedule
+
+_STEPS_ADVICE = "Give the length of the whole decay."
 
 
 def curve(caller: str, shape: str, start: float, end: float, shapes: Sequence[str]) -> Callable[[float], float]:
@@ -32,33 +43,19 @@ def curve(caller: str, shape: str, start: float, end: float, shapes: Sequence[st
         raise ConfigError(
             f"{caller}: the values of an exponential must be above 0, got {start=} and {end=}. Use linear or cosine to reach 0."
         )
-    inner = {"linear": _linear, "cosine": _cosine, "1-sqrt": _one_minus_sqrt, "exponential": _exponential}[shape]
+    inner: Callable[[float], float] = {
+        "linear": lambda s: start + (end - start) * s,
+        "cosine": lambda s: end + (start - end) * (1.0 + math.cos(math.pi * s)) / 2.0,
+        "1-sqrt": lambda s: end + (start - end) * (1.0 - math.sqrt(s)),
+        "exponential": lambda s: float(start * (end / start) ** s),
+    }[shape]
 
     def value(progress: float) -> float:
         if progress <= 0:
             return start
-        return inner(start, end, progress) if progress < 1 else end
+        return inner(progress) if progress < 1 else end
 
     return value
-
-
-def _linear(start: float, end: float, progress: float) -> float:
-    return start + (end - start) * progress
-
-
-def _cosine(start: float, end: float, progress: float) -> float:
-    return end + (start - end) * (1.0 + math.cos(math.pi * progress)) / 2.0
-
-
-def _one_minus_sqrt(start: float, end: float, progress: float) -> float:
-    return end + (start - end) * (1.0 - math.sqrt(progress))
-
-
-def _exponential(start: float, end: float, progress: float) -> float:
-    return float(start * (end / start) ** progress)
-
-
-_STEPS_ADVICE = "Give the length of the whole decay."
 
 
 def constant(value: float) -> Schedule:
@@ -334,3 +331,403 @@ def multi_step(start: float, gamma: float, milestones: Sequence[float]) -> Sched
         raise ConfigError("multi_step: milestones must not be empty, got none. For a fixed value use dt.schedules.constant.")
     check_increasing("multi_step", "milestones", times)
     return lambda t: float(start * gamma ** bisect_right(times, t))
+
+
+def sequential(schedules: Sequence[Schedule], boundaries: Sequence[float], *, shifted: bool = True) -> Schedule:
+    """Return a schedule that runs ``schedules`` one after another and switches at each of ``boundaries``.
+
+    Formula: ``schedules[i](t - boundaries[i - 1])``, where ``i`` boundaries are at most ``t``, and ``schedules[0](t)`` if none
+    is; ``schedules[i](t)`` if not ``shifted``
+
+    Args:
+        schedules: at least one schedule.
+        boundaries: increasing times of the switches, one fewer than schedules.
+        shifted: if True, each schedule sees the time since its own beginning; if False, the time of the whole run.
+
+    Example:
+        >>> import dtrain as dt
+        >>> up, down = dt.schedules.linear(0.0, 1.0, 10), dt.schedules.linear(1.0, 0.0, 10)
+        >>> schedule = dt.schedules.sequential([up, dt.schedules.constant(1.0), down], [10, 90])
+        >>> [round(schedule(t), 3) for t in (0, 5, 10, 90, 95, 100)]
+        [0.0, 0.5, 1.0, 1.0, 0.5, 0.0]
+
+    Raises:
+        ConfigError: ``schedules`` is empty, ``boundaries`` has the wrong length or does not increase, or the schedules have
+            different units.
+
+    Source: as ``torch.optim.lr_scheduler.SequentialLR``.
+    """
+    check_sequence("sequential", "schedules", schedules)
+    check_sequence("sequential", "boundaries", boundaries)
+    parts, times = tuple(schedules), tuple(boundaries)
+    if not parts or len(times) != len(parts) - 1:
+        raise ConfigError(
+            f"sequential: boundaries must be one fewer than schedules, got {len(times)} boundaries and {len(parts)} schedules. "
+            "Give a step for each change of schedule."
+        )
+    check_increasing("sequential", "boundaries", times)
+    unit = common_unit("sequential", *parts)
+    begins = (0, *times) if shifted else (0,) * len(parts)
+
+    def value(t: float) -> float:
+        index = bisect_right(times, t)
+        return parts[index](t - begins[index])
+
+    return attach_unit(unit, value)
+
+
+def multiply(schedule: Schedule, factor: float) -> Schedule:
+    """Return ``schedule`` with all values multiplied by ``factor``.
+
+    Formula: ``factor * schedule(t)``
+
+    Example:
+        >>> import dtrain as dt
+        >>> schedule = dt.schedules.multiply(dt.schedules.linear(1.0, 0.0, 10), 0.5)
+        >>> [schedule(t) for t in (0, 5, 10)]
+        [0.5, 0.25, 0.0]
+
+    Raises:
+        ConfigError: ``schedule`` is not a function, or ``factor`` is not a finite number.
+
+    Source: arithmetic; a base rate times a schedule of factors.
+    """
+    unit = common_unit("multiply", schedule)
+    check_number("multiply", "factor", factor)
+    return attach_unit(unit, lambda t: factor * schedule(t))
+
+
+def time_scale(schedule: Schedule, ratio: float) -> Schedule:
+    """Return ``schedule`` stretched in time: ``ratio=2`` takes twice as long.
+
+    The whole schedule is stretched, including a warm-up. This is Composer's ``scale_schedule_ratio`` with
+    ``scale_warmup=True``. Composer also scales the run, so give the run ``ratio`` times its length.
+
+    Formula: ``schedule(t / ratio)``
+
+    Example:
+        >>> import dtrain as dt
+        >>> schedule = dt.schedules.time_scale(dt.schedules.linear(1.0, 0.0, 10), 2.0)
+        >>> [schedule(t) for t in (0, 5, 10, 20)]
+        [1.0, 0.75, 0.5, 0.0]
+
+    Raises:
+        ConfigError: ``schedule`` is not a function, or ``ratio`` is not positive.
+
+    Source: Composer's scale schedule ratio, with the warm-up scaled.
+    """
+    unit = common_unit("time_scale", schedule)
+    check_number("time_scale", "ratio", ratio, above=0, advice="Give the new duration divided by the old duration.")
+    return attach_unit(unit, lambda t: schedule(t / ratio))
+
+
+def clip(schedule: Schedule, *, low: float = -math.inf, high: float = math.inf) -> Schedule:
+    """Return ``schedule`` with its values clipped to ``low`` and ``high``.
+
+    Formula: ``min(max(schedule(t), low), high)``
+
+    Example:
+        >>> import dtrain as dt
+        >>> schedule = dt.schedules.clip(dt.schedules.linear(1.0, 0.0, 10), low=0.1, high=0.75)
+        >>> [schedule(t) for t in (0, 5, 10)]
+        [0.75, 0.5, 0.1]
+
+    Raises:
+        ConfigError: ``schedule`` is not a function, no limit is given, a limit is not a number, or ``low`` is above ``high``.
+
+    Source: arithmetic; ``min_lr`` of many recipes is a lower limit.
+    """
+    unit = common_unit("clip", schedule)
+    for name, limit in (("low", low), ("high", high)):
+        if not is_number(limit) or abs(limit) != math.inf:
+            check_number("clip", name, limit)
+    if not low <= high or (low, high) == (-math.inf, math.inf):
+        raise ConfigError(f"clip: low must be at most high, got {low=} and {high=}. Give low=, high= or both.")
+    return attach_unit(unit, lambda t: min(max(schedule(t), low), high))
+
+
+def to_lambda_lr(schedule: Schedule | Sequence[Schedule], optimizer: Optimizer) -> LambdaLR:
+    """Return a torch scheduler that multiplies the learning rate of each parameter group by ``schedule``.
+
+    The optimizer has the rate of step 0 right after this call. Call the scheduler's ``step()`` once after each
+    ``optimizer.step()``. Its ``state_dict`` contains the number of steps, but not the schedule.
+
+    Formula: ``initial_lr * schedule(number of calls of step())``
+
+    Args:
+        schedule: a schedule of steps, or one schedule per parameter group.
+        optimizer: optimizer with the base rates.
+
+    Example:
+        >>> import dtrain as dt
+        >>> optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.5)
+        >>> scheduler, rates = (
+        ...     dt.schedules.to_lambda_lr(dt.schedules.linear(1.0, 0.0, 4), optimizer),
+        ...     [],
+        ... )
+        >>> for step in range(5):
+        ...     rates.append(optimizer.param_groups[0]["lr"])
+        ...     optimizer.step()
+        ...     scheduler.step()
+        >>> rates
+        [0.5, 0.375, 0.25, 0.125, 0.0]
+
+    Mutates: ``lr`` of the optimizer's groups, now and at each ``step()``.
+
+    Raises:
+        ConfigError: ``schedule`` is not a function, the number of schedules differs from the number of groups, or the unit is
+            not steps. A torch scheduler counts steps only.
+
+    Warns: UserWarning if the values look like learning rates instead of factors, as in ``scale_lr``.
+
+    Source: ``torch.optim.lr_scheduler.LambdaLR``.
+    """
+    groups = len(optimizer.param_groups)
+    schedules = [schedule] * groups if callable(schedule) else list(schedule)
+    if len(schedules) != groups:
+        raise ConfigError(
+            f"to_lambda_lr: schedule must have one entry per parameter group, got {len(schedules)} for {groups}. "
+            "Pass one schedule for all groups, or a list with an entry per group."
+        )
+    if (unit := common_unit("to_lambda_lr", *schedules)) != STEP_UNIT:
+        raise ConfigError(
+            f"to_lambda_lr: schedule must be a function of steps, got a schedule of {unit}. Use dt.transforms.scale_lr instead."
+        )
+    warn_if_absolute_lr("to_lambda_lr", schedules, range(groups), optimizer.param_groups)
+    return LambdaLR(optimizer, [_as_function(entry) for entry in schedules])
+
+
+def _as_function(schedule: Schedule) -> Callable[[int], float]:
+    # LambdaLR saves the attributes of a callable object in its state_dict, but not those of a function.
+    return lambda step: schedule(step)
+
+
+def warmup(
+    schedule: Schedule,
+    steps: float,
+    *,
+    start: float = 0.0,
+    shape: Literal["linear", "cosine", "exponential"] = "linear",
+    shifted: bool = False,
+) -> Schedule:
+    """Return ``schedule`` with a warm-up of ``steps`` that ends at the schedule's value, without a jump.
+
+    By default the schedule is not shifted: the warm-up replaces its first ``steps``, and a schedule for the whole run still
+    ends with the run. If ``shifted``, the schedule begins after the warm-up and ends ``steps`` later. ``steps = 0`` changes
+    nothing.
+
+    Formula: for ``t < steps``, with ``s = t / steps`` and ``top = schedule(steps)``, or ``schedule(0)`` if shifted:
+    ``top * (start + (1 - start) * s)`` (linear), ``top * (1 + (start - 1) * (1 + cos(pi * s)) / 2)`` (cosine),
+    ``top * start ** (1 - s)`` (exponential). Then ``schedule(t)``, or ``schedule(t - steps)``.
+
+    Args:
+        schedule: any schedule; a schedule of tokens has a warm-up in tokens.
+        steps: length of the warm-up, at least 0.
+        start: first value of the warm-up as a fraction of ``top``, at least 0.
+        shape: curve of the warm-up.
+        shifted: if True, ``schedule`` begins after the warm-up.
+
+    Example:
+        >>> import dtrain as dt
+        >>> line = dt.schedules.linear(1.0, 0.0, 100)
+        >>> schedule = dt.schedules.warmup(line, 10)
+        >>> [round(schedule(t), 3) for t in (0, 5, 10, 50, 100)]
+        [0.0, 0.45, 0.9, 0.5, 0.0]
+        >>> shifted = dt.schedules.warmup(line, 10, start=0.5, shifted=True)
+        >>> [round(shifted(t), 3) for t in (0, 5, 10, 60, 110)]
+        [0.5, 0.75, 1.0, 0.5, 0.0]
+
+    Raises:
+        ConfigError: ``steps`` or ``start`` is negative, ``shape`` is unknown, an exponential starts at 0, or ``schedule`` is
+            not a function.
+
+    Source: Goyal et al. 2017, arXiv:1706.02677, section 2.2 (gradual warm-up).
+
+    Suggested values:
+        ImageNet, batches up to 8192: 5 epochs, ``start`` as 256 over the batch size (Goyal et al. 2017, section 2.2)
+        GPT-3: 375M tokens of 300B (Brown et al. 2020, arXiv:2005.14165, appendix B)
+    When not to use: a run resumes with the optimizer's state: the schedule continues at its step, and a second warm-up loses
+        time.
+    """
+    unit = common_unit("warmup", schedule)
+    check_number("warmup", "steps", steps, minimum=0)
+    check_number("warmup", "start", start, minimum=0, advice="Give a fraction of the value after the warm-up.")
+    rise = curve("warmup", shape, start, 1.0, ("linear", "cosine", "exponential"))
+    if steps == 0:
+        return schedule
+    begin = steps if shifted else 0
+
+    def value(t: float) -> float:
+        return schedule(steps - begin) * rise(t / steps) if t < steps else schedule(t - begin)
+
+    return attach_unit(unit, value)
+
+
+def warmup_stable_decay(
+    peak: float,
+    *,
+    warmup: float,
+    decay_start: float | None = None,
+    decay: float = 0,
+    end: float = 0.0,
+    shape: Literal["linear", "cosine", "1-sqrt", "exponential"] = "linear",
+) -> Schedule:
+    """Return a linear warm-up to ``peak``, a stable phase, and a decay of ``decay`` steps to ``end`` from ``decay_start`` on.
+
+    The values before ``decay_start`` do not depend on the decay. So a run without a decay (the trunk) can be forked at any
+    checkpoint: the fork's ``decay_start`` is the checkpoint's step. The fork equals a run with this decay from the beginning.
+
+    Formula: ``peak * t / warmup`` for ``t < warmup``; ``peak`` for ``t < decay_start``; then, with
+    ``s = min((t - decay_start) / decay, 1)``: ``peak + (end - peak) * s`` (linear),
+    ``end + (peak - end) * (1 + cos(pi * s)) / 2`` (cosine), ``end + (peak - end) * (1 - sqrt(s))`` (1-sqrt),
+    ``peak * (end / peak) ** s`` (exponential)
+
+    Args:
+        peak: value of the stable phase.
+        warmup: length of the warm-up, at least 0.
+        decay_start: first step of the decay, not before the end of the warm-up; None never decays.
+        decay: length of the decay.
+        end: last value; above 0 for an exponential.
+        shape: curve of the decay.
+
+    Example:
+        >>> import dtrain as dt
+        >>> trunk = dt.schedules.warmup_stable_decay(1.0, warmup=10)
+        >>> fork = dt.schedules.warmup_stable_decay(1.0, warmup=10, decay_start=100, decay=20)
+        >>> [(round(trunk(t), 3), round(fork(t), 3)) for t in (5, 100, 105, 120)]
+        [(0.5, 0.5), (1.0, 1.0), (1.0, 0.75), (1.0, 0.0)]
+
+    Raises:
+        ConfigError: a length is negative, the decay begins during the warm-up or lacks ``decay`` or ``decay_start``, ``shape``
+            is unknown, an exponential ends at 0, or a value is not finite.
+
+    Source: Hu et al. 2024, arXiv:2404.06395, section 4; shapes: Hägele et al. 2024, arXiv:2405.18392, section 3.
+
+    Suggested values:
+        MiniCPM: ``decay`` of the last 10 %, exponential (Hu et al. 2024, section 4)
+        decoders of 33M to 360M: ``decay`` of the last 20 %, ``shape="1-sqrt"`` (Hägele et al. 2024, section 3)
+    When not to use: models are compared in the stable phase: their losses are high until the decay. Compare after a decay.
+    """
+    caller, shapes = "warmup_stable_decay", ("linear", "cosine", "1-sqrt", "exponential")
+    check_number(caller, "warmup", warmup, minimum=0)
+    up, down = curve(caller, "linear", 0.0, peak, shapes), curve(caller, shape, peak, end, shapes)
+    if decay_start is None:
+        if decay != 0:
+            raise ConfigError(f"{caller}: decay must be 0 without a decay_start, got {decay=}. Give decay_start= as well.")
+        return lambda t: up(t / warmup) if max(t, 0) < warmup else peak
+    check_number(caller, "decay_start", decay_start, minimum=warmup, advice="The decay follows the warm-up.")
+    check_number(caller, "decay", decay, above=0, advice="Give the length of the decay.")
+
+    def value(t: float) -> float:
+        return up(t / warmup) if max(t, 0) < warmup else down((t - decay_start) / decay)
+
+    return value
+
+
+def cosine_restarts(start: float, end: float, every: float, *, multiplier: float = 1) -> Schedule:
+    """Return repeated half cosines from ``start`` to ``end``, each ``multiplier`` times as long as the previous cycle.
+
+    The step of a restart has the value ``start``. The value ``end`` is never reached.
+
+    Formula: ``end + (start - end) * (1 + cos(pi * (t - t_i) / (every * multiplier ** i))) / 2``, where cycle ``i``, counted
+    from 0, begins at ``t_i = every * (1 + multiplier + ... + multiplier ** (i - 1))``
+
+    Example:
+        >>> import dtrain as dt
+        >>> schedule = dt.schedules.cosine_restarts(1.0, 0.0, 10, multiplier=2)
+        >>> [round(schedule(t), 3) for t in (0, 5, 10, 20, 30)]
+        [1.0, 0.5, 1.0, 0.5, 1.0]
+
+    Raises:
+        ConfigError: ``every`` is not positive, ``multiplier`` is below 1, or a value is not a finite number.
+
+    Source: Loshchilov and Hutter 2017, arXiv:1608.03983, equation 5.
+
+    Suggested values:
+        CIFAR, WRN-28-10, 200 epochs: ``every`` of 10 epochs, ``multiplier=2`` (Loshchilov and Hutter 2017, section 4)
+        the same, faster first results: ``every`` of 1 epoch, ``multiplier=2`` (Loshchilov and Hutter 2017, section 4)
+    When not to use: only the last weights count: a run that stops in the middle of a cycle has a large rate and a worse model.
+    """
+    check_number("cosine_restarts", "every", every, above=0, advice="Give the length of the first cycle.")
+    check_number("cosine_restarts", "multiplier", multiplier, minimum=1)
+    fall = curve("cosine_restarts", "cosine", start, end, ("cosine",))
+    return lambda t: fall(_cycle_progress(max(t, 0.0), every, multiplier))
+
+
+def _cycle_progress(t: float, period: float, multiplier: float) -> float:
+    """Return the fraction of the current cycle that has passed at ``t``."""
+    if multiplier == 1:
+        return t % period / period
+
+    def begin(cycle: int) -> float:
+        return float(period * (multiplier**cycle - 1) / (multiplier - 1))
+
+    cycle = int(math.log1p(t / period * (multiplier - 1)) / math.log(multiplier))
+    # The logarithm may be off by a rounding.
+    while begin(cycle + 1) <= t:
+        cycle += 1
+    while begin(cycle) > t:
+        cycle -= 1
+    return (t - begin(cycle)) / (period * multiplier**cycle)
+
+
+def one_cycle(
+    start: float,
+    peak: float,
+    end: float,
+    steps: float,
+    *,
+    rise: float = 0.3,
+    shape: Literal["linear", "cosine"] = "cosine",
+    three_phase: bool = False,
+) -> Schedule:
+    """Return one cycle from ``start`` up to ``peak`` and down to ``end``. The value is ``end`` from ``t = steps`` on.
+
+    For a momentum, which moves opposite to the learning rate, use ``one_cycle(0.95, 0.85, 0.95, steps)``.
+
+    Formula: from ``start`` to ``peak`` until ``rise * steps``, then from ``peak`` to ``end`` until ``steps``. With
+    ``three_phase``: from ``peak`` back to ``start`` until ``2 * rise * steps``, then to ``end``. At progress s a phase from a
+    to b has the value ``a + (b - a) * s`` (linear) or ``b + (a - b) * (1 + cos(pi * s)) / 2`` (cosine).
+
+    Args:
+        start: value at ``t = 0``; usually 1/25 of the peak.
+        peak: value at ``t = rise * steps``.
+        end: value at ``t = steps``; usually 1/10_000 of the start.
+        steps: length of the whole cycle.
+        rise: fraction of ``steps`` before the peak; below 1, with ``three_phase`` below 1/2.
+        shape: curve of all phases.
+        three_phase: if True, the value returns to ``start`` before the last phase.
+
+    Example:
+        >>> import dtrain as dt
+        >>> schedule = dt.schedules.one_cycle(0.2, 1.0, 0.0, 10, rise=0.4, shape="linear")
+        >>> [round(schedule(t), 3) for t in (0, 2, 4, 7, 10)]
+        [0.2, 0.6, 1.0, 0.5, 0.0]
+
+    Raises:
+        ConfigError: ``steps`` is not positive, ``rise`` is out of its range, ``shape`` is unknown, or a value is not finite.
+
+    Source: Smith and Topin 2018, arXiv:1708.07120, section 3 (three phases, linear). ``torch.optim.lr_scheduler.OneCycleLR``
+    with ``total_steps = n`` and ``pct_start = p`` is ``steps = n - 1`` and ``rise = (p * n - 1) / (n - 1)``.
+
+    Suggested values:
+        CIFAR-10, ResNet-56, SGD: ``start`` 0.1, ``peak`` 3.0 (Smith and Topin 2018, experiments)
+        fast.ai and torch: ``one_cycle(1 / 25, 1.0, 4e-6, steps, rise=0.3)`` (``torch.optim.lr_scheduler.OneCycleLR``'s
+            defaults)
+    When not to use: the largest stable rate is not known: ``peak`` is near that limit. Search the limit with a short run first.
+    """
+    check_number("one_cycle", "steps", steps, above=0, advice="Give the length of the whole cycle.")
+    check_number("one_cycle", "rise", rise, above=0, below=0.5 if three_phase else 1, advice="Give a fraction of steps.")
+    middle, shapes = start if three_phase else end, ("linear", "cosine")
+    up, down = curve("one_cycle", shape, start, peak, shapes), curve("one_cycle", shape, peak, middle, shapes)
+    last = curve("one_cycle", shape, middle, end, shapes)
+    up_end, down_end = rise * steps, (2 * rise if three_phase else 1) * steps
+
+    def value(t: float) -> float:
+        if t < up_end:
+            return up(t / up_end)
+        if t < down_end or not three_phase:
+            return down((t - up_end) / (down_end - up_end))
+        return last((t - down_end) / (steps - down_end))
+
+    return value

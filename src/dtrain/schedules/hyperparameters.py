@@ -279,7 +279,7 @@ def peak_value(schedule: Schedule) -> float | None:
     """
     peak: float | None = None
     of_run = isinstance(schedule, UnitSchedule) and schedule.unit == "dur"
-    for t in _sample_fractions() if of_run else _geometric_counts(10**13):
+    for t in _sample_counts(1.0, integer=False) if of_run else _geometric_counts(10**13):
         try:
             value = float(schedule(t))
         # The user's function may raise anything after the end of the run.
@@ -335,10 +335,6 @@ def _geometric_counts(last: float) -> Iterator[int]:
     while count <= last:
         yield int(count)
         count = max(count * 1.1, count + 1.0)
-
-
-def _sample_fractions() -> Iterator[float]:
-    return (point / _NUM_SAMPLES for point in range(_NUM_SAMPLES + 1))
 
 
 def _last_count(unit: str, run: RunLength) -> float | None:

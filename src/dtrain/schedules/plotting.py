@@ -52,7 +52,12 @@ def plot(schedules: Schedule | Mapping[str, Schedule], steps: int, *, points: in
     label = axis_label("plot", *curves.values())
     times = sample_times(steps, points)
     lines = {name: evaluate_at(f"plot: {name!r}" if name else "plot", schedule, times) for name, schedule in curves.items()}
-    figure = _new_figure()
+    # Do not use pyplot: pyplot keeps a global list of figures and may need a display.
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise missing_extra_error("plot: needs the package matplotlib", "plot") from None
+    figure = Figure(figsize=(8.0, 4.5), layout="constrained")
     axes = figure.subplots()
     for name, values in lines.items():
         axes.plot(times, values, label=name or None)
@@ -97,12 +102,3 @@ def evaluate_at(caller: str, schedule: Schedule, times: list[int]) -> list[float
         if not is_number(value) or not math.isfinite(value):
             raise ConfigError(f"{caller}: the schedule must return a finite number, got {value!r} at {t}. Fix the schedule.")
     return values
-
-
-def _new_figure() -> Figure:
-    # Do not use pyplot: pyplot keeps a global list of figures and may need a display.
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise missing_extra_error("plot: needs the package matplotlib", "plot") from None
-    return Figure(figsize=(8.0, 4.5), layout="constrained")

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 from dtrain.lazy_imports import attach
 
 if TYPE_CHECKING:
-    from dtrain.shard.activation_checkpoint import checkpoint_activations as checkpoint_activations
-    from dtrain.shard.activation_checkpoint import offload_activations as offload_activations
+    from dtrain.shard.activations import checkpoint_activations as checkpoint_activations
+    from dtrain.shard.activations import offload_activations as offload_activations
     from dtrain.shard.fsdp import CommConfig as CommConfig
     from dtrain.shard.precision import convert_to_fp8 as convert_to_fp8
     from dtrain.shard.spec import ShardSpec as ShardSpec

@@ -5,12 +5,15 @@ Methods other than ``forward`` that compute with parameters (``forward_methods``
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import zip_longest
 from typing import Literal, NoReturn, cast, get_args
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
@@ -18,26 +21,26 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from dtrain import spans
 from dtrain.arguments import check_choice, check_int, explain_arguments
-from dtrain.dist.collectives import raise_if_any_failed
+from dtrain.dist.collectives import all_gather_json, raise_if_any_failed
 from dtrain.dist.context import current_context
 from dtrain.dist.dtensor import is_dtensor
 from dtrain.dist.init import get_dist_info
 from dtrain.dist.mesh import axis_size, data_rank, data_shape, get_mesh, tp_rank
 from dtrain.errors import ConfigError
-from dtrain.fqn import parameters_by_fqn
+from dtrain.fqn import buffers_by_fqn, modules_by_fqn, parameters_by_fqn
 from dtrain.init_checks import check_kinds
-from dtrain.shard.buffer_sync import attach_buffer_sync, check_buffer_choices
-from dtrain.shard.buffers import broadcast_params_and_buffers, check_same_model
+from dtrain.shard.buffers import attach_buffer_sync, check_buffer_choices
 from dtrain.shard.fsdp2_private import init_root, run_modules_separately, share_attributes, units_of
 from dtrain.shard.grad_sync import attach_grad_sync
-from dtrain.shard.meta_writes import record_write_counts
-from dtrain.shard.param_objects import ParamObjects, check_param_objects
+from dtrain.shard.materialize import record_write_counts
+from dtrain.shard.model_parallel import TensorParallelPlan, apply_tp_plan, format_tp_plan, resolve_tp_plan
+from dtrain.shard.params import ParamObjects, check_param_objects
 from dtrain.shard.precision import Precision, cast_buffers_, keeps_dtype, separate_units
 from dtrain.shard.replicate import make_bucket_reducer
 from dtrain.shard.spec import Accumulate, Buffers, ShardSpec, Strategy, attach_spec, get_spec
-from dtrain.shard.tensor_parallel import TensorParallelPlan, apply_tp_plan, format_tp_plan, resolve_tp_plan
 from dtrain.shard.unshard import register_forward_methods
 from dtrain.shard.wrapping import Blocks, IgnoredParams, WrapPlan, plan_wrapping
+from dtrain.typing import Plain
 
 ReduceGroup = Literal["shared", "own"]
 
@@ -163,8 +166,7 @@ def shard_model(
     if (recorder := current_context().recorder) is not None:
         strategy, precision = recorder.sharding(model, strategy, precision, buffers)  # type: ignore[assignment]
     try:
-        _check_types(model, mesh, precision)
-        resolved = _check_options(model, mesh, strategy, accumulate)
+        resolved = _check_arguments(model, mesh, precision, strategy, accumulate)
         check_buffer_choices(model, buffers)
         check_kinds(parameters_by_fqn(model)[0], "shard_model")
         separate = separate_units(model, precision)
@@ -192,7 +194,6 @@ def shard_model(
         _apply_fully_shard(model, fsdp_mesh, wrap_plan, precision, resolved, offload)
         _apply_comm_config(model, wrap_plan, resolved_comm)
         register_forward_methods(wrap_plan.forward_methods)
-        _forbid_deepcopy(model)
         share_attributes(model)
     objects.carry_over_()
     index, count = data_rank(mesh)
@@ -217,7 +218,8 @@ def shard_model(
     return model
 
 
-def _check_types(model: object, mesh: object, precision: object) -> None:
+def _check_arguments(model: object, mesh: object, precision: object, strategy: str, accumulate: str) -> Strategy:
+    """Return the strategy without an alias, if the arguments are valid for a model that is not sharded."""
     if not isinstance(model, nn.Module):
         raise ConfigError(f"shard_model: model must be a torch.nn.Module, got {type(model).__name__}. Pass the whole model.")
     if isinstance(model, DataParallel | DistributedDataParallel):
@@ -232,9 +234,6 @@ def _check_types(model: object, mesh: object, precision: object) -> None:
             f"shard_model: precision must be a Precision or None, got {precision!r}. "
             "Pass for example dt.Precision(param='bf16')."
         )
-
-
-def _check_options(model: nn.Module, mesh: DeviceMesh, strategy: str, accumulate: str) -> Strategy:
     strategies = [*(name for name in get_args(Strategy) if name != "none"), "no_shard"]
     resolved = "replicate" if check_choice("shard_model", "strategy", strategy, strategies) == "no_shard" else strategy
     check_choice("shard_model", "accumulate", accumulate, get_args(Accumulate))
@@ -276,13 +275,6 @@ def _fsdp_mesh(mesh: DeviceMesh, strategy: Strategy) -> DeviceMesh:
     return get_mesh({**degrees, "tp": tensor} if tensor > 1 else degrees)
 
 
-def _stored_dtype(modules: Sequence[nn.Module], assigned: set[int]) -> torch.dtype:
-    """Return the dtype of a unit's trainable parameters, else of all its parameters, except parameters of other units."""
-    unit_params = [param for module in modules for param in module.parameters() if id(param) not in assigned]
-    trainable = [param for param in unit_params if param.requires_grad]
-    return next((param.dtype for param in (*trainable, *unit_params)), torch.float32)
-
-
 def _apply_fully_shard(
     model: nn.Module,
     mesh: DeviceMesh,
@@ -303,7 +295,9 @@ def _apply_fully_shard(
         if id(weight) not in assigned and not is_dtensor(weight) and not weight.is_contiguous():
             weight.data = weight.data.contiguous()
     for modules in wrap_plan.units:
-        stored = _stored_dtype(modules, assigned)
+        own = [param for module in modules for param in module.parameters() if id(param) not in assigned]
+        # The dtype of the trainable parameters, if there are any.
+        stored = next((param.dtype for param in (*(p for p in own if p.requires_grad), *own)), torch.float32)
         policy = precision._policy(stored)
         reshard: bool | None = not keep_unsharded
         if modules[0] is model:
@@ -321,17 +315,12 @@ def _apply_fully_shard(
         # The step divides the summed gradients once by the global weight. gloo has no premultiplied sum, so force plain sums.
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
+        # This method replaces a method of FSDP2 with a less helpful error.
+        setattr(type(unit), "__deepcopy__", _raise_on_deepcopy)  # noqa: B010
     with torch.no_grad():
         for whole in wrap_plan.ignored_params.values():
             if not whole.is_meta and whole.device != device:
                 whole.data = whole.data.to(device)
-
-
-def _forbid_deepcopy(model: nn.Module) -> None:
-    """Make ``copy.deepcopy`` of a unit raise with advice. Mutates: the classes that FSDP2 creates."""
-    for unit in units_of(model):
-        # This method replaces a method of FSDP2 with a less helpful error.
-        setattr(type(unit), "__deepcopy__", _raise_on_deepcopy)  # noqa: B010
 
 
 def _raise_on_deepcopy(module: nn.Module, memo: object) -> NoReturn:
@@ -372,7 +361,13 @@ def _apply_comm_config(model: nn.Module, wrap_plan: WrapPlan, comm_config: CommC
     Mutates: FSDP2's units. Collective: with ``reduce_group="own"``, makes a process group.
     """
     assert isinstance(model, FSDPModule)
-    units = _units_in_model_order(model, wrap_plan)
+    # The first module of each unit in the order of the model, which is the order of most forwards.
+    unit_of = {id(module): index for index, modules in enumerate(wrap_plan.units) for module in modules}
+    first: dict[int, FSDPModule] = {}
+    for module in model.modules():
+        if id(module) in unit_of and isinstance(module, FSDPModule):
+            first.setdefault(unit_of[id(module)], module)
+    units = list(first.values())
     forward, backward = comm_config.forward_prefetch, comm_config.backward_prefetch
     for index, unit in enumerate(units):
         if forward:
@@ -390,11 +385,48 @@ def _apply_comm_config(model: nn.Module, wrap_plan: WrapPlan, comm_config: CommC
         model.set_reduce_scatter_max_input_buffers(comm_config.reduce_buffers)
 
 
-def _units_in_model_order(model: nn.Module, wrap_plan: WrapPlan) -> list[FSDPModule]:
-    """Return the first module of each unit in the order of the model, which is the order of most forwards."""
-    unit_of = {id(module): index for index, modules in enumerate(wrap_plan.units) for module in modules}
-    first: dict[int, FSDPModule] = {}
-    for module in model.modules():
-        if id(module) in unit_of and isinstance(module, FSDPModule):
-            first.setdefault(unit_of[id(module)], module)
-    return list(first.values())
+def check_same_model(model: nn.Module, wrap_plan: WrapPlan, options: Sequence[object]) -> None:
+    """Check that model and options are equal on all ranks, before a collective pairs wrong tensors.
+
+    Collective: an exchange of one hash, and of the hashed rows if hashes differ.
+
+    Raises:
+        ConfigError: ranks differ; on all ranks, with the first row that differs.
+    """
+    names = {id(module): name or "model" for name, module in modules_by_fqn(model)}
+    rows = [f"option {option}" for option in options]
+    rows += [f"unit {[names.get(id(module), 'model') for module in modules]}" for modules in wrap_plan.units]
+    rows.append(f"ignored {sorted(wrap_plan.ignored_params)}")
+    tensors = {**parameters_by_fqn(model)[0], **buffers_by_fqn(model)}
+    for name, tensor in tensors.items():
+        kind = "meta " if tensor.is_meta else ""
+        kind += "frozen " if isinstance(tensor, nn.Parameter) and not tensor.requires_grad else ""
+        rows.append(f"{name} {list(tensor.shape)} {kind}{str(tensor.dtype).removeprefix('torch.')}")
+    hashes = all_gather_json(hashlib.sha256("\n".join(rows).encode()).hexdigest())
+    if len(set(cast("list[str]", hashes))) == 1:
+        return
+    rows_of_ranks = cast("list[list[str]]", all_gather_json(cast(Plain, rows)))
+    for rank, other_rows in enumerate(rows_of_ranks):
+        for expected, actual in zip_longest(rows_of_ranks[0], other_rows, fillvalue="nothing"):
+            if expected != actual:
+                raise ConfigError(
+                    f"shard_model: the model of rank {rank} must equal the model of rank 0 ({expected!r}), got {actual!r}. "
+                    "Build the model from the same config, with the same options, on all ranks."
+                )
+
+
+def broadcast_params_and_buffers(model: nn.Module, device: torch.device, *, sync: bool) -> None:
+    """Move real tensors to ``device`` and, with ``sync``, broadcast rank 0's values.
+
+    Mutates: parameters and buffers. Collective: with ``sync``, one broadcast per tensor.
+    """
+    for tensor in [*parameters_by_fqn(model)[0].values(), *buffers_by_fqn(model).values()]:
+        if tensor.is_meta:
+            continue
+        if not sync:
+            tensor.data = tensor.data.to(device)
+            continue
+        # gloo does not support every dtype and ignores strides, so broadcast the bytes of a dense copy.
+        dense = tensor.data.to(device).contiguous()
+        dist.broadcast(dense.reshape(-1).view(torch.uint8), src=0)
+        tensor.data = torch.empty_like(tensor.data, device=device).copy_(dense)

@@ -1,31 +1,40 @@
-"""Use private names of FSDP2. Of dtrain's modules only this one, ``fsdp2_forward`` and ``fsdp2_simulation`` do.
+"""Use private names of FSDP2. No other module of dtrain does.
 
 Each function does something for which torch has no public call, and has a test: parameters without a gradient
 (``tests/shard/test_grad_sync.py``), sums within a replica (``tests/transforms/weights/test_local_sgd.py``), resets after an
-exception (``tests/step/test_failures.py``) or a lone forward (``tests/shard/test_gathered.py``).
+exception (``tests/step/test_failures.py``) or a lone forward (``tests/shard/test_gathered.py``), units that are called empty
+(``tests/shard/test_skipped_units.py``), shards of rank 0 alone and memory by purpose (``tests/planning/``).
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
+from dataclasses import is_dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.hooks import RemovableHandle
 
 from dtrain.device import started_accelerator, use_on_current_stream
-from dtrain.dist.dtensor import is_dtensor
 from dtrain.errors import ConfigError
-from dtrain.shard.param_hooks import StepHook, check_dense
+from dtrain.shard.params import StepHook, check_dense, extent, has_own_attributes_only
 from dtrain.shard.precision import LOW_PRECISION_DTYPES, accumulation_dtype
 
 if TYPE_CHECKING:
     import torch.distributed.fsdp
+
+# Outputs that view one tensor are compared in pairs.
+_MAX_SIBLINGS = 16
+_MAX_OBJECTS = 1000
+_SEQUENCES = (list, tuple, set, deque)
+_ATOMS = (bool, int, float, complex, str, bytes, type(None), type, nn.Module, torch.dtype, torch.device, torch.Size)
 
 
 def is_unit(module: nn.Module) -> TypeGuard[Any]:
@@ -79,12 +88,6 @@ def share_attributes(model: nn.Module) -> None:
         param.init_unsharded_param = init_unsharded
 
 
-def has_own_attributes_only(tensor: Tensor) -> bool:
-    """Return True if all attributes of ``tensor`` are the user's. Other tensor classes store their own data as attributes."""
-    kind = type(tensor)
-    return kind is Tensor or issubclass(kind, nn.Parameter) or is_dtensor(tensor)
-
-
 def is_in_forward(unit: torch.distributed.fsdp.FSDPModule) -> bool:
     """Return True while a forward of ``unit`` runs."""
     return str(unit._get_fsdp_state()._training_state).endswith(".FORWARD")
@@ -114,7 +117,12 @@ def intercept_reduction(group: Any, call: Callable[[Callable[[bool], None]], Non
     def reduce(within_replica: bool) -> None:
         with _without_all_reduce(group) if within_replica else nullcontext():
             post_backward_of_torch()
-        _upcast_partial_reduce(group)
+        summed = group._partial_reduce_output
+        # Sums within a replica wait for the all-reduce over replicas in at least float32.
+        if summed is not None and accumulation_dtype(summed.dtype) != summed.dtype:
+            # FSDP2 allocates and accumulates the output in this stream.
+            with group.device_handle.stream(group.comm_ctx.reduce_scatter_stream):
+                group._partial_reduce_output = summed.to(accumulation_dtype(summed.dtype))
 
     group.post_backward = post_backward
 
@@ -190,15 +198,6 @@ def _upcast_accumulated_grad(param: Any) -> None:
     if grad is not None and grad.dtype in LOW_PRECISION_DTYPES:
         param.unsharded_accumulated_grad = grad.to(accumulation_dtype(grad.dtype))
         param._unsharded_param.grad = None
-
-
-def _upcast_partial_reduce(group: Any) -> None:
-    """Store sums within a replica in at least float32 until the all-reduce over replicas. Mutates: ``group``."""
-    summed = group._partial_reduce_output
-    if summed is not None and accumulation_dtype(summed.dtype) != summed.dtype:
-        # FSDP2 allocates and accumulates the output in this stream.
-        with group.device_handle.stream(group.comm_ctx.reduce_scatter_stream):
-            group._partial_reduce_output = summed.to(accumulation_dtype(summed.dtype))
 
 
 def wait_for_reduction(group: Any) -> None:
@@ -363,3 +362,217 @@ def unsharded_params(group: Any) -> list[nn.Parameter]:
 def groups_in_state(state: Any) -> list[Any]:
     """Return the parameter groups of FSDP2's ``state`` of a unit."""
     return list(getattr(state, "_fsdp_param_groups", None) or filter(None, [state._fsdp_param_group]))
+
+
+class UnitForward:
+    """Hooks into the forward of one FSDP2 unit, given by its first module, and forwards without computation."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self._state: Any = module._get_fsdp_state()  # type: ignore[operator]
+        self.group: Any = groups_in_state(self._state)[0]
+        self.device: torch.device = self._state._device
+
+    def wrap(
+        self,
+        *,
+        enter: Callable[[Any], Any] | None = None,
+        gathered: Callable[[bool], None] | None = None,
+        leave: Callable[[Any], Any],
+    ) -> None:
+        """Wrap each forward. A later wrapper surrounds the earlier ones.
+
+        Args:
+            enter: function of the inputs before the gather, which returns the inputs. It is not called in recomputed forwards
+                (activation checkpointing), and not for further modules of the unit, which run inside its forward.
+            gathered: function that runs after the gather, with True where ``enter`` is called.
+            leave: function of the outputs before the reshard, which returns the outputs.
+
+        Mutates: the unit's first group.
+        """
+        group = self.group
+        before, after = group.pre_forward, group.post_forward
+        in_forward = type(group._training_state).FORWARD
+
+        def pre_forward(module: nn.Module, args: Any, kwargs: Any) -> Any:
+            begins = group._training_state is not in_forward
+            if begins and enter is not None:
+                args, kwargs = enter((args, kwargs))
+            result = before(module, args, kwargs)
+            if gathered is not None:
+                gathered(begins)
+            return result
+
+        def post_forward(module: nn.Module, args: Any, output: Any) -> Any:
+            return after(module, args, leave(output))
+
+        group.pre_forward, group.post_forward = pre_forward, post_forward
+
+    def prepare_outputs(self) -> None:
+        """Make the gather before backward reliable for outputs in plain objects, and for views that are changed in place.
+
+        FSDP2 gathers a unit again when a gradient reaches an output. FSDP2 does not look into objects other than containers
+        and dataclasses. An in-place operation on a view drops the gather, so FSDP2 warns of each view. An object may also hold
+        tensors of earlier units, such as a cache; their gradients need no gather. Mutates: the unit's first group.
+        """
+        # Autograd numbers the nodes of a graph in the order of their creation.
+        began = 0
+
+        def gathered(begins: bool) -> None:
+            nonlocal began
+            if begins:
+                began = torch.autograd._get_sequence_nr()
+
+        def leave(output: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return output
+            objects = [leaf for leaf in tree_leaves(output) if not isinstance(leaf, Tensor) and not is_dataclass(leaf)]
+            for tensor in grad_tensors(objects) if objects else ():
+                if tensor.grad_fn is not None and tensor.grad_fn._sequence_nr() >= began:
+                    tensor.register_hook(self._state._pre_backward)
+            return _replace_views(output)
+
+        self.wrap(gathered=gathered, leave=leave)
+
+    def pre_forward(self, value: Tensor) -> Tensor:
+        """Gather the unit as its forward does. ``value`` replaces the inputs. Collective: one all-gather."""
+        return self._state._pre_forward(self.module, (value,), {})[0][0]  # type: ignore[no-any-return]
+
+    def post_forward(self, value: Tensor) -> Tensor:
+        """Reshard the unit as its forward does. ``value`` and its gradient replace the outputs and their gradient."""
+        return self._state._post_forward(self.module, (), value)  # type: ignore[no-any-return]
+
+
+class _Alias(torch.autograd.Function):
+    """Return the same memory as a tensor that is no view, and that keeps the version counter of the original."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return grads[0]
+
+
+def replace_views_of_empty_units(model: nn.Module) -> None:
+    """Do as ``prepare_outputs`` for views of units that own no parameters, such as a root. Mutates: FSDP2's units."""
+    states: Iterator[Any] = iter(dict.fromkeys(unit._get_fsdp_state() for unit in units_of(model)))
+    for state in (state for state in states if not groups_in_state(state)):
+
+        def register(output: Any, register: Callable[[Any], Any] = state._register_pre_backward_hook) -> Any:
+            return register(_replace_views(output) if torch.is_grad_enabled() else output)
+
+        state._register_pre_backward_hook = register
+
+
+def _replace_views(output: Any) -> Any:
+    """Return ``output`` with each view replaced by an alias, unless its memory overlaps with that of another output."""
+    leaves, tree = tree_flatten(output)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    siblings: dict[int, list[Tensor]] = {}
+    for tensor in dict.fromkeys(tensors):
+        siblings.setdefault(id(tensor if tensor._base is None else tensor._base), []).append(tensor)
+    # An alias hides an in-place operation from other views.
+    aliases: dict[int, Tensor] = {
+        id(tensor): _Alias.apply(tensor)  # type: ignore[no-untyped-call]
+        for same in siblings.values()
+        if len(same) <= _MAX_SIBLINGS
+        for tensor in same
+        if tensor.requires_grad
+        and tensor._base is not None
+        and not any(_may_overlap(tensor, other) for other in same if other is not tensor)
+    }
+    return tree_unflatten([aliases.get(id(leaf), leaf) for leaf in leaves], tree) if aliases else output
+
+
+def _may_overlap(first: Tensor, second: Tensor) -> bool:
+    """Return False if two views of one tensor have no element in common."""
+    if type(first) is not Tensor or type(second) is not Tensor:
+        return True
+    if not first.numel() or not second.numel():
+        return False
+    if first.stride() != second.stride():
+        (_, start, end), (_, other_start, other_end) = extent(first), extent(second)
+        return start < other_end and other_start < end
+    # Positions of the first elements along the dimensions of both views.
+    offset, other_offset, limit = int(first.storage_offset()), int(second.storage_offset()), 0
+    apart = False
+    for stride, size, other_size in sorted(zip(first.stride(), first.shape, second.shape, strict=True), reverse=True):
+        if not stride:
+            return True
+        (at, offset), (other_at, other_offset) = divmod(offset, stride), divmod(other_offset, stride)
+        if limit and max(at + size, other_at + other_size) * stride > limit:
+            # A row ends in the next row, so positions say nothing.
+            return True
+        apart |= at + size <= other_at or other_at + other_size <= at
+        limit = stride
+    return not apart and offset == other_offset
+
+
+def grad_tensors(value: Any) -> list[Tensor]:
+    """Return the tensors with gradients in ``value``: in containers, in dataclasses and in attributes of other objects.
+
+    The nearest 1,000 objects and containers are visited, each once.
+    """
+    tensors: dict[int, Tensor] = {}
+    # No object leaves the list, so no id is used twice.
+    pending = tree_leaves(value)
+    visited: set[int] = set()
+    for item in pending:
+        if isinstance(item, Tensor):
+            tensors |= {id(item): item} if item.requires_grad else {}
+        elif not isinstance(item, _ATOMS) and id(item) not in visited and len(visited) < _MAX_OBJECTS:
+            visited.add(id(item))
+            pending.extend(item.values() if isinstance(item, Mapping) else item if isinstance(item, _SEQUENCES) else ())
+            pending.extend(getattr(item, "__dict__", {}).values())
+            for slots in (kind.__dict__.get("__slots__", ()) for kind in type(item).__mro__):
+                pending.extend(getattr(item, name, None) for name in ((slots,) if isinstance(slots, str) else slots))
+    return list(tensors.values())
+
+
+def unit_forwards(model: nn.Module) -> list[UnitForward]:
+    """Return the units of ``model`` that own parameters, outermost first, without duplicates."""
+    units = {id(unit._get_fsdp_state()): unit for unit in reversed(list(units_of(model)))}
+    return [UnitForward(cast(nn.Module, unit)) for unit in reversed(units.values()) if groups_in_state(unit._get_fsdp_state())]
+
+
+def run_empty(model: nn.Module) -> Tensor:
+    """Run one unit without computation. Return a zero whose backward reduces what is left at the end of a backward."""
+    unit = unit_forwards(model)[0]
+    return unit.post_forward(unit.pre_forward(torch.zeros((), device=unit.device, requires_grad=True)))
+
+
+@contextmanager
+def only_first_shards() -> Iterator[None]:
+    """Let FSDP2 make the first shard of each parameter only, which is all that rank 0 keeps. Mutates: a function of torch."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_param
+
+    original = _fsdp_param._chunk_with_empty
+    _fsdp_param._chunk_with_empty = lambda tensor, num_chunks, dim: [tensor.narrow(dim, 0, -(-tensor.size(dim) // num_chunks))]
+    try:
+        yield
+    finally:
+        _fsdp_param._chunk_with_empty = original
+
+
+def wrap_collectives(group: Any, during: Callable[[str], AbstractContextManager[None]]) -> None:
+    """Run the allocations of ``group`` inside ``during("gathered")`` or ``during("communication")``. Mutates: ``group``."""
+
+    def wrap(method: Callable[..., Any], purpose: str) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            with during(purpose):
+                return method(*args)
+
+        return call
+
+    for name, purpose in (("unshard", "communication"), ("wait_for_unshard", "gathered"), ("post_backward", "communication")):
+        setattr(group, name, wrap(getattr(group, name), purpose))
+
+
+def iter_grads(group: Any) -> Iterator[Tensor]:
+    """Yield the gradients that ``group`` stores now: unreduced full gradients, and gradients of shards."""
+    for param in group.fsdp_params:
+        yield from unreduced_grads(param)
+        if param.sharded_param.grad is not None:
+            yield param.sharded_param.grad

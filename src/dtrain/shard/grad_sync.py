@@ -12,8 +12,6 @@ from torch.utils.hooks import RemovableHandle
 
 from dtrain.dist.init import get_dist_info
 from dtrain.fqn import unwrap_module
-from dtrain.shard.forward_writes import ForwardWrites
-from dtrain.shard.fsdp2_forward import replace_views_of_empty_units, run_empty, unit_forwards
 from dtrain.shard.fsdp2_private import (
     add_end_of_backward_hook,
     add_reduction_hook,
@@ -26,25 +24,25 @@ from dtrain.shard.fsdp2_private import (
     intercept_reduction,
     is_idle,
     is_unit,
+    replace_views_of_empty_units,
     reset_iteration,
     reshard_groups,
+    run_empty,
     set_last_backward,
     sharded_params,
+    unit_forwards,
     unsharded_params,
     wait_for_reduction,
     zero_fill_missing_grads,
 )
-from dtrain.shard.model_units import ExchangeFn, ModelUnits
-from dtrain.shard.param_hooks import ParamHooks, StepHook, raise_hooks_outside_of_step
+from dtrain.shard.params import ParamHooks, StepHook, raise_hooks_outside_of_step
 from dtrain.shard.precision import add_stashed_grads_, has_low_precision_grads, stash_low_precision_grads_
+from dtrain.shard.replica_check import ForwardWrites
 from dtrain.shard.replicate import BucketReducer
-from dtrain.shard.skipped_units import SkippedUnits
+from dtrain.shard.skipped_units import ExchangeFn, ModelUnits, SkippedUnits
 from dtrain.shard.spec import ShardSpec
 from dtrain.shard.unshard import GRAD_SYNC_ATTRIBUTE, is_unsharded
 from dtrain.state import TrainState
-
-# All instances of this process. An instance lives as long as its model.
-_INSTANCES: weakref.WeakSet[GradSync] = weakref.WeakSet()
 
 
 class GradSync:
@@ -58,7 +56,6 @@ class GradSync:
         self._model = model
         self._spec = spec
         self.reducer = reducer
-        _INSTANCES.add(self)
         self._sharded = is_unit(model)
         self._groups = fsdp_param_groups(model)
         self._order: list[int] = []
@@ -83,10 +80,9 @@ class GradSync:
         world_size = get_dist_info().world_size
         # A rank must take part in the collectives of each microbatch of the other ranks.
         self.needs_all_microbatches = self._sharded and spec.strategy != "replicate" and world_size > 1
-        self.units: ModelUnits | None = None
-        if spec.mesh is not None and world_size > 1:
-            self.units = ModelUnits(model, gathers=self.needs_all_microbatches, on_all_ranks=spec.mesh.size() == world_size)
-        self._skipped = None if self.units is None else SkippedUnits(self.units)
+        on_all_ranks = spec.mesh is not None and spec.mesh.size() == world_size
+        self.units = ModelUnits(model, gathers=self.needs_all_microbatches, on_all_ranks=on_all_ranks)
+        self._skipped = SkippedUnits(self.units)
         # After the hooks of SkippedUnits, which compares the outputs of nested units.
         for unit in unit_forwards(model):
             unit.prepare_outputs()
@@ -121,17 +117,21 @@ class GradSync:
         if params is not None:
             self.hooks.detach(params)
             self.writes.begin_step(params, compare=not within_replica)
-        if self._skipped is not None:
-            self._skipped.end_step()
+        self._skipped.end_step()
+
+    @property
+    def _in_last_backward(self) -> bool:
+        """True if the backward that runs now is the last of its step, whose gradients are final."""
+        return self._in_step and bool(self._last)
 
     @property
     def follows_other_models(self) -> bool:
         """True if the loss may run other sharded models, whose collectives need all ranks; equal on all ranks."""
-        return self.units is not None and self.units.has_others
+        return self._spec.mesh is not None and self.units.has_others
 
     def knows_order(self, plan: Hashable) -> bool:
         """Return True if a rank without a microbatch knows the units of ``plan``; equal on all ranks."""
-        is_known = self._skipped is None or not self.needs_all_microbatches or self._skipped.knows_order(plan)
+        is_known = not self.needs_all_microbatches or self._skipped.knows_order(plan)
         return is_known and not self.follows_other_models
 
     def follow_plan(
@@ -143,7 +143,7 @@ class GradSync:
             plan: returns the facts that determine the order of units; equal on all ranks.
             compare, exchange, uneven: as in ``SkippedUnits.begin_step``.
         """
-        if self._skipped is not None and (self.needs_all_microbatches or (uneven and exchange and self.follows_other_models)):
+        if self.needs_all_microbatches or (uneven and exchange and self.follows_other_models):
             self._skipped.begin_step(plan(), compare=compare, exchange=exchange, uneven=uneven)
 
     def complete_forward(self, loss: Tensor) -> Tensor:
@@ -152,7 +152,7 @@ class GradSync:
         Collective, Raises: as ``SkippedUnits.complete_forward``.
         """
         self.writes.after_forward(last=self._last is not False)
-        return loss if self._skipped is None else self._skipped.complete_forward(loss)
+        return self._skipped.complete_forward(loss)
 
     def describe_params(self, *, uneven: bool) -> list[str]:
         """Return hooks on parameters and writes of forwards as text that ranks compare. ``uneven``: see ``ForwardWrites``."""
@@ -161,17 +161,15 @@ class GradSync:
     def forward_empty(self) -> Tensor | None:
         """Take part in the collectives of a microbatch of other ranks. Return a zero for backward, None if nothing waits."""
         self.writes.after_forward(last=self._last is not False)
-        empty = None if self._skipped is None else self._skipped.forward_empty()
+        empty = self._skipped.forward_empty()
         # Under ``replicate`` the end of any backward reduces all units.
         if self._fixed_order and self._last:
-            own = run_empty(self._model)
-            empty = own if empty is None else own + empty
-        return empty if empty is not None and empty.requires_grad else None
+            empty = run_empty(self._model) + empty
+        return empty if empty.requires_grad else None
 
     def confirm_order(self) -> None:
         """Rely on the order of units of this step, which succeeded on all ranks. All ranks must call, or none."""
-        if self._skipped is not None:
-            self._skipped.confirm_order()
+        self._skipped.confirm_order()
 
     def before_microbatch(self, *, last: bool, params: Iterable[Tensor] = ()) -> None:
         """Set whether the next backward reduces its gradients.
@@ -186,8 +184,7 @@ class GradSync:
             for group in self._groups if has_low_precision_grads(params) else ():
                 wait_for_reduction(group)
             stash_low_precision_grads_(params, self._stashed_grads)
-        if self._skipped is not None:
-            self._skipped.begin_microbatch()
+        self._skipped.begin_microbatch()
         if self.reducer is not None and last and self._in_step:
             self.reducer.begin_last_backward()
         if last == self._last:
@@ -224,8 +221,7 @@ class GradSync:
         self.hooks.restore()
         if self.reducer is not None:
             self.reducer.reset()
-        if self._skipped is not None:
-            self._skipped.end_step()
+        self._skipped.end_step()
 
     def reshard(self) -> None:
         """Free unsharded parameters before parameters change. Mutates: FSDP2's units."""
@@ -233,7 +229,7 @@ class GradSync:
 
     def abort(self) -> None:
         """Reset FSDP2 after an exception in forward or backward. Mutates: FSDP2's units."""
-        others = [] if self._skipped is None else self._skipped.other_models()
+        others = self._skipped.other_models()
         self.end_step()
         self.writes.abort()
         reset_iteration(self._model)
@@ -246,8 +242,8 @@ class GradSync:
         Mutates: FSDP2's units of every sharded model of this process, except models in ``unshard_params``.
         """
         self.abort()
-        for instance in list(_INSTANCES - {self}):
-            instance.reset()
+        for model in self.units.other_sharded_models():
+            grad_sync_of(model).reset()
 
     def reset(self) -> None:
         """Discard an interrupted forward of a model in another model's step. Mutates: FSDP2's units."""
@@ -314,13 +310,13 @@ class GradSync:
         call(params)
 
     def _on_accumulated(self, call: Callable[[Sequence[Tensor]], None], param: Tensor) -> None:
-        if self._in_step and self._last:
+        if self._in_last_backward:
             add_stashed_grads_([param], self._stashed_grads)
             self.grads_taken = True
             call([param])
 
     def _on_reduced(self, index: int, call: Callable[[Sequence[Tensor]], None]) -> None:
-        if self._in_step and self._last and not has_pending_backward(self._groups[index]):
+        if self._in_last_backward and not has_pending_backward(self._groups[index]):
             for earlier in self._order[:-1]:
                 free_reduce_buffer(self._groups[earlier])
             missing = self._missing - self._present
@@ -332,7 +328,7 @@ class GradSync:
 
     def _reduce_in_order(self, index: int, reduce: Callable[[bool], None]) -> None:
         """Reduce a unit, or defer the reduction until all earlier units of the fixed order are reduced."""
-        position = self._fixed_order.index(index) if self._fixed_order and self._in_step and self._last else -1
+        position = self._fixed_order.index(index) if self._fixed_order and self._in_last_backward else -1
         if position < self._num_reduced:
             self._reduce(index, reduce)
             return
@@ -349,7 +345,7 @@ class GradSync:
 
     def _reduce_unreached(self) -> None:
         """Reduce at the end of a backward the units that this rank's samples did not reach, and all deferred units."""
-        if not (self._in_step and self._last):
+        if not self._in_last_backward:
             return
         for index in self._fixed_order[self._num_reduced :]:
             self._num_reduced += 1
@@ -397,4 +393,5 @@ def grad_sync_of(model: nn.Module) -> GradSync:
     return plain
 
 
+# A plain model is the user's own object, so it gets no attribute.
 _OF_PLAIN_MODELS: weakref.WeakKeyDictionary[nn.Module, GradSync] = weakref.WeakKeyDictionary()

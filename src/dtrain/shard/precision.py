@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -199,10 +199,22 @@ def convert_to_fp8(
     if get_spec(model).mesh is not None:
         raise ConfigError("convert_to_fp8: the model is sharded already. Convert the model before shard_model.")
     selected = _select_linear_layers(model, [ignore] if isinstance(ignore, str) else list(ignore))
-    if not emulate:
-        _check_fp8_device()
-    convert, config = _torchao_converter(recipe, emulate)
-    converted: nn.Module = convert(model, config=config, module_filter_fn=lambda module, name: id(module) in selected)
+    capability = torch.cuda.get_device_capability() if not emulate and torch.cuda.is_available() else None
+    if not emulate and (capability is None or capability < _MIN_FP8_CAPABILITY):
+        actual = "no CUDA device" if capability is None else f"{capability[0]}.{capability[1]}"
+        raise ConfigError(
+            f"convert_to_fp8: compute capability must be {_MIN_FP8_CAPABILITY[0]}.{_MIN_FP8_CAPABILITY[1]} or higher, "
+            f"got {actual}. Leave convert_to_fp8 out, or pass emulate=True for a slow test."
+        )
+    # The import takes a second.
+    try:
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+    except ImportError as error:
+        raise missing_extra_error(f"convert_to_fp8: needs torchao, which cannot be imported ({error})", "fp8") from error
+    config = replace(Float8LinearConfig.from_recipe_name(recipe), emulate=emulate)
+    converted: nn.Module = convert_to_float8_training(
+        model, config=config, module_filter_fn=lambda module, name: id(module) in selected
+    )
     return converted
 
 
@@ -227,25 +239,6 @@ def _select_linear_layers(model: nn.Module, skip: Sequence[str]) -> set[int]:
             f"Use sizes that are multiples of {_FP8_SIZE_MULTIPLE}."
         )
     return selected
-
-
-def _check_fp8_device() -> None:
-    capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
-    if capability is None or capability < _MIN_FP8_CAPABILITY:
-        actual = "no CUDA device" if capability is None else f"{capability[0]}.{capability[1]}"
-        raise ConfigError(
-            f"convert_to_fp8: compute capability must be {_MIN_FP8_CAPABILITY[0]}.{_MIN_FP8_CAPABILITY[1]} or higher, "
-            f"got {actual}. Leave convert_to_fp8 out, or pass emulate=True for a slow test."
-        )
-
-
-def _torchao_converter(recipe: str, emulate: bool) -> tuple[Any, Any]:
-    """Return torchao's conversion function and its configuration. The import takes a second, so import here."""
-    try:
-        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-    except ImportError as error:
-        raise missing_extra_error(f"convert_to_fp8: needs torchao, which cannot be imported ({error})", "fp8") from error
-    return convert_to_float8_training, replace(Float8LinearConfig.from_recipe_name(recipe), emulate=emulate)
 
 
 def has_low_precision_grads(params: Iterable[Tensor]) -> bool:

@@ -26,7 +26,7 @@ from torch.utils.hooks import RemovableHandle
 
 from dtrain.errors import StepError
 from dtrain.fqn import parameters_by_fqn
-from dtrain.shard.param_hooks import StepHook, check_dense
+from dtrain.shard.params import StepHook, check_dense
 from dtrain.shard.precision import Precision, accumulation_dtype
 from dtrain.shard.spec import ShardSpec
 from dtrain.shard.wrapping import WrapPlan
@@ -263,7 +263,11 @@ class BucketReducer:
         bucket = self._buckets[self._num_finished]
         self._num_finished += 1
         if bucket.work is not None:
-            _wait_for(bucket.work)
+            try:
+                bucket.work.wait()
+            except RuntimeError as error:
+                # gloo has no class for a lost connection, and no frame of torch.distributed is on the stack here.
+                raise dist.DistBackendError(str(error)) from error
         for entry, view in zip(bucket.entries, bucket.views, strict=True):
             entry.param.grad = view if view.dtype == entry.param.dtype else view.to(entry.param.dtype)
         bucket.views, bucket.work = (), None
@@ -290,14 +294,6 @@ def _warn_of_local_grads(reference: weakref.ref[BucketReducer], optimizer: torch
             "over ranks. Call dt.microbatch_step, or sum the gradients before the update.",
             stacklevel=3,
         )
-
-
-def _wait_for(work: dist.Work) -> None:
-    try:
-        work.wait()
-    except RuntimeError as error:
-        # gloo has no class for a lost connection, and no frame of torch.distributed is on the stack here.
-        raise dist.DistBackendError(str(error)) from error
 
 
 def _divide(entries: Sequence[_Entry], by_unit: bool) -> Iterator[list[_Entry]]:

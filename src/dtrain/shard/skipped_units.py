@@ -1,7 +1,11 @@
 """Take part in the collectives of units that this rank skips (``SkippedUnits``).
 
 With sharded parameters, every forward of a unit is an all-gather by all ranks, and every backward a gather and a reduction. A
-rank whose samples do not reach a unit would block the other ranks, or pair their collective with that of another unit.
+rank whose samples do not reach a unit would block the other ranks, or pair their collective with that of another unit::
+
+    rank 0    gather A    gather B    gather C    backward of C ...
+    rank 1    gather A    gather C    waits: its gather of C met rank 0's gather of B
+
 
 The first step records the order of units: ranks compare the number of each unit, and raise together if numbers differ. In
 later steps each rank follows the recorded order alone. A unit of the order that the rank does not run is *called empty*. An
@@ -12,37 +16,119 @@ A rank without a microbatch calls all units empty (``forward_empty``), and runs 
 other ranks announce the start and the end of each unit.
 
 A loss may run further sharded models, such as the reference of DPO. If ranks have different numbers of microbatches, their
-units are announced and called empty as those of the model, and ``eval_mode`` reshards a model on all ranks.
+units are announced and called empty as those of the model, and ``eval_mode`` reshards a model on all ranks. Each model has a
+number, so that all ranks know a unit of any model by the same number (``StepUnits``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+import weakref
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from dtrain.dist.collectives import all_gather_with_timeout
+from dtrain.dist.collectives import all_gather_numbers, all_gather_with_timeout
 from dtrain.errors import StepError
-from dtrain.shard.fsdp2_forward import UnitForward, grad_tensors
-from dtrain.shard.model_units import ExchangeFn, ModelUnits, StepUnits, reshard_unit, resharded_model
-from dtrain.shard.unit_calls import (
-    END_OF_MICROBATCH,
-    OpenForward,
-    UnitCall,
-    UnitEvent,
-    any_requires_grad,
-    attach_grad,
-    first_float_tensor,
-    join_graphs,
-    leave_empty,
-)
+from dtrain.fqn import modules_by_fqn
+from dtrain.shard.fsdp2_private import UnitForward, fsdp_param_groups, grad_tensors, is_unit, reshard_groups, unit_forwards
 
 # Ranks that all changed their order reach the same unit within this time.
 _REORDER_TIMEOUT_S = 60.0
+# The pseudo unit at the end of a microbatch.
+END_OF_MICROBATCH = -1
+# Units of a model are numbered from the number of the model times this stride.
+_STRIDE = 2**20
+# The announcement of a rank that runs no unit of its own.
+_FOLLOWS = -1
+ExchangeFn: TypeAlias = Callable[[int, str], list[int]]
+"""Function of a number and its description, which returns the number of each rank."""
+
+
+class UnitEvent(NamedTuple):
+    """Start or end of a unit's forward, or the end of a microbatch.
+
+    Args:
+        unit: number of the unit.
+        starts: if True, the forward starts.
+        grad: at the start, True if a graph is recorded; at the end, True if an output requires a gradient.
+        linked: at the start, True if an input requires a gradient; at the end, True if the forward returns the output of its
+            last nested forward.
+    """
+
+    unit: int
+    starts: bool
+    grad: bool = False
+    linked: bool = False
+
+    def encode(self) -> int:
+        return (self.unit + 1) * 8 + self.starts * 4 + self.grad * 2 + self.linked
+
+    @classmethod
+    def decode(cls, code: int) -> UnitEvent:
+        return cls(code // 8 - 1, bool(code & 4), bool(code & 2), bool(code & 1))
+
+
+@dataclass(slots=True)
+class UnitCall:
+    """One forward of a unit.
+
+    Args:
+        unit: number of the unit.
+        grad_enabled: if True, the forward recorded a graph.
+        inputs_need_grad: if True, an input requires a gradient, so the unit is reduced at its own place in backward.
+        nested: forwards of other units within this forward.
+        outputs_need_grad: if True, an output requires a gradient, so the unit is gathered in backward.
+        returns_inner_output: if True, the enclosing unit returned this output unchanged, so backward gathers both units
+            together.
+    """
+
+    unit: int
+    grad_enabled: bool
+    inputs_need_grad: bool
+    nested: list[UnitCall] = field(default_factory=list)
+    outputs_need_grad: bool = False
+    returns_inner_output: bool = False
+
+
+@dataclass(slots=True)
+class OpenForward:
+    """A running forward, or the microbatch as a whole.
+
+    Args:
+        unit: number of the unit.
+        calls: nested forwards, from the recorded order or recorded now.
+        position: index of the next call.
+        recorded_call: the call of this forward during recording.
+        inner_outputs: outputs of the last nested forward during recording.
+        unchecked: if True, nested forwards are not compared.
+        called_empty: units that this rank called empty within this forward, with a graph.
+    """
+
+    unit: int
+    calls: list[UnitCall]
+    position: int = 0
+    recorded_call: UnitCall | None = None
+    inner_outputs: Sequence[Tensor] = ()
+    unchecked: bool = False
+    called_empty: frozenset[int] = frozenset()
+
+    def is_repeated(self, number: int, grad: bool) -> bool:
+        """Return True for a repeated forward without a graph (generation), whose count may differ between steps."""
+        return not grad and any(call.unit == number and not call.grad_enabled for call in self.calls)
+
+    def find_call(self, number: int, grad: bool) -> int | None:
+        """Return the index of the next call of a unit."""
+        for index in range(self.position, len(self.calls)):
+            call = self.calls[index]
+            if call.unit == number and call.grad_enabled == grad:
+                return index
+        return None
 
 
 class SkippedUnits:
@@ -351,3 +437,226 @@ class SkippedUnits:
                 f"step: this rank runs {self._units.name(number)} later than in the first step, and other ranks do not. "
                 "Run units in the same order on all ranks."
             )
+
+
+class _JoinGraphs(torch.autograd.Function):
+    """Copy the first tensor. In backward, the other tensors get zero gradients after the gradient of the first tensor.
+
+    Autograd runs ready nodes in reverse order of creation. A loss that depends on an empty call therefore runs the backward of
+    the call after the backward of all later units, and before the backward of all earlier units.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, *others: Tensor) -> Tensor:
+        ctx.others = [(other.shape, other.dtype, other.device) for other in others]
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return grads[0], *(torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.others)
+
+
+def leave_empty(unit: UnitForward, output: Tensor, value: Tensor, *, returned: bool) -> Tensor:
+    """Reshard a unit that was called empty, with ``value`` as its output. Return ``output`` with the unit in its graph."""
+    if returned:
+        return unit.post_forward(join_graphs(output, value))
+    value = unit.post_forward(join_graphs(value))
+    return join_graphs(output, value) if value.requires_grad else output
+
+
+def join_graphs(value: Tensor, *others: Tensor) -> Tensor:
+    joined: Tensor = _JoinGraphs.apply(value, *others)  # type: ignore[no-untyped-call]
+    return joined
+
+
+def attach_grad(values: Any) -> Any:
+    """Return ``values`` with the first floating-point tensor in a graph."""
+    leaves, tree = tree_flatten(values)
+    index = first_float_tensor(leaves)
+    if index is None:
+        return values
+    leaves[index] = join_graphs(leaves[index], torch.zeros((), device=leaves[index].device, requires_grad=True))
+    return tree_unflatten(leaves, tree)
+
+
+def first_float_tensor(leaves: list[Any]) -> int | None:
+    """Return the index of the first floating-point tensor."""
+    return next((index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.is_floating_point()), None)
+
+
+def any_requires_grad(values: Any) -> bool:
+    return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(values))
+
+
+def reshard_unit(model: int) -> int:
+    """Return the pseudo unit that reshards a whole model."""
+    return END_OF_MICROBATCH - 1 - model
+
+
+def resharded_model(number: int) -> int | None:
+    """Return the number of the model that a pseudo unit reshards, None for a unit."""
+    return END_OF_MICROBATCH - 1 - number if number < END_OF_MICROBATCH else None
+
+
+class ModelUnits:
+    """Units of one model, outermost first, which report to one listener at a time.
+
+    Args:
+        model: model on several ranks.
+        gathers: if True, all ranks of a unit must take part in its forward.
+        on_all_ranks: if True, all ranks hold the model, so that the loss of another model may run it.
+    """
+
+    _num_shared: ClassVar[int] = 0
+    # A loss closes over its models, so no argument leads to them.
+    _sharded: ClassVar[weakref.WeakSet[ModelUnits]] = weakref.WeakSet()
+
+    def __init__(self, model: nn.Module, *, gathers: bool, on_all_ranks: bool) -> None:
+        self.model = model
+        self.units: list[UnitForward] = unit_forwards(model) if gathers else []
+        # The observer, and the number by which the observer knows the model.
+        self.listener: tuple[SkippedUnits, int] | None = None
+        for index, unit in enumerate(self.units):
+            unit.wrap(enter=partial(self._before, index), leave=partial(self._after, index))
+        # Equal on all ranks; 0 for a model that no other loss may run.
+        self._number = 0
+        if gathers and on_all_ranks:
+            ModelUnits._num_shared += 1
+            self._number = ModelUnits._num_shared
+        if is_unit(model):
+            ModelUnits._sharded.add(self)
+
+    @property
+    def has_others(self) -> bool:
+        """True if the process has made other sharded models; equal on all ranks, also if a rank has freed them."""
+        return ModelUnits._num_shared > min(self._number, 1)
+
+    def others(self) -> dict[int, ModelUnits]:
+        """Return the other models by number that all ranks hold, and whose units all ranks must gather."""
+        return {units._number: units for units in ModelUnits._sharded if units._number and units is not self}
+
+    def other_sharded_models(self) -> list[nn.Module]:
+        """Return the other models of this process that have units of FSDP2."""
+        return [units.model for units in ModelUnits._sharded if units is not self]
+
+    def reshard(self) -> None:
+        """Reshard all units, without a report. Mutates: FSDP2's units."""
+        reshard_groups(fsdp_param_groups(self.model))
+
+    def on_reshard(self) -> None:
+        """Report that all units were resharded."""
+        if self.listener is not None:
+            listener, number = self.listener
+            listener.after_reshard(number)
+
+    def name(self, index: int) -> str:
+        """Return the quoted name of a unit."""
+        module = self.units[index].module
+        name = next(name for name, submodule in modules_by_fqn(self.model) if submodule is module)
+        return repr(name) if name else "the model itself"
+
+    def _before(self, index: int, inputs: Any) -> Any:
+        if self.listener is None:
+            return inputs
+        listener, number = self.listener
+        return listener.before_forward(number * _STRIDE + index, inputs)
+
+    def _after(self, index: int, output: Any) -> Any:
+        if self.listener is None:
+            return output
+        listener, number = self.listener
+        return listener.after_forward(number * _STRIDE + index, output)
+
+
+class StepUnits:
+    """Units of the models of one step, whose events ranks compare.
+
+    Args:
+        models: models by number; number 0 is the model of the step.
+        compare: if True, ranks compare recorded forwards, if there is no ``exchange``.
+        exchange: function that returns a number of each rank, while ranks without a microbatch follow the others.
+    """
+
+    def __init__(self, models: Mapping[int, ModelUnits], *, compare: bool = False, exchange: ExchangeFn | None = None) -> None:
+        self.models, self.compare, self.exchange = models, compare, exchange
+        self._listeners: Sequence[tuple[ModelUnits, tuple[SkippedUnits, int] | None]] = ()
+
+    @property
+    def other_models(self) -> list[nn.Module]:
+        """The models that the loss may run besides the model of the step."""
+        return [units.model for number, units in self.models.items() if number]
+
+    @property
+    def device(self) -> torch.device | None:
+        """Device of the units, None without a unit."""
+        return next((unit.device for units in self.models.values() for unit in units.units), None)
+
+    def listen(self, listener: SkippedUnits) -> None:
+        """Report forwards to ``listener`` until ``release``. Mutates: the models."""
+        self._listeners = [(units, units.listener) for units in self.models.values()]
+        for number, units in self.models.items():
+            units.listener = listener, number
+
+    def release(self) -> None:
+        """Report to the earlier listeners again, and keep the model of the step alone. Mutates: the models."""
+        for units, listener in self._listeners:
+            units.listener = listener
+        self._listeners = ()
+        self.models = {0: self.models[0]}
+
+    def announce(self, event: UnitEvent | None) -> UnitEvent:
+        """Announce this rank's next event, None on a rank without a microbatch; return that of the other ranks.
+
+        Collective: one exchange.
+
+        Raises:
+            StepError: ranks have different events; on all ranks.
+        """
+        assert self.exchange is not None
+        codes = self.exchange(_FOLLOWS if event is None else event.encode(), self._describe(event))
+        events = {rank: UnitEvent.decode(code) for rank, code in enumerate(codes) if code != _FOLLOWS}
+        self._check_equal(events)
+        return next(iter(events.values()))
+
+    def compare_event(self, event: UnitEvent, *, is_recorded: bool) -> None:
+        """Compare the next unit of all ranks. Collective: one exchange; none of the model's if ranks differ.
+
+        A rank without a microbatch needs to know all events, the others only the starts of recorded forwards.
+
+        Raises:
+            StepError: ranks differ; on all ranks.
+        """
+        if self.exchange is not None:
+            self.announce(event)
+        elif self.compare and is_recorded:
+            rows = all_gather_numbers([event.encode()], caller="microbatch_step")
+            self._check_equal(dict(enumerate(UnitEvent.decode(int(row[0])) for row in rows)))
+
+    def _check_equal(self, events: Mapping[int, UnitEvent]) -> None:
+        first, *others = events
+        other = next((rank for rank in others if events[rank][:2] != events[first][:2]), None)
+        if other is not None:
+            raise StepError(
+                f"step: ranks must run the same units in the first step, got {self._describe(events[first])} on rank {first} "
+                f"and {self._describe(events[other])} on rank {other}. Call a unit that a rank does not need on zero rows, "
+                "too, or leave it out of blocks. Later steps may skip units."
+            )
+
+    def _describe(self, event: UnitEvent | None) -> str:
+        if event is None:
+            return "no forward, because it has no microbatch"
+        if event.unit == END_OF_MICROBATCH:
+            return "the end of its microbatch"
+        if resharded_model(event.unit) is not None:
+            return "eval_mode"
+        return self.name(event.unit) if event.starts else f"the end of {self.name(event.unit)}"
+
+    def unit(self, number: int) -> UnitForward:
+        """Return a unit by its number."""
+        model, index = divmod(number, _STRIDE)
+        return self.models[model].units[index]
+
+    def name(self, number: int) -> str:
+        """Return the quoted name of a unit."""
+        model, index = divmod(number, _STRIDE)
+        return self.models[model].name(index) + (" of another model" if model else "")

@@ -1,16 +1,17 @@
-"""Run or read a sharded model outside of a step: ``eval_mode``, ``unshard_params`` and ``full_params``; forward methods.
+"""Run, read or describe a sharded model outside of a step: ``eval_mode``, ``unshard_params``, ``full_params``, ``describe``.
 
 - ``eval_mode`` runs the model on all ranks. Parameters stay sharded.
 - ``unshard_params`` holds the whole model on every rank, in the compute dtype, so that one rank may run the model alone.
 - ``full_params`` reads stored values, one full tensor at a time. The values may be those of an average.
+- ``describe`` prints the units, bytes, dtypes and placements, and reads no values.
 
-No function replaces another: the first needs the memory of a step, the second of the whole model, the third of one tensor.
+The first needs the memory of a step, the second of the whole model, the third of one tensor.
 ``use_average`` exchanges the values, and may surround each of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MethodType
 from typing import Any
@@ -19,16 +20,25 @@ import torch
 from torch import Tensor, nn
 
 from dtrain import spans
-from dtrain.dist.dtensor import full_tensor
-from dtrain.fqn import unwrap_module
-from dtrain.shard.fsdp2_private import fsdp_param_groups, is_in_forward, reshard_groups, units_of
-from dtrain.shard.spec import get_spec
+from dtrain.arguments import format_bytes, format_count
+from dtrain.dist.dtensor import describe_placement, full_tensor, to_local
+from dtrain.fqn import modules_by_fqn, parameters_by_fqn, unwrap_module
+from dtrain.shard.fsdp2_private import (
+    compute_dtypes,
+    fsdp_param_groups,
+    is_in_forward,
+    reshard_groups,
+    sharded_params,
+    units_of,
+)
+from dtrain.shard.spec import ShardSpec, get_spec
 from dtrain.state import TrainState
 
 # The model attribute that stores its ``GradSync``.
 GRAD_SYNC_ATTRIBUTE = "_dtrain_grad_sync"
 # A model has this attribute during ``unshard_params``.
 _UNSHARDED_ATTRIBUTE = "_dtrain_unsharded"
+_HEAD = ("unit", "class", "tensors", "parameters", "bytes", "bytes here", "stored", "computed", "reduced", "placement")
 
 
 def reshard(model: nn.Module) -> None:
@@ -39,7 +49,7 @@ def reshard(model: nn.Module) -> None:
     reshard_groups(fsdp_param_groups(model))
     grad_sync = unwrap_module(model).__dict__.get(GRAD_SYNC_ATTRIBUTE)
     # Ranks without a microbatch follow a loss that reshards a model.
-    if grad_sync is not None and grad_sync.units is not None:
+    if grad_sync is not None:
         grad_sync.units.on_reshard()
 
 
@@ -102,21 +112,17 @@ def unshard_params(model: nn.Module) -> Iterator[None]:
                 unit.unshard()
             yield
         finally:
-            _restore_shards(model)
+            unwrap_module(model).__dict__.pop(_UNSHARDED_ATTRIBUTE, None)
+            reshards = get_spec(model).strategy in ("full_shard", "hybrid_shard")
+            # The first unit is the root, which stays unsharded after its forward.
+            for index, unit in enumerate(units_of(model)):
+                unit.set_reshard_after_forward(reshards and index > 0, recurse=False)
+            reshard(model)
 
 
 def is_unsharded(model: nn.Module) -> bool:
     """Return True while ``unshard_params`` is active for ``model``."""
     return _UNSHARDED_ATTRIBUTE in unwrap_module(model).__dict__
-
-
-def _restore_shards(model: nn.Module) -> None:
-    unwrap_module(model).__dict__.pop(_UNSHARDED_ATTRIBUTE, None)
-    reshards = get_spec(model).strategy in ("full_shard", "hybrid_shard")
-    # The first unit is the root, which stays unsharded after its forward.
-    for index, unit in enumerate(units_of(model)):
-        unit.set_reshard_after_forward(reshards and index > 0, recurse=False)
-    reshard(model)
 
 
 def full_params(source: TrainState | Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
@@ -165,3 +171,105 @@ def _use_plain_inside_forward(plain_method: Any, unsharding_method: Any) -> Any:
         return (plain_method if is_in_forward(owner) else unsharding_method)(*args, **kwargs)
 
     return method
+
+
+def describe(model: nn.Module) -> str:
+    """Return a table of the model's units, with parameters, bytes, dtypes, placements and totals.
+
+    The table has one row per unit, a row for ignored parameters and a row for buffers. ``bytes`` counts full tensors. ``bytes
+    here`` counts the storage of this rank between steps. ``computed`` and ``reduced`` are the dtypes of forward and of gradient
+    reduction. A plain or replicated model without units is one row.
+
+    >>> import dtrain as dt
+    >>> print(dt.describe(torch.nn.Linear(2, 3)))
+    plain model
+    unit   class   tensors  parameters  bytes  bytes here  stored   computed  reduced  placement
+    model  Linear        2           9   36 B        36 B  float32  float32   -        whole
+    total                2           9   36 B        36 B
+
+    Collective: none. Host sync: none.
+    """
+    spec = get_spec(model)
+    rows = list(_unit_rows(model))
+    is_sharded = spec.mesh is not None
+    reducer = getattr(unwrap_module(model).__dict__.get(GRAD_SYNC_ATTRIBUTE), "reducer", None)
+    has_units = is_sharded and reducer is None
+    whole = {name: p for name, p in parameters_by_fqn(model)[0].items() if not has_units or name in spec.ignored_params}
+    unsharded = list(whole.values())
+    if unsharded:
+        label = ("ignored", "") if has_units else ("model", type(model).__name__)
+        reduced = _dtypes(unsharded) if is_sharded else "-"
+        if reducer is not None:
+            reduced = ", ".join({_short(reducer.reduce_dtype(name, param)): None for name, param in whole.items()})
+        rows.append(_row(*label, unsharded, computed=_dtypes(unsharded), reduced=reduced))
+    params = [*(p for group in fsdp_param_groups(model) for p in sharded_params(group)), *unsharded]
+    buffers = list(model.buffers())
+    if buffers:
+        rows.append(_row("buffers", "", buffers, computed="", reduced=_format_choices(spec) if is_sharded else "-"))
+    total = _row("total", "", [*params, *buffers], computed="", reduced="")
+    rows.append((*total[:6], "", "", "", ""))
+    if spec.mesh is None:
+        title = "plain model"
+    else:
+        shape = ", ".join(f"{name}={size}" for name, size in zip(spec.mesh.mesh_dim_names or (), spec.mesh.shape, strict=False))
+        title = f"{spec.strategy} over {format_count(spec.data_ranks, 'rank')} ({shape}), accumulate={spec.accumulate}"
+        title += f", buffers={_format_choices(spec)}"
+        title += ", offload=params" if spec.compute_device else ""
+    return "\n".join([title, *_table([_HEAD, *rows])])
+
+
+def _format_choices(spec: ShardSpec) -> str:
+    return ", ".join(dict.fromkeys(spec.buffers.values())) if isinstance(spec.buffers, Mapping) else spec.buffers or "broadcast"
+
+
+def _unit_rows(model: nn.Module) -> Iterable[tuple[str, ...]]:
+    modules = {id(module): (name or "model", type(module).__name__) for name, module in modules_by_fqn(model)}
+    for group in fsdp_param_groups(model):
+        labels = [modules.get(id(module), ("model", type(module).__name__)) for module in group.modules]
+        compute, reduce = compute_dtypes(group)
+        yield _row(
+            " + ".join(name for name, _ in labels),
+            " + ".join(kind.removeprefix("FSDP") for _, kind in labels),
+            sharded_params(group),
+            computed=_short(compute),
+            reduced=_short(reduce),
+        )
+
+
+def _row(name: str, kind: str, tensors: Sequence[Tensor], *, computed: str, reduced: str) -> tuple[str, ...]:
+    count = sum(tensor.numel() for tensor in tensors)
+    total = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    local = sum(to_local(tensor).numel() * tensor.element_size() for tensor in tensors)
+    places = ", ".join(dict.fromkeys(describe_placement(tensor) for tensor in tensors))
+    return (
+        name,
+        kind,
+        str(len(tensors)),
+        f"{count:,}",
+        format_bytes(total),
+        format_bytes(local),
+        _dtypes(tensors),
+        computed,
+        reduced,
+        places,
+    )
+
+
+def _dtypes(tensors: Sequence[Tensor]) -> str:
+    return ", ".join(dict.fromkeys(_short(tensor.dtype) for tensor in tensors))
+
+
+def _short(dtype: object) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _table(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    numbers = {2, 3, 4, 5}
+    return [
+        "  ".join(
+            cell.rjust(width) if column in numbers else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]

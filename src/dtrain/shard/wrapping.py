@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from dtrain.errors import ConfigError
 from dtrain.fqn import compile_patterns, modules_by_fqn, parameters_by_fqn
+from dtrain.shard.params import param_places
 
 BlockSelector: TypeAlias = "type[nn.Module] | str"
 Blocks: TypeAlias = "BlockSelector | Sequence[BlockSelector] | Callable[[str, nn.Module], bool]"
@@ -107,17 +108,31 @@ def select_blocks(model: nn.Module, blocks: Blocks, *, caller: str = "shard_mode
             is_match = _block_matcher(entry, caller)
             matches = [(name, module) for name, module in submodules if is_match(name, module)]
             if not matches and not is_match("", model):
+                label = entry.__name__ if isinstance(entry, type) else repr(entry)
                 raise ConfigError(
-                    f"{caller}: blocks names {_format_entry(entry)}, but the model has no such module. "
+                    f"{caller}: blocks names {label}, but the model has no such module. "
                     "Print the names with model.named_modules()."
                 )
             selected += matches
     for name, module in selected:
-        if isinstance(module, _CONTAINER_CLASSES) and not _has_forward(module):
+        has_forward = getattr(type(module).forward, "__name__", "") != "_forward_unimplemented"
+        if isinstance(module, _CONTAINER_CLASSES) and not has_forward:
             raise ConfigError(
                 f"{caller}: blocks selects {name!r}, a {type(module).__name__} without forward. Select its submodules."
             )
     return list({id(module): module for _, module in selected}.values())
+
+
+def select_some_blocks(model: nn.Module, blocks: Blocks, *, caller: str) -> list[nn.Module]:
+    """Return the modules as ``select_blocks`` does.
+
+    Raises:
+        ConfigError: as ``select_blocks``, or ``blocks`` selects no module, or only the model itself.
+    """
+    selected = select_blocks(model, blocks, caller=caller)
+    if not selected:
+        raise ConfigError(f"{caller}: {blocks=} selects no module inside the model. Pass for example blocks=(Block,).")
+    return selected
 
 
 def _block_matcher(entry: BlockSelector, caller: str) -> Callable[[str, nn.Module], bool]:
@@ -133,14 +148,6 @@ def _block_matcher(entry: BlockSelector, caller: str) -> Callable[[str, nn.Modul
     )
 
 
-def _format_entry(entry: BlockSelector) -> str:
-    return entry.__name__ if isinstance(entry, type) else repr(entry)
-
-
-def _has_forward(module: nn.Module) -> bool:
-    return getattr(type(module).forward, "__name__", "") != "_forward_unimplemented"
-
-
 def _join_tied_modules(
     model: nn.Module, selected: list[nn.Module], ignored_ids: set[int]
 ) -> tuple[list[nn.Module], list[tuple[nn.Module, ...]]]:
@@ -149,7 +156,8 @@ def _join_tied_modules(
     A joined unit may split the owners of another parameter, for example of a head with a tied weight and a bias of the parent.
     The search therefore repeats until no tied parameter spans two units. The outer of two nested modules represents both.
     """
-    owners = _owners_of_tied_params(model, ignored_ids)
+    places = [locations for param, locations in param_places(model) if id(param) not in ignored_ids]
+    owners = [list({id(module): module for _, module, _ in locations}.values()) for locations in places]
     single, joint = list(selected), list[tuple[nn.Module, ...]]()
     while True:
         home = _unit_of_each_module(model, [*((module,) for module in single), *joint])
@@ -161,27 +169,12 @@ def _join_tied_modules(
             return single, joint
         touched = {home[id(module)] for module in split_owners}
         joined = [*split_owners, *(module for group in joint if id(group[0]) in touched for module in group)]
-        outer = _outermost_modules(joined)
+        nested = {id(inner) for module in joined for inner in module.modules() if inner is not module}
+        outer = tuple({id(module): module for module in joined if id(module) not in nested}.values())
         within = {id(inner) for module in outer for inner in module.modules()}
         joint = [*(group for group in joint if id(group[0]) not in touched), outer]
         # A nested block with an owner would keep the parameter out of the joint unit.
         single = [unit for unit in single if id(unit) not in within or not any(module in joined for module in unit.modules())]
-
-
-def _owners_of_tied_params(model: nn.Module, ignored_ids: set[int]) -> list[list[nn.Module]]:
-    """Return, for each parameter with several owners, the owning modules."""
-    owners: dict[int, dict[int, nn.Module]] = {}
-    for _, module in modules_by_fqn(model):
-        for param in module._parameters.values():
-            if param is not None and id(param) not in ignored_ids:
-                owners.setdefault(id(param), {})[id(module)] = module
-    return [list(modules.values()) for modules in owners.values() if len(modules) > 1]
-
-
-def _outermost_modules(modules: list[nn.Module]) -> tuple[nn.Module, ...]:
-    """Return the modules that no other module in ``modules`` contains, without duplicates."""
-    inside = {id(inner) for module in modules for inner in module.modules() if inner is not module}
-    return tuple({id(module): module for module in modules if id(module) not in inside}.values())
 
 
 def _unit_of_each_module(model: nn.Module, units: list[tuple[nn.Module, ...]]) -> dict[int, int]:
@@ -202,10 +195,10 @@ def _check_dtypes(model: nn.Module, units: list[tuple[nn.Module, ...]], ignored_
     """Raise ``ConfigError`` for a unit with trainable parameters of several dtypes, which one collective cannot reduce."""
     home = _unit_of_each_module(model, units)
     dtypes_of_unit: dict[int, dict[torch.dtype, str]] = {}
-    for name, module in modules_by_fqn(model):
-        for key, param in module._parameters.items():
-            if param is not None and param.requires_grad and id(param) not in ignored_ids:
-                description = f"{name}.{key}".lstrip(".") + f" {str(param.dtype).removeprefix('torch.')}"
+    for param, places in param_places(model):
+        if param.requires_grad and id(param) not in ignored_ids:
+            for name, module, _ in places:
+                description = f"{name} {str(param.dtype).removeprefix('torch.')}"
                 dtypes_of_unit.setdefault(home[id(module)], {}).setdefault(param.dtype, description)
     for unit, dtypes in dtypes_of_unit.items():
         if len(dtypes) > 1:

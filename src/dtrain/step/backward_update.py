@@ -19,7 +19,7 @@ from dtrain.dist.context import current_context
 from dtrain.dist.dtensor import is_dtensor, to_local
 from dtrain.errors import ConfigError, StepError
 from dtrain.shard.grad_sync import grad_sync_of
-from dtrain.shard.param_hooks import check_no_hooks
+from dtrain.shard.params import check_no_hooks
 from dtrain.state import TrainState
 from dtrain.step.compose import Step, check_step_parts, wrap_grad, wrap_update
 from dtrain.step.microbatch_step import microbatch_step

@@ -20,7 +20,7 @@ from dtrain.dist.init import get_dist_info
 from dtrain.errors import ConfigError, StepError
 from dtrain.schedules.durations import RunLength
 from dtrain.schedules.hyperparameters import check_over_run
-from dtrain.shard.compile import time_compilation
+from dtrain.shard.activations import time_compilation
 from dtrain.state import TrainState, check_state, init_state
 from dtrain.step.microbatch_step import microbatch_step
 from dtrain.step.microbatches import BatchWatch, check_first_run

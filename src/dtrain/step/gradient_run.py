@@ -29,13 +29,12 @@ from dtrain.dist.step_sync import (
 )
 from dtrain.errors import ConfigError, StepError
 from dtrain.memory.device_memory import release_cached_memory
-from dtrain.shard.buffer_sync import BufferSync, buffer_sync_of
-from dtrain.shard.forward_writes import raise_if_written
+from dtrain.shard.buffers import BufferSync, buffer_sync_of
 from dtrain.shard.grad_sync import GradSync, grad_sync_of
-from dtrain.shard.model_units import ExchangeFn
-from dtrain.shard.param_hooks import raise_if_hooks_differ
-from dtrain.shard.replica_check import replica_check_of
+from dtrain.shard.params import raise_if_hooks_differ
+from dtrain.shard.replica_check import raise_if_written, replica_check_of
 from dtrain.shard.replicate import all_reduce_grads_
+from dtrain.shard.skipped_units import ExchangeFn
 from dtrain.state import TrainState, check_state
 from dtrain.step.metrics import add_names_of_peers
 from dtrain.step.microbatches import BatchWatch, Microbatches, check_first_run

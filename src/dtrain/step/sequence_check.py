@@ -25,7 +25,7 @@ from dtrain.dist.rng import RNGSnapshot, hash_rng_state
 from dtrain.errors import ConfigError, DtrainError, OutOfMemoryError
 from dtrain.fqn import modules_by_fqn
 from dtrain.shard.buffers import restore_buffers
-from dtrain.shard.ring_attention import count_attention_calls, ring_attention
+from dtrain.shard.model_parallel import count_attention_calls, ring_attention
 from dtrain.state import TrainState
 from dtrain.step.evaluate import auto_batch_eval
 from dtrain.typing import Batch, LossFn, LossSum, Plain

@@ -333,6 +333,31 @@ def add_mixin(module: nn.Module, mixin: type[AnyMixin]) -> AnyMixin | None:
     return module
 
 
+def mix_in(
+    model: nn.Module,
+    mixin: type[AnyMixin],
+    is_selected: Callable[[str, nn.Module], bool],
+    set_up: Callable[[AnyMixin, str], None] = lambda module, name: None,
+    *,
+    caller: str,
+) -> nn.Module:
+    """Add ``mixin`` to the selected modules that do not have it, call ``set_up(module, name)`` with each; return the model.
+
+    Mutates: the selected modules.
+
+    Raises:
+        ConfigError: as ``apply_policies``.
+    """
+
+    def policy(module: nn.Module, name: str) -> nn.Module | None:
+        mixed = add_mixin(module, mixin)
+        if mixed is not None:
+            set_up(mixed, name)
+        return mixed
+
+    return apply_policies(model, {is_selected: policy}, caller=caller).model
+
+
 def swap_class(module: nn.Module, kind: Any) -> nn.Module:
     """Set the class of ``module`` to ``kind``, a subclass of its class that stores nothing in ``__init__``; return the module.
 

@@ -10,14 +10,10 @@ from battery.row import Points, Row
 from dtrain.losses import soft_cross_entropy
 from dtrain.schedules.clock import Clock
 from dtrain.schedules.durations import Duration, RunLength
-from dtrain.transforms.batches.augmix import augmix, augmix_batch, jensen_shannon
-from dtrain.transforms.batches.colout import colout, colout_batch
-from dtrain.transforms.batches.cutmix import cutmix, cutmix_batch
-from dtrain.transforms.batches.cutout import cutout, cutout_batch
-from dtrain.transforms.batches.label_smoothing import label_smoothing, smooth_labels
-from dtrain.transforms.batches.mixup import mixup, mixup_batch
+from dtrain.transforms.batches.cutout import colout, colout_batch, cutout, cutout_batch
+from dtrain.transforms.batches.mixup import cutmix, cutmix_batch, label_smoothing, mixup, mixup_batch, smooth_labels
 from dtrain.transforms.batches.progressive_resizing import linear_growth, progressive_resizing, resize_batch
-from dtrain.transforms.batches.rand_augment import rand_augment, rand_augment_batch
+from dtrain.transforms.batches.rand_augment import augmix, augmix_batch, jensen_shannon, rand_augment, rand_augment_batch
 from dtrain.transforms.combinators import every
 
 SWAP = torch.tensor([1, 0])

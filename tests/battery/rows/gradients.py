@@ -12,10 +12,7 @@ import dtrain as dt
 from battery.row import Points, Row
 from dtrain.transforms.batches.selective_backprop import selective_backprop
 from dtrain.transforms.combinators import every, masked
-from dtrain.transforms.gradients.adaptive_clip import adaptive_clip
-from dtrain.transforms.gradients.centralize import centralize_gradients
-from dtrain.transforms.gradients.clip_by_norm import clip_by_norm
-from dtrain.transforms.gradients.clip_by_value import clip_by_value
+from dtrain.transforms.gradients.clipping import adaptive_clip, centralize_gradients, clip_by_norm, clip_by_value
 from dtrain.transforms.gradients.noise_scale import noise_scale
 from dtrain.transforms.gradients.nonfinite import nonfinite
 from dtrain.transforms.gradients.sam import sam

@@ -6,8 +6,7 @@ import torch
 
 import dtrain as dt
 from battery.row import Points, Row
-from dtrain.transforms.weights.diloco import diloco
-from dtrain.transforms.weights.local_sgd import local_sgd
+from dtrain.transforms.weights.local_sgd import diloco, local_sgd
 
 
 def _along_a_line(transform: dt.Transform, steps: int) -> list[float]:

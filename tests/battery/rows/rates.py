@@ -9,7 +9,7 @@ import dtrain as dt
 from battery.row import Points, Row
 from dtrain.optim.groups import ParamGroup, param_groups
 from dtrain.transforms.combinators import every
-from dtrain.transforms.hyperparameters.schedule_option import scale_option, set_option
+from dtrain.transforms.hyperparameters import scale_option, set_option
 
 
 def _warm() -> dt.typing.Schedule:

@@ -9,12 +9,10 @@ from torch import nn
 from torch.nn import functional
 
 from battery.surgery_row import Points, SurgeryRow, scalar
-from dtrain.surgery.attention.alibi import alibi
-from dtrain.surgery.attention.alibi_bias import alibi_bias, alibi_slopes
-from dtrain.surgery.dropout.gyro_dropout import drop_by_masks, gyro_dropout
-from dtrain.surgery.layers.gated_linear_units import GatedLinearUnit, gated_linear_units
-from dtrain.surgery.normalization.fused_norm import fused_layer_norm
-from dtrain.surgery.normalization.low_precision_norm import low_precision_group_norm, low_precision_layer_norm
+from dtrain.surgery.attention import alibi, alibi_bias, alibi_slopes
+from dtrain.surgery.dropout import drop_by_masks, gyro_dropout
+from dtrain.surgery.layers import GatedLinearUnit, gated_linear_units
+from dtrain.surgery.normalization import fused_layer_norm, low_precision_group_norm, low_precision_layer_norm
 
 LENGTH, TOKENS, DIM = 6, 11, 8
 

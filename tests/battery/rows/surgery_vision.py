@@ -9,13 +9,18 @@ import torch
 from torch import nn
 
 from battery.surgery_row import Points, SurgeryRow
-from dtrain.surgery.dropout.stochastic_depth import drop_rates, drop_samples, stochastic_depth
-from dtrain.surgery.layers.blur_pool import blur_2d, blur_kernel, blur_pool
-from dtrain.surgery.layers.channels_last import channels_last
-from dtrain.surgery.layers.factorize import factorize, factorize_matrix
-from dtrain.surgery.layers.squeeze_excite import squeeze_excite
-from dtrain.surgery.layers.weight_standardization import standardize_weight, weight_standardization
-from dtrain.surgery.normalization.ghost_batch_norm import ghost_batch_norm
+from dtrain.surgery.convolutions import (
+    blur_2d,
+    blur_kernel,
+    blur_pool,
+    channels_last,
+    squeeze_excite,
+    standardize_weight,
+    weight_standardization,
+)
+from dtrain.surgery.dropout import drop_rates, drop_samples, stochastic_depth
+from dtrain.surgery.layers import factorize, factorize_matrix
+from dtrain.surgery.normalization import ghost_batch_norm
 
 
 class Block(nn.Module):

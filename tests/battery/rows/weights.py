@@ -11,9 +11,8 @@ import dtrain as dt
 from battery.row import Points, Row
 from dtrain.step.compose import compose_step
 from dtrain.transforms.combinators import every, masked
-from dtrain.transforms.weights.ema import ema
+from dtrain.transforms.weights.averaging import ema, swa
 from dtrain.transforms.weights.freeze import freeze, freeze_layers
-from dtrain.transforms.weights.swa import swa
 
 FALLING = dt.mean_loss(lambda model, x: model(x).sum() / len(x), weight=len)  # on ones, every gradient is 1
 

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from dtrain.errors import ConfigError
-from dtrain.transforms.batches.augmix import AUGMIX_OPERATIONS, augmix, augmix_batch
+from dtrain.transforms.batches.rand_augment import AUGMIX_OPERATIONS, augmix, augmix_batch
 
 
 def generator(seed: int = 0) -> torch.Generator:

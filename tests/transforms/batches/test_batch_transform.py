@@ -7,14 +7,10 @@ from torch import nn
 
 import dtrain as dt
 from dtrain.errors import ConfigError
-from dtrain.transforms.batches.augmix import augmix
-from dtrain.transforms.batches.colout import colout, colout_batch
-from dtrain.transforms.batches.cutmix import cutmix_batch
-from dtrain.transforms.batches.cutout import cutout
-from dtrain.transforms.batches.label_smoothing import label_smoothing
-from dtrain.transforms.batches.mixup import mixup_batch
+from dtrain.transforms.batches.cutout import colout, colout_batch, cutout
+from dtrain.transforms.batches.mixup import cutmix_batch, label_smoothing, mixup_batch
 from dtrain.transforms.batches.progressive_resizing import progressive_resizing
-from dtrain.transforms.batches.rand_augment import rand_augment
+from dtrain.transforms.batches.rand_augment import augmix, rand_augment
 
 
 class Pair(NamedTuple):

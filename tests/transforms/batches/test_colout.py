@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from dtrain.errors import ConfigError
-from dtrain.transforms.batches.colout import colout, colout_batch
+from dtrain.transforms.batches.cutout import colout, colout_batch
 
 
 def generator(seed: int = 0) -> torch.Generator:

@@ -2,9 +2,8 @@ import pytest
 import torch
 
 from dtrain.errors import ConfigError
-from dtrain.transforms.batches.cutmix import cutmix, cutmix_batch
 from dtrain.transforms.batches.image_ops import box_area_fraction, box_mask, sample_boxes
-from dtrain.transforms.batches.mixup import mixup_batch
+from dtrain.transforms.batches.mixup import cutmix, cutmix_batch, mixup_batch
 
 
 def generator(seed: int = 0) -> torch.Generator:

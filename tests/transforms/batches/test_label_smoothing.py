@@ -6,7 +6,7 @@ import dtrain as dt
 from dtrain.errors import ConfigError
 from dtrain.losses import soft_cross_entropy
 from dtrain.transforms.batches.batch_transform import as_probabilities
-from dtrain.transforms.batches.label_smoothing import label_smoothing, smooth_labels
+from dtrain.transforms.batches.mixup import label_smoothing, smooth_labels
 
 HALF = torch.tensor([[0.5, 0.5, 0.0, 0.0]])
 

@@ -7,8 +7,7 @@ import dtrain as dt
 from dtrain.errors import ConfigError
 from dtrain.losses import soft_cross_entropy
 from dtrain.transforms.batches.batch_transform import mix_rows
-from dtrain.transforms.batches.label_smoothing import label_smoothing
-from dtrain.transforms.batches.mixup import mixup, mixup_batch
+from dtrain.transforms.batches.mixup import label_smoothing, mixup, mixup_batch
 
 
 def generator(seed: int = 0) -> torch.Generator:

@@ -10,7 +10,7 @@ from battery.layouts import LAYOUTS, largest_differences, params, placed
 from battery.rows.gradients import line
 from dtrain.errors import ConfigError
 from dtrain.testing import count_collectives
-from dtrain.transforms.gradients.adaptive_clip import adaptive_clip, clip_grad_adaptive_
+from dtrain.transforms.gradients.clipping import adaptive_clip, clip_grad_adaptive_
 
 ROUNDING = 1e-14  # of float64 numbers up to ten
 

@@ -6,7 +6,7 @@ import torch
 from battery.layouts import largest_differences, params
 from battery.rows.gradients import line
 from dtrain.transforms.combinators import masked
-from dtrain.transforms.gradients.centralize import centralize_gradients, centralize_gradients_
+from dtrain.transforms.gradients.clipping import centralize_gradients, centralize_gradients_
 
 ROUNDING = 1e-14  # of float64 numbers up to ten
 

@@ -6,7 +6,7 @@ import torch
 from battery.layouts import largest_differences, params
 from battery.rows.gradients import line
 from dtrain.errors import ConfigError
-from dtrain.transforms.gradients.clip_by_value import clip_by_value, clip_grad_value_
+from dtrain.transforms.gradients.clipping import clip_by_value, clip_grad_value_
 
 
 def test_clip_by_value_matches_torch():

@@ -11,8 +11,7 @@ from dtrain.dist.mesh import build_mesh
 from dtrain.shard.fsdp import shard_model
 from dtrain.state import init_state
 from dtrain.step.microbatch_step import microbatch_step
-from dtrain.transforms.gradients.adaptive_clip import clip_grad_adaptive_
-from dtrain.transforms.gradients.centralize import centralize_gradients_
+from dtrain.transforms.gradients.clipping import centralize_gradients_, clip_grad_adaptive_
 from dtrain.transforms.gradients.sam import perturb_params_, restore_params_
 from helpers.gpt import Block
 from shard.parallel import PLANS, degrees, loss_fn, make, share

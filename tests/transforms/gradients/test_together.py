@@ -10,9 +10,7 @@ from torch import nn
 
 import dtrain as dt
 from dtrain.transforms.batches.selective_backprop import selective_backprop
-from dtrain.transforms.gradients.adaptive_clip import adaptive_clip
-from dtrain.transforms.gradients.centralize import centralize_gradients
-from dtrain.transforms.gradients.clip_by_value import clip_by_value
+from dtrain.transforms.gradients.clipping import adaptive_clip, centralize_gradients, clip_by_value
 from dtrain.transforms.gradients.noise_scale import noise_scale
 from dtrain.transforms.gradients.nonfinite import nonfinite
 from dtrain.transforms.gradients.sam import sam

@@ -8,8 +8,7 @@ import dtrain as dt
 from dtrain.errors import ConfigError
 from dtrain.optim.groups import ParamGroup, param_groups
 from dtrain.schedules.curves import linear
-from dtrain.transforms.hyperparameters.scale_lr import scale_lr
-from dtrain.transforms.hyperparameters.schedule_option import scale_option, set_option
+from dtrain.transforms.hyperparameters import scale_lr, scale_option, set_option
 
 LOSS = dt.mean_loss(lambda model, batch: model(batch).sum() / len(batch), weight=len)
 BATCH = torch.ones(2, 3)

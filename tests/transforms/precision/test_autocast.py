@@ -16,7 +16,7 @@ from dtrain.errors import ConfigError
 from dtrain.memory.live_tensors import LiveBytes
 from dtrain.shard.precision import Precision
 from dtrain.step.transform import Transform
-from dtrain.transforms.precision.autocast import autocast
+from dtrain.transforms.precision import autocast
 
 DIM, SAMPLES, SIDE = 4, 8, 128
 LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}

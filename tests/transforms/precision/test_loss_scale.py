@@ -21,8 +21,7 @@ from dtrain.step.auto_microbatch import auto_microbatch
 from dtrain.step.optimizer import all_finite
 from dtrain.step.transform import StepContext, Transform
 from dtrain.testing import count_collectives, count_host_syncs
-from dtrain.transforms.precision.autocast import autocast
-from dtrain.transforms.precision.loss_scale import LossScaleRule, loss_scale
+from dtrain.transforms.precision import LossScaleRule, autocast, loss_scale
 
 DIM, SAMPLES = 4, 8
 STRATEGIES = ["full_shard", "shard_grad_op", "hybrid_shard", "replicate"]

@@ -8,8 +8,7 @@ import dtrain as dt
 from dtrain.dist.dtensor import full_tensor, to_local
 from dtrain.errors import ConfigError, StaleStateError
 from dtrain.transforms.combinators import masked
-from dtrain.transforms.weights.averaging import load_average_, use_average
-from dtrain.transforms.weights.ema import ema
+from dtrain.transforms.weights.averaging import ema, load_average_, use_average
 from falling import BATCH, LOSS, average, begin, take, weight
 
 

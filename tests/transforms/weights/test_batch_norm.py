@@ -10,9 +10,8 @@ from torch.optim.swa_utils import update_bn
 import dtrain as dt
 from dtrain.dist.init import get_dist_info
 from dtrain.errors import StepError
-from dtrain.transforms.weights.averaging import use_average
+from dtrain.transforms.weights.averaging import ema, use_average
 from dtrain.transforms.weights.batch_norm import update_batch_norm_
-from dtrain.transforms.weights.ema import ema
 from falling import LOSS
 
 SIZES = [5, 7, 4]

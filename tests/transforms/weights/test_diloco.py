@@ -18,8 +18,7 @@ from dtrain.shard.fsdp import shard_model
 from dtrain.step.compose import compose_step
 from dtrain.testing.counters import count_collectives
 from dtrain.transforms.combinators import between, masked
-from dtrain.transforms.weights.diloco import diloco, outer_step_
-from dtrain.transforms.weights.local_sgd import join_replicas, local_sgd
+from dtrain.transforms.weights.local_sgd import diloco, join_replicas, local_sgd, outer_step_
 from shard.copies import (
     ADAMW,
     MOMENTUM,

@@ -13,7 +13,7 @@ from dtrain.dist.dtensor import full_tensor
 from dtrain.errors import ConfigError
 from dtrain.schedules.durations import RunLength
 from dtrain.testing import count_collectives
-from dtrain.transforms.weights.ema import ema, update_ema_
+from dtrain.transforms.weights.averaging import ema, update_ema_
 from falling import BATCH, LOSS, average, begin, take, weight
 
 

@@ -28,10 +28,9 @@ from dtrain.step.microbatch_step import microbatch_step
 from dtrain.step.optimizer import apply_gradients
 from dtrain.testing.counters import count_collectives, count_host_syncs
 from dtrain.transforms.combinators import between, masked
-from dtrain.transforms.gradients.clip_by_norm import clip_by_norm
-from dtrain.transforms.weights.diloco import diloco
-from dtrain.transforms.weights.ema import ema
-from dtrain.transforms.weights.local_sgd import average_replicas_, join_replicas, local_sgd, split_replicas
+from dtrain.transforms.gradients.clipping import clip_by_norm
+from dtrain.transforms.weights.averaging import ema
+from dtrain.transforms.weights.local_sgd import average_replicas_, diloco, join_replicas, local_sgd, split_replicas
 from dtrain.typing import LossSum
 from shard.copies import (
     ADAMW,

@@ -11,9 +11,7 @@ from torch.optim.swa_utils import SWALR, AveragedModel
 import dtrain as dt
 from dtrain.errors import ConfigError
 from dtrain.schedules.durations import RunLength
-from dtrain.transforms.weights.averaging import use_average
-from dtrain.transforms.weights.ema import ema
-from dtrain.transforms.weights.swa import swa, update_swa_
+from dtrain.transforms.weights.averaging import ema, swa, update_swa_, use_average
 from falling import BATCH, average, begin, take, weight
 
 

@@ -14,18 +14,18 @@ from typing import TYPE_CHECKING
 from dtrain.lazy_imports import attach
 
 if TYPE_CHECKING:
-    from dtrain.schedules.composer.decays import constant as constant
-    from dtrain.schedules.composer.decays import cosine as cosine
-    from dtrain.schedules.composer.decays import cosine_warm_restarts as cosine_warm_restarts
-    from dtrain.schedules.composer.decays import exponential as exponential
-    from dtrain.schedules.composer.decays import linear as linear
-    from dtrain.schedules.composer.decays import multi_step as multi_step
-    from dtrain.schedules.composer.decays import polynomial as polynomial
-    from dtrain.schedules.composer.decays import step as step
-    from dtrain.schedules.composer.warmups import constant_with_warmup as constant_with_warmup
-    from dtrain.schedules.composer.warmups import cosine_with_warmup as cosine_with_warmup
-    from dtrain.schedules.composer.warmups import linear_with_warmup as linear_with_warmup
-    from dtrain.schedules.composer.warmups import multi_step_with_warmup as multi_step_with_warmup
-    from dtrain.schedules.composer.warmups import polynomial_with_warmup as polynomial_with_warmup
+    from dtrain.schedules.composer.schedulers import constant as constant
+    from dtrain.schedules.composer.schedulers import constant_with_warmup as constant_with_warmup
+    from dtrain.schedules.composer.schedulers import cosine as cosine
+    from dtrain.schedules.composer.schedulers import cosine_warm_restarts as cosine_warm_restarts
+    from dtrain.schedules.composer.schedulers import cosine_with_warmup as cosine_with_warmup
+    from dtrain.schedules.composer.schedulers import exponential as exponential
+    from dtrain.schedules.composer.schedulers import linear as linear
+    from dtrain.schedules.composer.schedulers import linear_with_warmup as linear_with_warmup
+    from dtrain.schedules.composer.schedulers import multi_step as multi_step
+    from dtrain.schedules.composer.schedulers import multi_step_with_warmup as multi_step_with_warmup
+    from dtrain.schedules.composer.schedulers import polynomial as polynomial
+    from dtrain.schedules.composer.schedulers import polynomial_with_warmup as polynomial_with_warmup
+    from dtrain.schedules.composer.schedulers import step as step
 
 __getattr__, __dir__ = attach(__name__, __file__)

@@ -70,12 +70,18 @@ def resize_batch(
 
     def resize(images: Tensor) -> Tensor:
         height, width = images.shape[-2:]
-        size = [side if scale == 1 else _scaled_side(side, scale, size_increment) for side in (height, width)]
+        scaled = [size_increment * round(scale * side / size_increment) for side in (height, width)]
+        size = [min(side, max(size_increment, new)) for side, new in zip((height, width), scaled, strict=True)]
+        size = [height, width] if scale == 1 else size
         if size == [height, width]:
             return images
         if method == "crop":
             limits = (height - size[0], width - size[1])
-            top, left = offset if offset is not None else _draw_offset(generator, limits)
+            if offset is None:
+                rng = host_random(generator, "progressive_resizing", "offset=")
+                top, left = rng.randint(0, limits[0]), rng.randint(0, limits[1])
+            else:
+                top, left = offset
             if not (0 <= top <= limits[0] and 0 <= left <= limits[1]):
                 raise ConfigError(
                     f"progressive_resizing: offset must be at least 0 and at most {limits}, got {offset=}. Lower offset."
@@ -194,15 +200,6 @@ def linear_growth(initial_scale: float, start: Duration, end: Duration) -> Calla
         return initial_scale + (1.0 - initial_scale) * progress
 
     return scale
-
-
-def _scaled_side(side: int, scale: float, increment: int) -> int:
-    return min(side, max(increment, increment * round(scale * side / increment)))
-
-
-def _draw_offset(generator: torch.Generator | None, limits: tuple[int, int]) -> tuple[int, int]:
-    rng = host_random(generator, "progressive_resizing", "offset=")
-    return rng.randint(0, limits[0]), rng.randint(0, limits[1])
 
 
 def _check(scale: float, size_increment: int, method: str) -> None:

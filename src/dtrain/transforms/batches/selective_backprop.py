@@ -26,7 +26,7 @@ from dtrain.dist.incident import report_missing_ranks
 from dtrain.errors import ConfigError
 from dtrain.schedules.durations import Duration, parse_window
 from dtrain.schedules.hyperparameters import hyperparameter
-from dtrain.shard.buffers import BufferSnapshot
+from dtrain.shard.buffers import restore_buffers
 from dtrain.shard.grad_sync import grad_sync_of
 from dtrain.shard.unshard import is_unsharded, reshard
 from dtrain.state import TrainState
@@ -293,14 +293,12 @@ def _forward_only(model: nn.Module) -> Iterator[None]:
     The forwards use the current parameters, even if an earlier forward left unsharded copies. Random generators are not
     restored.
     """
-    unsharded, buffers = is_unsharded(model), BufferSnapshot(model)
-    buffers.capture()
+    unsharded = is_unsharded(model)
     if not unsharded:
         reshard(model)
     try:
-        with torch.no_grad():
+        with torch.no_grad(), restore_buffers(model):
             yield
     finally:
         if not unsharded:
             reshard(model)
-        buffers.restore()

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 from torch import Tensor
 
@@ -15,7 +12,7 @@ from dtrain.dist.rng import RNGSnapshot
 from dtrain.errors import ConfigError
 from dtrain.schedules.durations import Duration
 from dtrain.schedules.hyperparameters import hyperparameter
-from dtrain.shard.buffers import BufferSnapshot
+from dtrain.shard.buffers import restore_buffers
 from dtrain.state import TrainState
 from dtrain.step.metrics import unit_weight
 from dtrain.step.transform import GradFn, Transform
@@ -148,8 +145,12 @@ def noise_scale(
             if half is None or isinstance(half, FailedBatch):
                 state, metrics = inner(state, batch if half is None else half, microbatch_size=microbatch_size)
                 return state, {**metrics, **_noise_scale_metric(state)}
-            with _restore_rng_and_buffers(state):
-                state, _ = inner(state, half, microbatch_size=microbatch_size)
+            rng = RNGSnapshot()
+            try:
+                with restore_buffers(state.model):
+                    state, _ = inner(state, half, microbatch_size=microbatch_size)
+            finally:
+                rng.restore()
             part = _collect_grads(state)
             state, metrics = inner(state, batch, microbatch_size=microbatch_size)
             estimates = estimate_noise_and_signal(
@@ -161,18 +162,6 @@ def noise_scale(
         return grad_fn
 
     return Transform(name=_NAME, init=init, grad=grad, hyperparameters=(decay_at,))
-
-
-@contextmanager
-def _restore_rng_and_buffers(state: TrainState) -> Iterator[None]:
-    """Restore the random generators and the buffers of the model after the block."""
-    rng, buffers = RNGSnapshot(), BufferSnapshot(state.model)
-    buffers.capture()
-    try:
-        yield
-    finally:
-        buffers.restore()
-        rng.restore()
 
 
 def _take_half(state: TrainState, batch: Batch, spec: BatchSpec | None) -> tuple[Batch | None, int]:

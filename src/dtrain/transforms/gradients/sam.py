@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -159,24 +158,19 @@ def sam(
                 return inner(state, batch, microbatch_size=microbatch_size)
             now = rho_at(state.clock)
             state, metrics = inner(state, batch, microbatch_size=microbatch_size)
-            with _perturb_params(state, now, adaptive=adaptive, eta=eta), restore_buffers(state.model):
-                state, _ = inner(state, batch, microbatch_size=microbatch_size)
+            params, saved = state.params, perturb_params_(state.params, now, adaptive=adaptive, eta=eta)
+            try:
+                with restore_buffers(state.model):
+                    state, _ = inner(state, batch, microbatch_size=microbatch_size)
+            finally:
+                # A forward outside of the step leaves unsharded copies of the moved parameters. Free the copies.
+                grad_sync_of(state.model).reshard()
+                restore_params_(params, saved)
             return state, metrics
 
         return grad_fn
 
     return Transform(name="sam", grad=grad, hyperparameters=(rho_at,))
-
-
-@contextmanager
-def _perturb_params(state: TrainState, rho: float, *, adaptive: bool, eta: float) -> Iterator[None]:
-    saved = perturb_params_(state.params, rho, adaptive=adaptive, eta=eta)
-    try:
-        yield
-    finally:
-        # A forward outside of the step leaves unsharded copies of the moved parameters. Free the copies.
-        grad_sync_of(state.model).reshard()
-        restore_params_(state.params, saved)
 
 
 def _add_scaled_(tensors: Sequence[Tensor], others: Sequence[Tensor], factor: Tensor) -> None:

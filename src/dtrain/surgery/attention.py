@@ -5,17 +5,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Container, Mapping
 from typing import Any
 
 import torch
-from einops import repeat
+from einops import rearrange, repeat
 from torch import Tensor, nn
 
 from dtrain.arguments import check_int
 from dtrain.errors import ConfigError
 from dtrain.fqn import compile_patterns, modules_by_fqn
-from dtrain.surgery.attention.alibi_bias import add_alibi_bias, alibi_bias
 from dtrain.surgery.replace import (
     Mixin,
     ModuleSelector,
@@ -26,6 +26,9 @@ from dtrain.surgery.replace import (
     find_imported_class,
     swap_class,
 )
+
+_CALLER = "alibi"
+_BERT_MODULE, _GPT2_MODULE = "transformers.models.bert.modeling_bert", "transformers.models.gpt2.modeling_gpt2"
 
 
 class ZeroPositionEmbedding(nn.Module):
@@ -97,7 +100,11 @@ def alibi(
     check_plain_model(model, _CALLER)
     if max_length is not None:
         check_int(_CALLER, "max_length", max_length)
-    heads = {**_default_attentions(), **(attentions or {})}
+    known = {
+        find_imported_class(_BERT_MODULE, "BertSelfAttention"): "num_attention_heads",
+        find_imported_class(_GPT2_MODULE, "GPT2Attention"): "num_heads",
+    }
+    heads = {**{kind: attribute for kind, attribute in known.items() if kind is not None}, **(attentions or {})}
     _check_implementation(model)
     named = _match_position_modules(model, positions)
     cross_attention = {id(layer.multihead_attn) for layer in model.modules() if isinstance(layer, nn.TransformerDecoderLayer)}
@@ -115,18 +122,6 @@ def alibi(
     if max_length is not None:
         _resize_position_buffers_(model, max_length)
     return model
-
-
-_CALLER = "alibi"
-_BERT_MODULE, _GPT2_MODULE = "transformers.models.bert.modeling_bert", "transformers.models.gpt2.modeling_gpt2"
-
-
-def _default_attentions() -> dict[type[nn.Module], str]:
-    attributes = {
-        find_imported_class(_BERT_MODULE, "BertSelfAttention"): "num_attention_heads",
-        find_imported_class(_GPT2_MODULE, "GPT2Attention"): "num_heads",
-    }
-    return {kind: attribute for kind, attribute in attributes.items() if kind is not None}
 
 
 def _check_implementation(model: nn.Module) -> None:
@@ -301,3 +296,113 @@ def _to_additive_mask(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     if mask is None or mask.dtype != torch.bool:
         return mask
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(mask, -torch.inf)
+
+
+def alibi_slopes(heads: int, *, device: torch.device | str | None = None) -> Tensor:
+    """Return the ALiBi slope of each head: float32 ``[heads]``.
+
+    Formula: ``2 ** (-8 * h / heads)``, ``h = 1 ... heads``, for a power of two; else the slopes of the next lower power of two,
+    then every second slope of twice that power, from the first on.
+
+    Host sync: none.
+
+    Example:
+        >>> import dtrain as dt
+        >>> dt.surgery.alibi_slopes(4).tolist()
+        [0.25, 0.0625, 0.015625, 0.00390625]
+        >>> dt.surgery.alibi_slopes(3).tolist()
+        [0.0625, 0.00390625, 0.25]
+
+    Raises:
+        ConfigError: ``heads`` is not an integer >= 1.
+
+    Source: Press et al. 2022, arXiv:2108.12409, section 3; other numbers of heads as in the authors' code.
+    """
+    check_int("alibi_slopes", "heads", heads)
+    power = 2 ** int(math.log2(heads))
+    first = torch.arange(1, power + 1, device=device) * (-8.0 / power)
+    rest = (2 * torch.arange(heads - power, device=device) + 1) * (-4.0 / power)
+    return torch.exp2(torch.cat([first, rest]))
+
+
+def alibi_bias(
+    heads: int,
+    length: int,
+    keys: int | None = None,
+    *,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """Return the ALiBi bias that is added to attention scores: ``[heads, length, keys]``.
+
+    The bias is symmetric, for bidirectional attention. A causal mask hides later tokens. Use the bias in a custom model as
+    ``scaled_dot_product_attention(q, k, v, attn_mask=dt.surgery.alibi_bias(heads, length) + causal_mask)``.
+
+    Formula: ``bias[h, i, j] = -slope[h] * abs(i + keys - length - j)``
+
+    Args:
+        heads: number of attention heads.
+        length: number of queries, at the last positions of the keys.
+        keys: number of keys; None uses ``length``.
+        device: device of the result.
+        dtype: dtype of the result; the computation uses float32.
+
+    Host sync: none.
+
+    Example:
+        >>> import dtrain as dt
+        >>> dt.surgery.alibi_bias(2, 3)[0].tolist()  # slope 1/16
+        [[-0.0, -0.0625, -0.125], [-0.0625, -0.0, -0.0625], [-0.125, -0.0625, -0.0]]
+        >>> dt.surgery.alibi_bias(2, 1, 3)[1].tolist()  # slope 1/256
+        [[-0.0078125, -0.00390625, -0.0]]
+
+    Raises:
+        ConfigError: ``heads`` is not an integer >= 1.
+
+    Source: Press et al. 2022, arXiv:2108.12409, section 3.
+    """
+    num_keys = length if keys is None else keys
+    queries = torch.arange(num_keys - length, num_keys, device=device)
+    distance = (rearrange(queries, "q -> q 1") - torch.arange(num_keys, device=device)).abs()
+    return (-rearrange(alibi_slopes(heads, device=device), "h -> h 1 1") * distance).to(dtype)
+
+
+def add_alibi_bias(mask: Tensor | None, bias: Tensor, *, causal: bool) -> Tensor:
+    """Add an ALiBi bias to an attention mask: returns an additive float mask ``[batch or 1, heads, length, keys]``.
+
+    Formula: ``bias`` for visible tokens, the minimum of the dtype for hidden tokens
+
+    Args:
+        mask: ``[batch, 1 or heads, length or 1, keys]`` of bools (True is visible) or floats (additive); None hides nothing.
+        bias: bias from ``alibi_bias``.
+        causal: if True and ``mask`` is None, hide later tokens.
+
+    Example:
+        >>> import dtrain as dt
+        >>> mask, bias = torch.tensor([[[[True, False]]]]), dt.surgery.alibi_bias(1, 1, 2) - 2.0
+        >>> dt.surgery.add_alibi_bias(mask, bias, causal=False).tolist()
+        [[[[-2.00390625, -3.4028234663852886e+38]]]]
+
+    Raises:
+        ConfigError: a mask of another type, or with another number of keys.
+
+    Source: Press et al. 2022, arXiv:2108.12409, section 3.
+    """
+    least = torch.finfo(bias.dtype).min
+    length, keys = bias.shape[-2:]
+    if mask is None:
+        if causal:
+            visible = torch.ones(length, keys, dtype=torch.bool, device=bias.device).tril(keys - length)
+            bias = torch.where(visible, bias, least)
+        return bias.unsqueeze(0)
+    if not isinstance(mask, Tensor) or mask.ndim != 4 or not (mask.dtype == torch.bool or mask.is_floating_point()):
+        actual = f"{mask.dtype} {list(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
+        raise ConfigError(
+            f"alibi: mask must be a bool or float tensor [batch, heads, length, keys], got {actual}. Use sdpa or eager."
+        )
+    if mask.shape[-1] != keys:
+        raise ConfigError(f"alibi: mask must have {keys} keys, got {mask.shape[-1]}. Do not use caches of a fixed size.")
+    if mask.dtype == torch.bool:
+        return torch.where(mask, bias, least)
+    # The sum may be below the range of the dtype.
+    return (mask + bias).clamp(min=least)

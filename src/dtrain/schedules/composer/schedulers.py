@@ -1,6 +1,8 @@
-"""Composer's schedulers without a warm-up.
+"""Composer's schedulers, without and with a linear warm-up from 0.
 
-``parse_lengths`` converts the durations of a scheduler to one unit: a count of the clock that all share, or steps.
+``parse_lengths`` converts the durations of a scheduler to one unit: a count of the clock that all share, or steps. After a
+warm-up the decay ends at ``t_max``, as in Composer's code. Composer's documentation instead divides by ``t_max`` after the
+warm-up.
 """
 
 from __future__ import annotations
@@ -13,13 +15,12 @@ from typing import TypeAlias
 
 from dtrain.arguments import check_number
 from dtrain.errors import ConfigError
-from dtrain.schedules import curves, phases
+from dtrain.schedules import curves
 from dtrain.schedules.durations import Duration, RunLength
 from dtrain.schedules.hyperparameters import STEP_UNIT, attach_unit, check_sequence
 from dtrain.typing import Schedule
 
 Length: TypeAlias = "Duration | int | str"
-
 # Units of the clock that need no conversion to steps. Epochs are excluded, because the clock counts whole epochs only.
 _COUNTED_UNITS = ("sp", "tok", "sec")
 
@@ -211,7 +212,7 @@ def cosine_warm_restarts(run_length: RunLength, t_0: Length, t_mult: float = 1.0
     check_number(caller, "alpha_f", alpha_f)
     check_number(caller, "t_mult", t_mult, minimum=1)
     first = parse_lengths(caller, run_length, {"t_0": t_0})
-    return first.to_schedule(phases.cosine_restarts(1.0, alpha_f, first["t_0"], multiplier=t_mult))
+    return first.to_schedule(curves.cosine_restarts(1.0, alpha_f, first["t_0"], multiplier=t_mult))
 
 
 def polynomial(run_length: RunLength, power: float, t_max: Length = "1dur", alpha_f: float = 0.0) -> Schedule:
@@ -313,3 +314,160 @@ def multi_step(run_length: RunLength, milestones: Sequence[Length], gamma: float
 def _check_gamma(caller: str, gamma: float) -> None:
     advice = "For a growth use dt.schedules.step_decay or dt.schedules.exponential with end=."
     check_number(caller, "gamma", gamma, above=0, maximum=1, advice=advice)
+
+
+def constant_with_warmup(run_length: RunLength, t_warmup: Length, alpha: float = 1.0, t_max: Length = "1dur") -> Schedule:
+    """Return a linear warm-up from 0 to ``alpha`` at ``t_warmup``, then ``alpha`` before ``t_max``, and 1 from ``t_max`` on.
+
+    Formula: ``alpha * t / t_warmup`` for ``t < t_warmup``, ``alpha`` for ``t < t_max``, else ``1.0``
+
+    Example:
+        >>> import dtrain as dt
+        >>> schedule = dt.schedules.composer.constant_with_warmup(
+        ...     dt.schedules.RunLength(total="10ba"), "4ba", 0.5
+        ... )
+        >>> [schedule(t) for t in (0, 2, 4, 9)]
+        [0.0, 0.25, 0.5, 0.5]
+
+    Raises:
+        ConfigError: ``run_length`` cannot convert a length, the warm-up does not end before ``t_max``, or ``alpha`` is not a
+            finite number.
+
+    Source: Composer, ``ConstantWithWarmupScheduler``.
+    """
+    caller = "composer.constant_with_warmup"
+    check_number(caller, "alpha", alpha)
+    times = _warmup_and_total(caller, run_length, t_warmup, t_max)
+    end = times["t_max"]
+    return times.to_schedule(curves.warmup(lambda t: alpha if t < end else 1.0, times["t_warmup"]))
+
+
+def linear_with_warmup(
+    run_length: RunLength, t_warmup: Length, alpha_i: float = 1.0, alpha_f: float = 0.0, t_max: Length = "1dur"
+) -> Schedule:
+    """Return a linear warm-up from 0 to ``alpha_i`` at ``t_warmup``, then a straight line to ``alpha_f`` at ``t_max``.
+
+    Formula: ``alpha_i * t / t_warmup`` for ``t < t_warmup``, else ``alpha_i + (alpha_f - alpha_i) * tau``, where
+    ``tau = min(1, (t - t_warmup) / (t_max - t_warmup))``
+
+    Example:
+        >>> import dtrain as dt
+        >>> schedule = dt.schedules.composer.linear_with_warmup(
+        ...     dt.schedules.RunLength(total="100ba"), "20ba"
+        ... )
+        >>> [schedule(t) for t in (0, 10, 20, 60, 100)]
+        [0.0, 0.5, 1.0, 0.5, 0.0]
+
+    Raises:
+        ConfigError: ``run_length`` cannot convert a length, the warm-up does not end before ``t_max``, a factor is not finite,
+            or the run continues with a factor of 0.
+
+    Source: Composer, ``LinearWithWarmupScheduler``.
+    """
+    caller = "composer.linear_with_warmup"
+    times = _warmup_and_total(caller, run_length, t_warmup, t_max)
+    check_covers_run(caller, run_length, t_max, alpha_i, alpha_f)
+    return _prepend_warmup(times, curves.linear(alpha_i, alpha_f, _decay_length(times)))
+
+
+def cosine_with_warmup(run_length: RunLength, t_warmup: Length, t_max: Length = "1dur", alpha_f: float = 0.0) -> Schedule:
+    """Return a linear warm-up from 0 to 1 at ``t_warmup``, then a half cosine to ``alpha_f`` at ``t_max``.
+
+    Formula: ``t / t_warmup`` for ``t < t_warmup``, else ``alpha_f + (1 - alpha_f) * (1 + cos(pi * tau)) / 2``, where
+    ``tau = min(1, (t - t_warmup) / (t_max - t_warmup))``
+
+    Example:
+        >>> import dtrain as dt
+        >>> run = dt.schedules.RunLength(total="100ba")
+        >>> schedule = dt.schedules.composer.cosine_with_warmup(run, "0.2dur", alpha_f=0.1)
+        >>> [round(schedule(t), 3) for t in (0, 10, 20, 60, 100)]
+        [0.0, 0.5, 1.0, 0.55, 0.1]
+
+    Raises:
+        ConfigError: ``run_length`` cannot convert a length, the warm-up does not end before ``t_max``, ``alpha_f`` is not
+            finite, or the run continues with a factor of 0.
+
+    Source: Composer, ``CosineAnnealingWithWarmupScheduler``.
+    """
+    caller = "composer.cosine_with_warmup"
+    times = _warmup_and_total(caller, run_length, t_warmup, t_max)
+    check_covers_run(caller, run_length, t_max, 1.0, alpha_f)
+    return _prepend_warmup(times, curves.cosine(1.0, alpha_f, _decay_length(times)))
+
+
+def polynomial_with_warmup(
+    run_length: RunLength, t_warmup: Length, power: float = 2.0, t_max: Length = "1dur", alpha_f: float = 0.0
+) -> Schedule:
+    """Return a linear warm-up from 0 to 1 at ``t_warmup``, then a polynomial decay to ``alpha_f`` at ``t_max``.
+
+    Formula: ``t / t_warmup`` for ``t < t_warmup``, else ``alpha_f + (1 - alpha_f) * (1 - tau) ** power``, where
+    ``tau = min(1, (t - t_warmup) / (t_max - t_warmup))``
+
+    Example:
+        >>> import dtrain as dt
+        >>> schedule = dt.schedules.composer.polynomial_with_warmup(
+        ...     dt.schedules.RunLength(total="100ba"), "20ba"
+        ... )
+        >>> [schedule(t) for t in (0, 10, 20, 60, 100)]
+        [0.0, 0.5, 1.0, 0.25, 0.0]
+
+    Raises:
+        ConfigError: ``run_length`` cannot convert a length, the warm-up does not end before ``t_max``, ``power`` is not
+            positive, ``alpha_f`` is not finite, or the run continues with a factor of 0.
+
+    Source: Composer, ``PolynomialWithWarmupScheduler``.
+    """
+    caller = "composer.polynomial_with_warmup"
+    times = _warmup_and_total(caller, run_length, t_warmup, t_max)
+    check_covers_run(caller, run_length, t_max, 1.0, alpha_f)
+    return _prepend_warmup(times, curves.polynomial(1.0, alpha_f, _decay_length(times), power=power))
+
+
+def multi_step_with_warmup(
+    run_length: RunLength, t_warmup: Length, milestones: Sequence[Length], gamma: float = 0.1
+) -> Schedule:
+    """Return a linear warm-up from 0 to 1 at ``t_warmup``, then factors that are multiplied by ``gamma`` at each milestone.
+
+    Formula: ``t / t_warmup`` for ``t < t_warmup``, else ``gamma ** n``, where ``n`` milestones are reached
+
+    Example:
+        >>> import dtrain as dt
+        >>> run = dt.schedules.RunLength(total="10ep", steps_per_epoch=10)
+        >>> schedule = dt.schedules.composer.multi_step_with_warmup(run, "1ep", ["3ep", "6ep"])
+        >>> [round(schedule(t), 3) for t in (0, 5, 10, 30, 60)]
+        [0.0, 0.5, 1.0, 0.1, 0.01]
+
+    Raises:
+        ConfigError: ``run_length`` cannot convert a length, ``milestones`` is empty, does not increase or begins during the
+            warm-up, or ``gamma`` is not finite.
+
+    Source: Composer, ``MultiStepWithWarmupScheduler``. Composer only warns of a milestone during the warm-up.
+    """
+    caller = "composer.multi_step_with_warmup"
+    lengths = name_each(caller, "milestones", milestones)
+    times = parse_lengths(caller, run_length, {"t_warmup": t_warmup, **lengths})
+    stair = curves.multi_step(1.0, gamma, [times[name] for name in lengths])
+    if times["t_warmup"] >= times["milestones[0]"]:
+        raise ConfigError(
+            f"{caller}: t_warmup must be before the first milestone, got t_warmup={t_warmup} and "
+            f"milestones[0]={milestones[0]}. Remove that milestone or shorten the warm-up."
+        )
+    return times.to_schedule(curves.warmup(stair, times["t_warmup"]))
+
+
+def _warmup_and_total(caller: str, run_length: RunLength, t_warmup: Length, t_max: Length) -> Lengths:
+    times = parse_lengths(caller, run_length, {"t_warmup": t_warmup, "t_max": t_max})
+    if times.fractions["t_warmup"] >= times.fractions["t_max"]:
+        raise ConfigError(
+            f"{caller}: t_warmup must be before t_max, got {t_warmup=} and {t_max=} "
+            f"({times['t_warmup']} and {times['t_max']} {times.unit}). Shorten the warm-up."
+        )
+    return times
+
+
+def _decay_length(times: Lengths) -> float:
+    return float(times.fractions["t_max"] - times.fractions["t_warmup"])
+
+
+def _prepend_warmup(times: Lengths, decay: Schedule) -> Schedule:
+    return times.to_schedule(curves.warmup(decay, times["t_warmup"], shifted=True))

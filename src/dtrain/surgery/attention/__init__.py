@@ -1,1 +1,0 @@
-"""Attention with linear biases (ALiBi)."""

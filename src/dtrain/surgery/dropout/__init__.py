@@ -1,1 +1,0 @@
-"""Structured dropout: stochastic depth and gyro dropout."""

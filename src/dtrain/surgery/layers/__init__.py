@@ -1,1 +1,0 @@
-"""Edits of single layers: blur pooling, factorization, gated linear units, squeeze-excite, weight standardization."""

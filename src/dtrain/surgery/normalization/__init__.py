@@ -1,1 +1,0 @@
-"""Edits of normalization layers: ghost batch norm, fused and low-precision norms."""

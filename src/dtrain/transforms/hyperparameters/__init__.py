@@ -1,1 +1,0 @@
-"""Transforms of optimizer hyperparameters: schedules of the learning rate and other options."""

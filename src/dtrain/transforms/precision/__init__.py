@@ -1,1 +1,0 @@
-"""Transforms of precision: autocast and loss scaling."""
