@@ -79,7 +79,7 @@ def test_empty_file_is_mapped(tmp_path):
 def test_failed_write_names_the_file(tmp_path):
     with (
         LockableFile(tmp_path / "new", "new") as file,
-        inject_fault("raise", at="dtrain.storage.file_lock.os.write", error=OSError(28, "full")),
+        inject_fault("raise", at="dtrain.storage.local.os.write", error=OSError(28, "full")),
         pytest.raises(OSError, match=rf"full: '{tmp_path}/new'"),
     ):
         file.write(b"x")
@@ -115,6 +115,6 @@ def test_private_folder_belongs_to_this_user(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=rf"^{tmp_path}/file must be a folder of this user"):
         storage.make_private_folder(tmp_path / "file")
-    monkeypatch.setattr("dtrain.storage.file_lock.os.getuid", lambda: 12345)
+    monkeypatch.setattr("dtrain.storage.local.os.getuid", lambda: 12345)
     with pytest.raises(ConfigError, match=rf"^{tmp_path}/mine must be a folder of this user \(uid 12345\)"):
         storage.make_private_folder(tmp_path / "mine")

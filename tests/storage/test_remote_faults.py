@@ -11,8 +11,8 @@ import pytest
 from dtrain import storage
 from dtrain.errors import ConfigError
 from dtrain.storage import remote, sftp_store
-from dtrain.storage.connections import disconnect
 from dtrain.storage.object_stores import S3Store
+from dtrain.storage.remote import disconnect
 from dtrain.storage.sftp_store import SftpStore
 from dtrain.storage.store import Store
 from places.proxy import Fault

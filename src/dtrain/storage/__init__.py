@@ -3,7 +3,6 @@
 No other package touches files.
 """
 
-from dtrain.storage.file_lock import FolderEntry, LockableFile, make_private_folder, modified_ns, scan_folder
 from dtrain.storage.files import (
     FileReader,
     FileWriter,
@@ -28,7 +27,16 @@ from dtrain.storage.files import (
     write_file,
     write_parts,
 )
-from dtrain.storage.local import Buffer, append_line, real_path
+from dtrain.storage.local import (
+    Buffer,
+    FolderEntry,
+    LockableFile,
+    append_line,
+    make_private_folder,
+    modified_ns,
+    real_path,
+    scan_folder,
+)
 from dtrain.storage.path import AnyPath, RemotePath, resolve_path
 from dtrain.storage.remote import TransferProgress
 

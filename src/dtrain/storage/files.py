@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 
-from dtrain.storage import file_lock, local, remote
+from dtrain.storage import local, remote
 from dtrain.storage.local import Buffer
 from dtrain.storage.parallel_parts import for_each_part
 from dtrain.storage.path import AnyPath, RemotePath
@@ -61,7 +61,7 @@ def list_sizes(path: AnyPath) -> dict[str, int | None]:
 
 def walk_files(path: AnyPath) -> Iterator[tuple[str, int]]:
     """Iterate over all files below a folder: relative name with ``/``, and size. Web servers list one folder only."""
-    return _walk_remote(path) if isinstance(path, RemotePath) else file_lock.walk_files(path)
+    return _walk_remote(path) if isinstance(path, RemotePath) else local.walk_files(path)
 
 
 def _walk_remote(path: RemotePath) -> Iterator[tuple[str, int]]:

@@ -7,16 +7,23 @@ record a call. Errors are ``OSError`` with the path.
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import errno
+import fcntl
+import mmap
 import os
 import secrets
 import stat
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from types import TracebackType
+from typing import Any, Literal
 
-from dtrain.storage.o_direct import DirectWriter
+from dtrain.errors import ConfigError
 from dtrain.storage.parallel_parts import for_each_part
 
 Buffer = bytes | bytearray | memoryview
@@ -311,3 +318,258 @@ def append_line(path: Path, line: str) -> None:
                 rest = rest[os.write(handle, rest) :]
     finally:
         os.close(handle)
+
+
+# Alignment of positions, sizes and memory, which is sufficient for every common disk.
+_BLOCK_BYTES = 4096
+_MEMMOVE_MIN_BYTES = 64 * 2**10
+
+
+class DirectWriter:
+    """Second handle on a file that is being written, opened with O_DIRECT. A context manager.
+
+    The handle writes whole blocks at block boundaries. The caller must write all other data through the first handle. If the
+    file system does not support O_DIRECT, no data are written.
+
+    Args:
+        path: existing file.
+        system: the module ``os``, or a stand-in for tests.
+        enabled: if False, no data are written.
+
+    Source: the notes on O_DIRECT in open(2) of the Linux man-pages.
+    """
+
+    def __init__(self, path: Path, system: Any, *, enabled: bool) -> None:
+        self._system = system
+        self._handle: int | None = None
+        self._unsupported = False
+        self._memory = threading.local()
+        if enabled and hasattr(system, "O_DIRECT"):
+            with contextlib.suppress(OSError):
+                self._handle = system.open(path, system.O_WRONLY | system.O_DIRECT)
+
+    def write_at(self, begin: int, buffers: Sequence[memoryview]) -> int:
+        """Write consecutive buffers at byte ``begin``. Threads may write ranges that do not overlap.
+
+        Returns:
+            The number of bytes written, from the first byte on.
+        """
+        size = sum(map(len, buffers))
+        if self._handle is None or self._unsupported or begin % _BLOCK_BYTES or size % _BLOCK_BYTES or not size:
+            return 0
+        view, done = self._gather(buffers, size), 0
+        while done < size:
+            try:
+                count = self._system.pwritev(self._handle, [view[done:]], begin + done)
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                # The file system supports O_DIRECT, but not this alignment.
+                self._unsupported = True
+                return done
+            done += count
+            if count % _BLOCK_BYTES:
+                break
+        return done
+
+    def _gather(self, buffers: Sequence[memoryview], size: int) -> memoryview:
+        """Return the bytes in page-aligned memory: the buffer itself, or a copy in memory of the thread."""
+        if len(buffers) == 1 and _is_page_aligned(buffers[0]):
+            return buffers[0]
+        memory = getattr(self._memory, "own", None)
+        if memory is None or len(memory) < size:
+            memory = self._memory.own = mmap.mmap(-1, size)
+        at = 0
+        for data in buffers:
+            _copy_into(memory, at, data)
+            at += len(data)
+        return memoryview(memory)[:size]
+
+    def __enter__(self) -> DirectWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._handle is not None:
+            self._system.close(self._handle)
+
+
+def _is_page_aligned(data: memoryview) -> bool:
+    return not data.readonly and ctypes.addressof(ctypes.c_char.from_buffer(data)) % _BLOCK_BYTES == 0
+
+
+def _copy_into(memory: mmap.mmap, at: int, data: memoryview) -> None:
+    """Copy bytes into ``memory`` from ``at`` on. Large copies release the GIL."""
+    if data.readonly or len(data) < _MEMMOVE_MIN_BYTES:
+        memory[at : at + len(data)] = data
+        return
+    into, source = ctypes.c_char.from_buffer(memory, at), ctypes.c_char.from_buffer(data)
+    ctypes.memmove(ctypes.addressof(into), ctypes.addressof(source), len(data))
+
+
+OpenMode = Literal["read", "lock", "new"]
+_NO_FILE = "is not a regular file, but a link, pipe, device, socket or folder"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FolderEntry:
+    """Regular file in a folder: name, size in bytes, and time of the last use or write in nanoseconds."""
+
+    name: str
+    size: int
+    modified_ns: int
+
+
+def scan_folder(path: Path) -> list[FolderEntry]:
+    """Return the regular files in a folder. Files that are removed meanwhile are skipped."""
+    found = []
+    with os.scandir(path) as entries:
+        for entry in entries:
+            try:
+                status = entry.stat(follow_symlinks=False)
+            except FileNotFoundError:
+                continue
+            if stat.S_ISREG(status.st_mode):
+                found.append(FolderEntry(name=entry.name, size=status.st_size, modified_ns=status.st_mtime_ns))
+    return found
+
+
+def walk_files(path: Path) -> Iterator[tuple[str, int]]:
+    """Iterate over all regular files below a folder: relative name with ``/``, and size in bytes. Links to files are files."""
+    for folder, folders, names in os.walk(path):
+        folders.sort()
+        for name in sorted(names):
+            full = Path(folder) / name
+            size = file_size(full)
+            if size is not None:
+                yield full.relative_to(path).as_posix(), size
+
+
+def modified_ns(path: Path) -> int | None:
+    """Return the time of the last write in nanoseconds, or None if there is no file."""
+    try:
+        return os.stat(path).st_mtime_ns
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
+def make_private_folder(path: Path) -> None:
+    """Create a folder that only this user can access, unless the folder exists.
+
+    Raises:
+        ConfigError: the folder exists and belongs to another user. Such a folder in a shared place is not safe.
+    """
+    try:
+        os.mkdir(path, 0o700)
+    except FileExistsError:
+        status = os.lstat(path)
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
+            raise ConfigError(f"{path} must be a folder of this user (uid {os.getuid()}). Name another folder.") from None
+
+
+# A link is refused, and a pipe is not waited for.
+_OPEN_FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK
+
+
+def _open(path: Path, mode: OpenMode) -> int:
+    if mode == "new":
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
+    try:
+        # An existing file is opened without O_CREAT, which systems refuse for files of other users in /tmp.
+        handle = os.open(path, os.O_RDONLY | _OPEN_FLAGS)
+    except FileNotFoundError:
+        if mode == "read":
+            raise
+        handle = os.open(path, os.O_RDONLY | os.O_CREAT | _OPEN_FLAGS, 0o644)
+    except OSError as error:
+        # A link raises ELOOP, a socket ENXIO.
+        if error.errno in (errno.ELOOP, errno.ENXIO):
+            raise OSError(errno.EINVAL, _NO_FILE, str(path)) from error
+        raise
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise OSError(errno.EINVAL, _NO_FILE, str(path))
+    return handle
+
+
+class LockableFile:
+    """Open file that can be locked. A context manager.
+
+    Args:
+        path: path of the file.
+        mode: ``"read"`` opens an existing file; ``"lock"`` creates a missing file, which is never written; ``"new"`` creates a
+            file to write, which must not exist.
+
+    Raises:
+        FileNotFoundError: no file to read. FileExistsError: the new file exists.
+        OSError: a link, or no regular file.
+    """
+
+    __slots__ = ("_handle", "_path")
+
+    def __init__(self, path: Path, mode: OpenMode = "read") -> None:
+        self._path = path
+        self._handle: int | None = _open(path, mode)
+
+    @property
+    def fileno(self) -> int:
+        assert self._handle is not None, f"{self._path} is closed"
+        return self._handle
+
+    @property
+    def size(self) -> int:
+        """Size in bytes."""
+        return os.fstat(self.fileno).st_size
+
+    @property
+    def is_linked(self) -> bool:
+        """True if the file is still in a folder. Another process may have removed the file between opening and locking."""
+        return os.fstat(self.fileno).st_nlink > 0
+
+    def lock(self, *, shared: bool = False, wait: bool = False) -> bool:
+        """Lock the file, exclusively or shared, and wait for the lock if ``wait``. Return True if locked."""
+        flags = (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB)
+        try:
+            fcntl.flock(self.fileno, flags)
+        except BlockingIOError:
+            return False
+        return True
+
+    def touch(self) -> None:
+        """Set the time of the last use, unless the file belongs to another user or the disk is read-only."""
+        try:
+            os.utime(self.fileno)
+        except OSError as error:
+            if error.errno not in (errno.EPERM, errno.EACCES, errno.EROFS):
+                raise
+
+    def write(self, data: Buffer) -> None:
+        """Append all of ``data``."""
+        rest = memoryview(data).cast("B")
+        with _add_path_to_errors(self._path):
+            while rest:
+                rest = rest[os.write(self.fileno, rest) :]
+
+    def truncate(self) -> None:
+        """Remove the content of the file."""
+        os.ftruncate(self.fileno, 0)
+        os.lseek(self.fileno, 0, os.SEEK_SET)
+
+    def map_memory(self) -> memoryview:
+        """Map the file into memory. The view and its slices stay readable, and keep a lock, until they are released."""
+        size = self.size
+        if size == 0:
+            return memoryview(b"")
+        # The map has a copy of the handle.
+        return memoryview(mmap.mmap(self.fileno, size, access=mmap.ACCESS_READ))
+
+    def __enter__(self) -> LockableFile:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the handle. A second call does nothing."""
+        if self._handle is not None:
+            handle, self._handle = self._handle, None
+            os.close(handle)
