@@ -8,8 +8,8 @@ import pytest
 from dtrain import storage
 from dtrain.storage import remote
 from dtrain.storage.object_stores import S3Store
+from dtrain.storage.remote_store import RemoteStore
 from dtrain.storage.sftp_store import SftpStore
-from dtrain.storage.store import Store
 from places import servers
 
 PLACES = ["memory", "s3", "az", "gs", "sftp"]
@@ -27,7 +27,7 @@ def part_of(part):
 @pytest.fixture(params=PLACES)
 def root(request, reach, monkeypatch):
     """An empty folder on a server that takes small parts."""
-    for store in (Store, SftpStore):
+    for store in (RemoteStore, SftpStore):
         monkeypatch.setattr(store, "part_bytes", 2**18)
     monkeypatch.setattr(remote, "_READ_REQUEST_BYTES", 100_000)
     folder = storage.resolve_path(reach(request.param).root())
@@ -187,7 +187,7 @@ def test_remove_folder_removes_the_first_name_first(root, monkeypatch):
     storage.make_folders(root / "step")
     for name in ("a", "manifest.json", "z"):
         storage.create_file(root / "step" / name, b"x")
-    store = type(remote.store_of(root))
+    store = type(remote.CONNECTIONS.store_of(root))
     order, real = [], store.remove
     monkeypatch.setattr(store, "remove", lambda self, key: (order.append(key.rsplit("/")[-1]), real(self, key))[1])
     storage.remove_folder(root / "step", first="manifest.json")

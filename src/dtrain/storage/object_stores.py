@@ -1,7 +1,8 @@
-"""Write to object stores: one class per provider, with the requests in which the providers differ.
+"""Read and write objects: one class per provider, with the requests in which the providers differ, and web servers.
 
 A file is created with a condition (``If-None-Match: *`` or generation 0). fsspec cannot pass a condition and a mark together,
-nor finish an upload of parts with a condition, so these requests use the client of each library.
+nor finish an upload of parts with a condition, so these requests use the client of each library. Web servers are read only: the
+request for the first byte of a file shows if the server supports ranges.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any, ClassVar, NoReturn
 from urllib.parse import unquote
 
 from dtrain.errors import ConfigError
-from dtrain.storage.store import FileStat, Store, Upload
+from dtrain.storage.remote_store import FileStat, RemoteStore, Upload
 
 
 def _split_key(key: str) -> tuple[str, str]:
@@ -32,7 +33,7 @@ def _split_key(key: str) -> tuple[str, str]:
 _MARK_KEY = "dtrain-upload"
 
 
-class S3Store(Store):
+class S3Store(RemoteStore):
     """Amazon S3 and compatible servers."""
 
     options: ClassVar[dict[str, Any]] = {
@@ -83,7 +84,7 @@ class S3Store(Store):
 _MAX_COMPOSE = 32
 
 
-class GsStore(Store):
+class GsStore(RemoteStore):
     """Google Cloud Storage. The parts of an upload are objects, which the server composes."""
 
     def __init__(self, fs: Any) -> None:
@@ -165,7 +166,7 @@ def _compose_levels(upload: Upload) -> list[list[tuple[str, list[str]]]]:
 _AZ_MARK_KEY = "dtrain_upload"
 
 
-class AzStore(Store):
+class AzStore(RemoteStore):
     """Azure Blob Storage. The service discards uncommitted blocks after a week."""
 
     options: ClassVar[dict[str, Any]] = {"use_listings_cache": False, "connection_timeout": 10, "read_timeout": 60}
@@ -227,7 +228,7 @@ class AzStore(Store):
         self._call(upload.key, lambda client: client.commit_block_list(blocks, **options, **self.fs._timeout_kwargs))
 
 
-class OciStore(Store):
+class OciStore(RemoteStore):
     """Oracle's object storage, ``bucket@namespace`` in the URL, through the SDK client of ocifs."""
 
     def _object(self, key: str) -> tuple[str, str, str]:
@@ -280,7 +281,7 @@ class OciStore(Store):
             self.fs.oci_client.abort_multipart_upload(*self._object(upload.key), upload.id)
 
 
-class MemoryStore(Store):
+class MemoryStore(RemoteStore):
     """All ``memory://`` files of this process, for trials with one rank. No answer is ever lost, so files have no mark."""
 
     options: ClassVar[dict[str, Any]] = {}
@@ -303,7 +304,7 @@ _HEADERS = {"Accept-Encoding": "identity"}
 _RANGE = re.compile(r"bytes (?:(\d+)-(\d+)|\*)/(\d+)")
 
 
-class HttpStore(Store):
+class HttpStore(RemoteStore):
     """Store of a web server. Keys are whole URLs with unquoted names."""
 
     # A server may send whole files only, which its answers tell.
@@ -329,8 +330,12 @@ class HttpStore(Store):
             if answer.status in (404, 410):
                 return None
             if answer.status in (206, 416):
-                size = _total_size(key, answer.headers.get("Content-Range", ""))
-                return FileStat(size=size, version=answer.headers.get("ETag"))
+                text = answer.headers.get("Content-Range", "")
+                if (match := _RANGE.fullmatch(text.strip())) is None:
+                    raise OSError(
+                        errno.ENOTSUP, f"the server does not send the size of the file (Content-Range: {text!r})", key
+                    )
+                return FileStat(size=int(match[3]), version=answer.headers.get("ETag"))
             answer.raise_for_status()
             if (length := answer.headers.get("Content-Length")) is None:
                 raise OSError(errno.ENOTSUP, "the server does not send the size of the file", key)
@@ -390,13 +395,6 @@ class HttpStore(Store):
 
     def remove(self, key: str) -> None:
         _refuse_write(key)
-
-
-def _total_size(key: str, text: str) -> int:
-    match = _RANGE.fullmatch(text.strip())
-    if match is None:
-        raise OSError(errno.ENOTSUP, f"the server does not send the size of the file (Content-Range: {text!r})", key)
-    return int(match[3])
 
 
 def _refuse_write(key: str) -> NoReturn:

@@ -1,4 +1,9 @@
-"""``Store``: the requests to a server, with fsspec as far as all servers agree; ``Upload``: a file that is sent in parts."""
+"""Send requests to a server: ``RemoteStore``, with fsspec as far as all servers agree, ``Upload`` in parts, and retries.
+
+Transient failures are a lost or refused connection, a timeout, an incomplete body, and the answers 408, 429, 500, 502, 503
+("slow down") and 504. They are retried a few times after growing random delays. Permanent failures such as 403, 404 and 412 are
+raised at once. Retries of the libraries are disabled if possible, because attempts multiply.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +32,7 @@ class FileStat:
     version: str | None = field(default=None, compare=False)
 
 
-class Store:
+class RemoteStore:
     """Store of one bucket or server. The defaults are for object stores, which have no real folders.
 
     A file of one request is created by ``put``, and a file of many parts by an ``Upload``. Both write a random mark, which
@@ -50,6 +55,12 @@ class Store:
 
     def __init__(self, fs: Any) -> None:
         self.fs = fs
+
+    @classmethod
+    def connection_options(cls, authority: str, configured: dict[str, Any]) -> dict[str, Any]:
+        """Return the options of fsspec's file system: our defaults, which the user's configuration overrides by name."""
+        nested = {name: {**value, **configured.get(name, {})} for name, value in cls.options.items() if isinstance(value, dict)}
+        return {**cls.options, **configured, **nested}
 
     def stat(self, key: str) -> FileStat | None:
         """Return the status of a name, or None without one."""
@@ -99,6 +110,10 @@ class Store:
         """Return the mark that a file was created with."""
         return None
 
+    def has_content(self, key: str, data: bytes) -> bool:
+        """Return True if a file has this content."""
+        return self.stat(key) == FileStat(size=len(data)) and (not data or self.read_range(key, 0, len(data)) == data)
+
     def was_written_by(self, key: str, mark: str, data: bytes) -> bool:
         """Return True if a ``put`` of this content with this mark has created the file."""
         return self.mark_of(key) == mark
@@ -144,9 +159,9 @@ class Store:
 
 
 class Upload:
-    """Upload of a file in parts, which is not visible before ``Store.finish_upload``. The store gives ids and tags."""
+    """Upload of a file in parts, which is not visible before ``RemoteStore.finish_upload``. The store gives ids and tags."""
 
-    def __init__(self, store: Store, key: str) -> None:
+    def __init__(self, store: RemoteStore, key: str) -> None:
         self.key, self.mark = key, secrets.token_hex(16)
         self._tags: dict[int, Any] = {}
         self.id = store.begin_upload(self)
@@ -245,7 +260,8 @@ def is_transient(error: BaseException) -> bool:
     if isinstance(error, _PERMANENT_ERRORS):
         return False
     # Classes are checked before the status, because aiohttp's error for an incomplete body has a status.
-    if any(isinstance(error, kind) for kind in _loaded_library_errors()):
+    loaded = [(sys.modules[module], names) for module, names in _LIBRARY_ERRORS.items() if module in sys.modules]
+    if any(isinstance(error, getattr(module, name, ())) for module, names in loaded for name in names):
         return True
     code = http_status(error)
     if code is not None:
@@ -253,12 +269,6 @@ def is_transient(error: BaseException) -> bool:
     return isinstance(error, ConnectionError | TimeoutError | EOFError) or (
         isinstance(error, OSError) and error.errno in _NETWORK_ERRNOS
     )
-
-
-def _loaded_library_errors() -> Iterator[type]:
-    for module, names in _LIBRARY_ERRORS.items():
-        if module in sys.modules:
-            yield from (kind for name in names if isinstance(kind := getattr(sys.modules[module], name, None), type))
 
 
 def http_status(error: BaseException) -> int | None:
