@@ -7,9 +7,7 @@ import pytest
 
 from dtrain.errors import ConfigError
 from dtrain.loggers.logger import null_logger
-from dtrain.loggers.ml_flow import mlflow
-from dtrain.loggers.tensor_board import tensorboard
-from dtrain.loggers.weights_and_biases import wandb
+from dtrain.loggers.trackers import mlflow, tensorboard, wandb
 
 MAKE = {
     "tensorboard": lambda path, **more: tensorboard(path, **more),
