@@ -40,7 +40,7 @@ BROKEN = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb", "mlflow": 
 
 @pytest.mark.parametrize(("name", "module"), BROKEN.items())
 def test_broken_package_warns_once(monkeypatch, tmp_path, name, module):
-    monkeypatch.setattr("dtrain.loggers.logger_options.find_spec", lambda name: SimpleNamespace(origin="somewhere"))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: SimpleNamespace(origin="somewhere"))
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.warns(UserWarning, match=rf"^{name}: .* None in sys.modules. Metrics are no longer logged there"):
         assert MAKE[name](tmp_path) is null_logger

@@ -1,12 +1,14 @@
 """Define the ``Logger`` protocol and combine loggers: ``multi``, ``close``, ``fault_tolerant`` and ``failed_loggers``.
 
-A failing logger never stops training. ``fault_tolerant`` drops the logger with one warning.
+A failing logger never stops training. ``FaultTolerantLogger`` calls a logger directly and drops the logger with one warning.
+``BackgroundLogger`` calls a writer in a thread with a bounded queue and a timeout, so that a slow server blocks no training.
 """
 
 from __future__ import annotations
 
 import atexit
 import os
+import re
 import threading
 import time
 import warnings
@@ -14,13 +16,22 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from pathlib import Path
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from dtrain import spans
 from dtrain.arguments import check_number, format_count
 from dtrain.dist.context import current_context, exit_exception, register_shutdown_hook
+from dtrain.dist.init import get_dist_info
 from dtrain.errors import ConfigError
 from dtrain.loggers.sanitize import to_plain_value
+
+# Further records are skipped while the queue is full.
+MAX_QUEUED = 1000
+# seconds to wait at the end for queued records
+CLOSE_TIMEOUT_S = 10.0
+
+Ranks = Literal[0, "all"]
 
 
 @runtime_checkable
@@ -158,7 +169,13 @@ def fault_tolerant(logger: Logger, *, name: str | None = None, timeout_s: float 
         )
     name = name or str(getattr(logger, "__name__", type(logger).__name__))
     if timeout_s is not None:
-        return run_in_background(logger, name=name, timeout_s=timeout_s)
+        check_number(name, "timeout_s", timeout_s, above=0)
+        return BackgroundLogger(
+            name,
+            lambda: _LoggerWriter(logger),
+            convert=lambda numbers: {str(key): to_plain_value(value) for key, value in numbers.items()},
+            timeout_s=timeout_s,
+        )
     return logger if getattr(logger, "handles_failures", False) else FaultTolerantLogger(logger, name)
 
 
@@ -187,7 +204,7 @@ class FaultTolerantLogger:
             unregister_logger(self)
             # A progress bar must restore the terminal.
             with suppress(Exception):
-                getattr(logger, "close", _noop)()
+                close(logger)
             report_failure(self._name, step, error)
         finally:
             spans.end("log")
@@ -197,7 +214,8 @@ class FaultTolerantLogger:
         unregister_logger(self)
         logger, self._logger = self._logger, None
         try:
-            getattr(logger, "close", _noop)()
+            if logger is not None:
+                close(logger)
         except Exception as error:  # noqa: BLE001 - training continues after any error
             report_failure(self._name, None, error)
 
@@ -245,16 +263,6 @@ def _close_at_exit(pid: int) -> None:
     # A fork must not close the loggers of the parent.
     if pid == os.getpid():
         _close_all(exit_exception())
-
-
-def _noop() -> None:
-    return None
-
-
-# Further records are skipped while the queue is full.
-MAX_QUEUED = 1000
-# seconds to wait at the end for queued records
-CLOSE_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -305,7 +313,7 @@ class BackgroundLogger:
         self._call_started_at: float | None = None
         # True after close or failure
         self._ended = False
-        self._closing, self._failed, self._skipped = False, False, 0
+        self._closing = self._failed = self._skipped = False
         self._thread = threading.Thread(target=self._run, args=(open_writer,), daemon=True, name=f"dtrain-{name}")
         self._thread.start()
         register_open_logger(self)
@@ -325,16 +333,12 @@ class BackgroundLogger:
                 self._wake.notify()
         if failure is not None:
             self._fail(step, failure)
-        elif full:
-            self._skip_record()
-
-    def _skip_record(self) -> None:
-        self._skipped += 1
-        if self._skipped == 1:
+        elif full and not self._skipped:
+            self._skipped = True
             warnings.warn(
                 f"{self._name}: logger must be as fast as the loop, got {self._max_queued} queued records. "
                 "Further records are skipped. Log less often.",
-                stacklevel=3,
+                stacklevel=2,
             )
 
     def _find_failure(self) -> BaseException | None:
@@ -410,17 +414,42 @@ class _LoggerWriter:
             self._logger(record.step, record.numbers)
 
     def close(self, *, failed: bool) -> None:
-        close = getattr(self._logger, "close", None)
-        if close is not None:
-            close()
+        close(self._logger)
 
 
-def run_in_background(logger: Logger, *, name: str, timeout_s: float) -> BackgroundLogger:
-    """Run ``logger`` in a background thread. See ``fault_tolerant``."""
-    check_number(name, "timeout_s", timeout_s, above=0)
-    return BackgroundLogger(
-        name,
-        lambda: _LoggerWriter(logger),
-        convert=lambda numbers: {str(key): to_plain_value(value) for key, value in numbers.items()},
-        timeout_s=timeout_s,
-    )
+def is_writer(ranks: Ranks, caller: str) -> bool:
+    """Return True if this rank writes.
+
+    Raises:
+        ConfigError: ``ranks`` is neither 0 nor "all".
+    """
+    if ranks not in (0, "all") or isinstance(ranks, bool):
+        raise ConfigError(f"{caller}: ranks must be 0 or 'all', got {ranks!r}. Pass ranks=0 to log on rank 0 alone.")
+    return ranks == "all" or get_dist_info().rank == 0
+
+
+def rank_path(path: str | Path, ranks: Ranks, caller: str) -> Path | None:
+    """Return the file or folder that this rank writes; None if this rank writes nothing.
+
+    ``{rank}`` in the path makes every rank write. ``{time}`` becomes the current time in UTC.
+
+    Raises:
+        ConfigError: the path is on a server, has a field other than rank and time, or is one file for all ranks.
+    """
+    text = os.fspath(path)
+    if "://" in text:
+        raise ConfigError(
+            f"{caller}: path must be local, got {text!r}. Write to a local path and upload the folder of the run."
+        )
+    unknown = sorted(set(re.findall(r"\{(\w+)\}", text)) - {"rank", "time"})
+    if unknown:
+        raise ConfigError(
+            f"{caller}: path may have only {{rank}} and {{time}} as fields, got {{{unknown[0]}}} in {text!r}. "
+            "Remove the other fields."
+        )
+    if ranks == "all" and "{rank}" not in text:
+        raise ConfigError(f"{caller}: path must contain {{rank}} if ranks='all', got {text!r}. Each rank needs its own file.")
+    if not is_writer(ranks, caller) and "{rank}" not in text:
+        return None
+    now = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
+    return Path(text.replace("{rank}", str(get_dist_info().rank)).replace("{time}", now))

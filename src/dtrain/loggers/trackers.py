@@ -1,10 +1,14 @@
-"""Log metrics to Weights & Biases."""
+"""Log metrics to trackers: ``tensorboard``, ``wandb`` and ``mlflow``. Each has a ``RecordWriter`` in a background thread."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import math
+import os
 import re
 import uuid
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,23 +16,21 @@ from typing import Any
 from dtrain import storage
 from dtrain.arguments import check_number
 from dtrain.errors import ConfigError
-from dtrain.loggers.logger import BackgroundLogger, Logger, MetricRecord, null_logger, report_failure
-from dtrain.loggers.logger_options import (
-    Ranks,
-    flatten_settings,
-    import_optional,
-    rank_path,
-    read_run_id,
-    redact_settings,
-    require_package,
-    write_run_id,
-)
-from dtrain.loggers.sanitize import NumericFilter, UniqueNames
+from dtrain.loggers.logger import BackgroundLogger, Logger, MetricRecord, Ranks, null_logger, rank_path, report_failure
+from dtrain.loggers.sanitize import UniqueNames, to_plain_value
+from dtrain.optional_dependencies import missing_extra_error
+from dtrain.run.metadata import settings_to_plain
+from dtrain.run.redact import make_redactor
 
-RUN_ID_FILE = "wandb-run-id"
-# W&B uploads at the end.
+# W&B uploads at the end, and a local store of MLflow may still have to create tables.
 _CLOSE_TIMEOUT_S = 30.0
+# names with a meaning of W&B's own
 _RESERVED_NAMES = ("step", "_step", "_runtime", "_timestamp", "_wandb")
+# limits of the MLflow REST API: metrics and parameters per request, characters per parameter
+_MAX_METRICS, _MAX_PARAMS, _MAX_PARAM_LENGTH = 1000, 100, 5000
+# MLflow allows 250 characters. The margin is for an appended number.
+_MAX_NAME_LENGTH = 240
+_RUN_ID = re.compile(r"[A-Za-z0-9_-]{1,128}")
 
 
 def wandb(
@@ -69,23 +71,17 @@ def wandb(
     Raises:
         ConfigError: the package wandb is not installed, ``project`` is empty, or ``path`` is on a server.
     """
-    require_package("wandb")
     if not isinstance(project, str) or not project:
         raise ConfigError(f"wandb: project must be the name of a project, got {project!r}. Pass project='gpt', for example.")
-    check_number("wandb", "timeout_s", timeout_s, above=0)
-    config, folder = redact_settings(settings, "wandb"), rank_path(path, ranks, "wandb")
-    if folder is None:
+    target = _prepare("wandb", ["wandb"], settings, path, ranks, timeout_s)
+    if target is None:
         return null_logger
-    try:
-        package = import_optional("wandb")
-    except Exception as error:  # noqa: BLE001 - an installed package may fail to import
-        report_failure("wandb", None, error)
-        return null_logger
+    folder, config, (package,) = target
     options = {"project": project, "mode": "offline" if offline else "online", "config": config, **(init or {})}
     names, numbers = UniqueNames("wandb", reserved=_RESERVED_NAMES), NumericFilter("wandb")
     return BackgroundLogger(
         "wandb",
-        lambda: _WandbRun(package, folder / RUN_ID_FILE, options, timeout_s),
+        lambda: _WandbRun(package, folder / "wandb-run-id", options, timeout_s),
         convert=lambda record: {names(name): value for name, value in numbers(record).items()},
         timeout_s=timeout_s,
         close_timeout_s=_CLOSE_TIMEOUT_S,
@@ -94,11 +90,11 @@ def wandb(
 
 class _WandbRun:
     def __init__(self, package: Any, file: Path, options: Mapping[str, Any], timeout_s: float) -> None:
-        run_id = read_run_id(file)
+        run_id = _read_run_id(file)
         if run_id is None:
             run_id = uuid.uuid4().hex[:12]
             # Write the id before the first request, so that a kill does not lead to two runs.
-            write_run_id(file, run_id)
+            _write_run_id(file, run_id)
         # W&B's console capture would replace sys.stdout from a thread. The launcher keeps all output.
         quiet = package.Settings(console="off", login_timeout=timeout_s)
         storage.make_folders(file.parent)
@@ -112,10 +108,6 @@ class _WandbRun:
 
     def close(self, *, failed: bool) -> None:
         self._run.finish(exit_code=int(failed))
-
-
-# limits of the MLflow REST API: metrics and parameters per request, characters per parameter
-_MAX_METRICS, _MAX_PARAMS, _MAX_PARAM_LENGTH = 1000, 100, 5000
 
 
 def mlflow(
@@ -153,24 +145,20 @@ def mlflow(
     Raises:
         ConfigError: the package mlflow is not installed, ``experiment`` is empty, or ``path`` is on a server.
     """
-    require_package("mlflow")
     if not isinstance(experiment, str) or not experiment:
         raise ConfigError(
             f"mlflow: experiment must be the name of an experiment, got {experiment!r}. Pass experiment='gpt', for example."
         )
-    check_number("mlflow", "timeout_s", timeout_s, above=0)
-    params, folder = redact_settings(settings, "mlflow"), rank_path(path, ranks, "mlflow")
-    if folder is None:
+    target = _prepare("mlflow", ["mlflow.tracking", "mlflow.entities"], settings, path, ranks, timeout_s)
+    if target is None:
         return null_logger
-    try:
-        client, entities = import_optional("mlflow.tracking").MlflowClient, import_optional("mlflow.entities")
-    except Exception as error:  # noqa: BLE001 - an installed package may fail to import
-        report_failure("mlflow", None, error)
-        return null_logger
+    folder, params, (tracking, entities) = target
     names, numbers = UniqueNames("mlflow", mlflow_name), NumericFilter("mlflow")
     return BackgroundLogger(
         "mlflow",
-        lambda: _MlflowRun(client(tracking_uri=tracking_uri), entities, folder / "mlflow-run-id", experiment, name, params),
+        lambda: _MlflowRun(
+            tracking.MlflowClient(tracking_uri=tracking_uri), entities, folder / "mlflow-run-id", experiment, name, params
+        ),
         convert=lambda record: {names(each): value for each, value in numbers(record).items()},
         timeout_s=timeout_s,
         close_timeout_s=_CLOSE_TIMEOUT_S,
@@ -182,13 +170,13 @@ class _MlflowRun:
         self, client: Any, entities: Any, file: Path, experiment: str, name: str | None, settings: Mapping[str, Any]
     ) -> None:
         self._client, self._entities = client, entities
-        stored_id = read_run_id(file)
+        stored_id = _read_run_id(file)
         if stored_id is not None and self._exists(stored_id):
             self._id = stored_id
             client.update_run(stored_id, status="RUNNING")
         else:
             self._id = client.create_run(self._get_or_create_experiment(experiment), run_name=name).info.run_id
-            write_run_id(file, self._id)
+            _write_run_id(file, self._id)
             self._log_params(settings)
 
     def _exists(self, run_id: str) -> bool:
@@ -216,7 +204,7 @@ class _MlflowRun:
         names = UniqueNames("mlflow", mlflow_name)
         params = [
             self._entities.Param(names(name), (value if isinstance(value, str) else json.dumps(value))[:_MAX_PARAM_LENGTH])
-            for name, value in flatten_settings(settings).items()
+            for name, value in _flatten_settings(settings).items()
         ]
         for begin in range(0, len(params), _MAX_PARAMS):
             self._client.log_batch(self._id, params=params[begin : begin + _MAX_PARAMS])
@@ -232,10 +220,6 @@ class _MlflowRun:
 
     def close(self, *, failed: bool) -> None:
         self._client.set_terminated(self._id, status="FAILED" if failed else "FINISHED")
-
-
-# MLflow allows 250 characters. The margin is for an appended number.
-_MAX_NAME_LENGTH = 240
 
 
 def mlflow_name(name: str) -> str:
@@ -267,20 +251,14 @@ def tensorboard(path: str | Path, *, settings: Any = None, ranks: Ranks = 0, tim
         ConfigError: the package tensorboard is not installed, ``timeout_s`` is not a number above 0, or ``path`` is invalid
             (see ``jsonl``).
     """
-    require_package("tensorboard")
-    check_number("tensorboard", "timeout_s", timeout_s, above=0)
-    plain_settings, folder = redact_settings(settings, "tensorboard"), rank_path(path, ranks, "tensorboard")
-    if folder is None:
+    target = _prepare("tensorboard", ["torch.utils.tensorboard"], settings, path, ranks, timeout_s)
+    if target is None:
         return null_logger
-    try:
-        make_writer = import_optional("torch.utils.tensorboard").SummaryWriter
-    except Exception as error:  # noqa: BLE001 - an installed package may fail to import
-        report_failure("tensorboard", None, error)
-        return null_logger
+    folder, plain_settings, (writers,) = target
     name = f"tensorboard {folder}"
     return BackgroundLogger(
         name,
-        lambda: _EventFileWriter(folder, make_writer, plain_settings),
+        lambda: _EventFileWriter(folder, writers.SummaryWriter, plain_settings),
         convert=NumericFilter(name),
         timeout_s=timeout_s,
     )
@@ -306,9 +284,109 @@ class _EventFileWriter:
         self._writer = self._make_writer(log_dir=str(self._folder), purge_step=step if resumed else None)
         if self._settings and not resumed:
             # TensorBoard renders markdown, in which indented lines are code.
-            rows = "\n".join(f"    {name}: {json.dumps(value)}" for name, value in flatten_settings(self._settings).items())
+            rows = "\n".join(f"    {name}: {json.dumps(value)}" for name, value in _flatten_settings(self._settings).items())
             self._writer.add_text("settings", rows)
 
     def close(self, *, failed: bool) -> None:
         if self._writer is not None:
             self._writer.close()
+
+
+def _read_run_id(file: Path) -> str | None:
+    """Read the run id in ``file``; None if the file is missing or holds no valid id."""
+    try:
+        text = storage.read_file(file, limit=1000).decode(errors="replace").strip()
+    except OSError:
+        return None
+    return text if _RUN_ID.fullmatch(text) else None
+
+
+def _write_run_id(file: Path, run_id: str) -> None:
+    """Write the run id to ``file`` durably."""
+    storage.make_folders(file.parent)
+    storage.replace_file(file, f"{run_id}\n".encode())
+
+
+def _prepare(
+    caller: str, modules: Sequence[str], settings: Any, path: str | Path, ranks: Ranks, timeout_s: float
+) -> tuple[Path, dict[str, Any], list[Any]] | None:
+    """Check the package and the arguments that all trackers share, and import the modules of the package in this thread.
+
+    Threads that import at the same time could wait for each other.
+
+    Returns:
+        The folder of this rank, the settings as plain data without secrets, and the modules; None if this rank logs nothing.
+
+    Raises:
+        ConfigError: the package is not installed, ``settings`` is neither a mapping, a dataclass nor an
+            ``argparse.Namespace``, or see ``rank_path``.
+    """
+    try:
+        spec = importlib.util.find_spec(caller)
+    # A broken installation raises these errors.
+    except (ImportError, ValueError):
+        spec = None
+    # A plain folder with the name of the package, such as W&B's own, has no origin.
+    if spec is None or spec.origin is None:
+        raise missing_extra_error(f"{caller}: needs the package {caller}", caller)
+    check_number(caller, "timeout_s", timeout_s, above=0)
+    try:
+        plain = settings_to_plain(settings)
+    except ConfigError:
+        kinds = "a mapping, a dataclass or an argparse.Namespace"
+        raise ConfigError(
+            f"{caller}: settings must be {kinds}, got {type(settings).__name__}. Pass settings=vars(args), for example."
+        ) from None
+    redacted = make_redactor((), os.environ).redact_data(plain or {})
+    assert isinstance(redacted, dict), "redaction keeps the type"
+    folder = rank_path(path, ranks, caller)
+    if folder is None:
+        return None
+    try:
+        return folder, redacted, [importlib.import_module(name) for name in modules]
+    except Exception as error:  # noqa: BLE001 - an installed package may fail to import
+        report_failure(caller, None, error, stacklevel=4)
+        return None
+
+
+def _flatten_settings(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Flatten nested settings into dotted names.
+
+    >>> _flatten_settings({"lr": 0.1, "model": {"width": 64}})
+    {'lr': 0.1, 'model.width': 64}
+    """
+    flat: dict[str, Any] = {}
+    for name, value in settings.items():
+        if isinstance(value, Mapping) and value:
+            flat |= _flatten_settings(value, f"{prefix}{name}.")
+        else:
+            flat[f"{prefix}{name}"] = value
+    return flat
+
+
+class NumericFilter:
+    """Filter that keeps the numbers of a record as floats and skips other values with one warning per name."""
+
+    __slots__ = ("_caller", "_warned")
+
+    def __init__(self, caller: str) -> None:
+        self._caller = caller
+        self._warned: set[str] = set()
+
+    def __call__(self, numbers: Mapping[str, Any]) -> dict[str, float]:
+        floats = {}
+        for name, value in numbers.items():
+            number = to_plain_value(value)
+            if isinstance(number, int | float):
+                try:
+                    floats[str(name)] = float(number)
+                # An int may exceed the range of floats.
+                except OverflowError:
+                    floats[str(name)] = math.inf if number > 0 else -math.inf
+            elif name not in self._warned:
+                self._warned.add(name)
+                text = number["unloggable"] if isinstance(number, dict) and "unloggable" in number else repr(number)[:40]
+                warnings.warn(
+                    f"{self._caller}: metric {str(name)!r} must be a number, got {text}. The metric is skipped.", stacklevel=3
+                )
+        return floats
