@@ -5,7 +5,6 @@ No other package touches files.
 
 from dtrain.storage.files import (
     FileReader,
-    FileWriter,
     create_file,
     exists,
     file_size,
@@ -29,6 +28,7 @@ from dtrain.storage.files import (
 )
 from dtrain.storage.local import (
     Buffer,
+    FileWriter,
     FolderEntry,
     LockableFile,
     append_line,

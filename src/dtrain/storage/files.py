@@ -178,38 +178,6 @@ def write_parts(path: AnyPath, sizes: Sequence[int], part_of: Callable[[int], Se
     _store_of(path).write_parts(path, sizes, part_of, threads=threads)
 
 
-class FileWriter(Closing):
-    """New file, written sequentially. A context manager, whose end does not make the file durable.
-
-    On a server the file exists after ``sync``, which must be called once, at the end; until then the content is in memory.
-
-    Raises:
-        FileExistsError: the file exists.
-    """
-
-    __slots__ = ("_file",)
-
-    def __init__(self, path: AnyPath) -> None:
-        self._file = remote.RemoteFileWriter(path) if isinstance(path, RemotePath) else local.LocalFileWriter(path)
-
-    @property
-    def written(self) -> int:
-        """Bytes written so far."""
-        return self._file.written
-
-    def write(self, data: Buffer) -> None:
-        """Append all of ``data``."""
-        self._file.write(data)
-
-    def sync(self) -> None:
-        """Wait until the data are on the disk."""
-        self._file.sync()
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
-
-
 class FileReader(Closing):
     """Regular file, read by ranges. A context manager.
 

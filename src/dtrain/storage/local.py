@@ -175,8 +175,8 @@ def file_size(path: Path) -> int | None:
     return status.st_size if stat.S_ISREG(status.st_mode) else None
 
 
-class LocalFileWriter(Closing):
-    """New file, written sequentially. A context manager, whose end does not make the file durable.
+class FileWriter(Closing):
+    """New file of this machine, written sequentially. A context manager, whose end does not make the file durable.
 
     Raises:
         FileExistsError: the file exists.
@@ -229,7 +229,7 @@ def write_file(path: Path, data: Buffer) -> None:
     Raises:
         FileExistsError: the file exists.
     """
-    with LocalFileWriter(path) as file:
+    with FileWriter(path) as file:
         file.write(data)
         file.sync()
 
@@ -327,7 +327,7 @@ def write_parts(path: Path, sizes: Sequence[int], part_of: Callable[[int], Seque
         OSError: the first error, after all threads have ended. The file is left incomplete.
     """
     begins = list(accumulate(sizes, initial=0))
-    with LocalFileWriter(path) as file, _DirectWriter(path, enabled=begins[-1] >= _DIRECT_MIN_BYTES) as direct:
+    with FileWriter(path) as file, _DirectWriter(path, enabled=begins[-1] >= _DIRECT_MIN_BYTES) as direct:
 
         def write(part: int) -> None:
             buffers = [memoryview(data).cast("B") for data in part_of(part)]

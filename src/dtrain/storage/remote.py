@@ -338,34 +338,6 @@ def _group_parts(sizes: Sequence[int], min_bytes: int) -> list[range]:
     return groups
 
 
-class RemoteFileWriter:
-    """New file, written sequentially, and sent by ``sync``. For small files only."""
-
-    def __init__(self, path: RemotePath) -> None:
-        self._path = path
-        self._content = bytearray()
-        if exists(path):
-            raise FileExistsError(17, "exists", str(path))
-
-    @property
-    def written(self) -> int:
-        """Bytes written so far."""
-        return len(self._content)
-
-    def write(self, data: Buffer) -> None:
-        """Append all of ``data``."""
-        self._content += memoryview(data).cast("B")
-
-    def sync(self) -> None:
-        """Send the file."""
-        view = memoryview(self._content)
-        sizes = [min(2**24, len(view) - begin) for begin in range(0, len(view), 2**24)]
-        write_parts(self._path, sizes, lambda part: [view[part << 24 : (part << 24) + sizes[part]]], threads=1)
-
-    def close(self) -> None:
-        """Do nothing: unsynced content is discarded."""
-
-
 class RemoteFileReader:
     """File, read by ranges, with parallel requests for large ranges. ``ranges`` is False if the server sends no ranges."""
 
