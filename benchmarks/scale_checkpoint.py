@@ -30,19 +30,26 @@ from time import perf_counter as now
 from typing import Any
 from unittest.mock import patch
 
+from dtrain.checkpoint.index import (
+    PlacedShards,
+    RankIndex,
+    RankParts,
+    RunIndex,
+    encode_rank_index,
+    encode_run_index,
+    merge_parts,
+    place_shards,
+)
+from dtrain.checkpoint.plan import ReadItem, Region, plan_fetches, plan_reads
 from torch.distributed.tensor import Shard
 
 import dtrain as dt
 from checkpoint_claims import table
 from checkpoint_peers import build
 from dtrain.checkpoint import layout, tree_json
-from dtrain.checkpoint.data_file import Blocks, FileLayout, TensorSlot, plan_blocks, plan_file_layout
-from dtrain.checkpoint.fetch_plan import plan_fetches
-from dtrain.checkpoint.rank_index import PlacedShards, RankIndex, encode_rank_index, place_shards
+from dtrain.checkpoint.data_file import FileLayout, TensorSlot, plan_blocks, plan_file_layout
+from dtrain.checkpoint.layout import Blocks, TensorRef
 from dtrain.checkpoint.reader import CheckpointReader, RankFilesReader, open_checkpoint
-from dtrain.checkpoint.reshard import ReadItem, Region, plan_reads
-from dtrain.checkpoint.run_index import RankParts, RunIndex, encode_run_index, merge_parts
-from dtrain.checkpoint.tree_json import TensorRef
 from dtrain.dist.control_plane import Channel
 from dtrain.dist.dtensor import compute_shard_box
 from dtrain.storage.local import LocalFileReader

@@ -15,8 +15,8 @@ from dtrain.checkpoint import layout, lock
 from dtrain.checkpoint.checkpoint_info import latest_checkpoint, list_steps
 from dtrain.checkpoint.load import load_sharded
 from dtrain.checkpoint.lock import HEARTBEAT_THREAD, LOCK_FILE, lock_root
+from dtrain.checkpoint.reader import verify
 from dtrain.checkpoint.save import save_sharded
-from dtrain.checkpoint.verify_step import verify
 from dtrain.dist.rng import seed_all
 from dtrain.storage.object_stores import MemoryStore
 from dtrain.storage.remote import disconnect

@@ -15,8 +15,7 @@ import pytest
 import torch
 
 from dtrain import launch_protocol, run_layout, spans
-from dtrain.dist.context import current_context
-from dtrain.dist.preemption import Preemption, StopAgreement
+from dtrain.dist.context import Preemption, StopAgreement, current_context
 from dtrain.errors import ConfigError
 from dtrain.run import ledger_writer as ledgers
 from dtrain.run import run_dir

@@ -18,7 +18,7 @@ from dtrain.arguments import check_number
 from dtrain.errors import ConfigError
 from dtrain.loggers.logger import BackgroundLogger, Logger, MetricRecord, Ranks, null_logger, rank_path, report_failure
 from dtrain.loggers.sanitize import UniqueNames, to_plain_value
-from dtrain.optional_dependencies import missing_extra_error
+from dtrain.packages import missing_extra_error
 from dtrain.run.metadata import settings_to_plain
 from dtrain.run.redact import make_redactor
 

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any, cast
 
 from dtrain import __version__, launch_protocol, run_layout, spans, storage
+from dtrain.arguments import format_error_line
 from dtrain.device import device_name
-from dtrain.dist.collectives import all_gather_json, format_error_line
+from dtrain.dist.collectives import all_gather_json
 from dtrain.dist.context import current_context, exit_exception, register_shutdown_hook
 from dtrain.dist.init import DistInfo, get_dist_info
 from dtrain.errors import ConfigError

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from dtrain.data.block_shuffle import BlockShuffle, shuffle_quality
 
-from dtrain.data.sampling.block_shuffle import BlockShuffle, shuffle_quality
 from dtrain.data.stream import find_shards, shard_index
 from dtrain.data.stream.sharded_dataset import ShardedDataset
 from dtrain.errors import DataError

@@ -12,8 +12,7 @@ import warnings
 
 import pytest
 
-from dtrain.data.stream.fork_safety import FORK_REGISTRY
-from dtrain.data.stream.shard_cache import ShardCache
+from dtrain.data.stream.shard_cache import FORK_REGISTRY, ShardCache
 from dtrain.errors import DataError
 from dtrain.testing import inject_fault
 
