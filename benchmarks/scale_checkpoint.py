@@ -114,7 +114,7 @@ def on_server(environment: Mapping[str, str]) -> Iterator[None]:
     import fsspec.config
 
     from dtrain.checkpoint import lock
-    from dtrain.storage.connections import disconnect
+    from dtrain.storage.remote import disconnect
 
     with patch.dict(os.environ, environment):
         fsspec.config.set_conf_env(fsspec.config.conf)

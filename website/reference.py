@@ -68,7 +68,7 @@ TOPICS = (
           "memory step.auto_microbatch step.microbatch_search shard.activations"),
     Topic("planning", "Planning", "Estimates without the machine. See [planning](../planning.md).", "planning"),
     Topic("monitors", "Monitors", "Measurements of a run. See [observing](../observing.md).", "monitors"),
-    Topic("loggers", "Loggers", "Destinations of metrics. See [observing](../observing.md).", "loggers run.upload"),
+    Topic("loggers", "Loggers", "Destinations of metrics. See [observing](../observing.md).", "loggers run.run_dir"),
     Topic("profiling", "Profiling", "Traces, snapshots, hangs. See [profiling](../profiling.md) and [hangs](../hangs.md).",
           "profiling report launch.hang_report"),
     Topic("testing", "Testing", "Tests of distributed code. See [testing](../testing.md).", "testing prove"),

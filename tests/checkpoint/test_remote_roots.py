@@ -18,8 +18,8 @@ from dtrain.checkpoint.lock import HEARTBEAT_THREAD, LOCK_FILE, lock_root
 from dtrain.checkpoint.reader import verify
 from dtrain.checkpoint.save import save_sharded
 from dtrain.dist.rng import seed_all
-from dtrain.storage.connections import disconnect
 from dtrain.storage.object_stores import MemoryStore
+from dtrain.storage.remote import disconnect
 from places import servers
 from places.proxy import Fault
 

@@ -26,7 +26,7 @@ from dtrain.cli.main import app
 from dtrain.data.stream.write_shards import write_shards
 from dtrain.loggers.records import read_jsonl
 from dtrain.report.read_run import read_run
-from dtrain.storage.connections import disconnect
+from dtrain.storage.remote import disconnect
 from example_runs import ended, here, last_tensors, launched
 from helpers.text import read_text, train_and_held_out
 from places import servers

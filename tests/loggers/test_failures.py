@@ -11,8 +11,7 @@ import pytest
 from dtrain import spans
 from dtrain.dist.context import current_context
 from dtrain.errors import ConfigError
-from dtrain.loggers.background import BackgroundLogger
-from dtrain.loggers.logger import FailedLogger, close, failed_loggers, fault_tolerant, multi
+from dtrain.loggers.logger import BackgroundLogger, FailedLogger, close, failed_loggers, fault_tolerant, multi
 from dtrain.loggers.records import in_memory
 from dtrain.loggers.text import text_file
 
@@ -227,7 +226,7 @@ def test_loggers_are_closed_at_end_of_init_dist_block(tmp_path):
 def test_loggers_are_closed_at_process_exit(tmp_path):
     program = f"""
 from dtrain.loggers import fault_tolerant, multi, text_file
-from dtrain.loggers.background import BackgroundLogger
+from dtrain.loggers.logger import BackgroundLogger
 class Told:
     def write(self, records):
         pass

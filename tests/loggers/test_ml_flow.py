@@ -14,8 +14,8 @@ from contextlib import suppress
 import pytest
 
 from dtrain.loggers.logger import close, failed_loggers
-from dtrain.loggers.ml_flow import mlflow, mlflow_name
 from dtrain.loggers.sanitize import UniqueNames
+from dtrain.loggers.trackers import mlflow, mlflow_name
 
 PATIENCE_S = 90.0
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")

@@ -7,9 +7,7 @@ import pytest
 
 from dtrain.errors import ConfigError
 from dtrain.loggers.logger import null_logger
-from dtrain.loggers.ml_flow import mlflow
-from dtrain.loggers.tensor_board import tensorboard
-from dtrain.loggers.weights_and_biases import wandb
+from dtrain.loggers.trackers import mlflow, tensorboard, wandb
 
 MAKE = {
     "tensorboard": lambda path, **more: tensorboard(path, **more),
@@ -42,7 +40,7 @@ BROKEN = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb", "mlflow": 
 
 @pytest.mark.parametrize(("name", "module"), BROKEN.items())
 def test_broken_package_warns_once(monkeypatch, tmp_path, name, module):
-    monkeypatch.setattr("dtrain.loggers.logger_options.find_spec", lambda name: SimpleNamespace(origin="somewhere"))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: SimpleNamespace(origin="somewhere"))
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.warns(UserWarning, match=rf"^{name}: .* None in sys.modules. Metrics are no longer logged there"):
         assert MAKE[name](tmp_path) is null_logger

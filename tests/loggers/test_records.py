@@ -193,7 +193,7 @@ def test_unwritable_file_warns_once(tmp_path):
     assert "directory" in dropped.error
 
 
-def test_full_disk_keeps_complete_lines(tmp_path):
+def test_full_disk_keeps_complete_lines_and_warns_once(tmp_path):
     path = tmp_path / "run.jsonl"
     log = jsonl(path)
     log(1, {"loss": 1.0})
@@ -202,14 +202,6 @@ def test_full_disk_keeps_complete_lines(tmp_path):
         log(2, {"loss": 1.0})
     log(3, {"loss": 1.0})
     assert list(read_jsonl(path)) == [1]
-
-
-def test_full_device_warns_once(tmp_path):
-    (tmp_path / "run.jsonl").symlink_to("/dev/full")
-    log = jsonl(tmp_path / "run.jsonl")
-    with pytest.warns(UserWarning, match=r"\[Errno 28\] .*. Metrics are no longer logged there"):
-        log(1, {"loss": 1.0})
-    log(2, {"loss": 1.0})
 
 
 BAD = {
@@ -236,13 +228,15 @@ def test_invalid_arguments_are_refused(arguments, message):
         jsonl(**arguments)
 
 
-def log_everywhere(folder: str) -> None:
-    jsonl(f"{folder}/one.jsonl")(get_dist_info().rank, {"loss": 1.0})
-    jsonl(f"{folder}/each-{{rank}}.jsonl")(get_dist_info().rank, {"loss": 1.0})
+def log_everywhere(folder: str) -> list[list[int]]:
+    kept = [in_memory(ranks=0), in_memory(ranks="all")]
+    for log in (jsonl(f"{folder}/one.jsonl"), jsonl(f"{folder}/each-{{rank}}.jsonl"), *kept):
+        log(get_dist_info().rank, {"loss": 1.0})
+    return [[record["step"] for record in log.records] for log in kept]
 
 
-def test_only_rank_0_writes_unless_each_rank_has_a_file(ranks, tmp_path):
-    ranks(2).run(log_everywhere, str(tmp_path))
+def test_only_rank_0_logs_unless_each_rank_has_a_file_or_all_are_asked(ranks, tmp_path):
+    assert ranks(2).run(log_everywhere, str(tmp_path)) == [[[0], [0]], [[], [1]]]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["each-0.jsonl", "each-1.jsonl", "one.jsonl"]
     assert list(read_jsonl(tmp_path / "one.jsonl")) == [0]
     assert list(read_jsonl(tmp_path / "each-1.jsonl")) == [1]
@@ -306,18 +300,13 @@ def test_failed_rewrite_keeps_complete_file(tmp_path):
     assert path.read_bytes() == before
 
 
-def test_full_disk_warns_once(tmp_path):
+def test_full_disk_leaves_no_table_and_warns_once(tmp_path):
     log = csv_file(tmp_path / "run.csv")
     full = OSError(28, "No space left on device")
     with inject_fault("raise", at="write", error=full), pytest.warns(UserWarning, match=r"csv_file .*No space left on device"):
         log(1, {"loss": 1.0})
     log(2, {"loss": 1.0})
     assert not (tmp_path / "run.csv").exists()
-
-
-def test_remote_path_is_refused():
-    with pytest.raises(ConfigError, match="csv_file: path must be local"):
-        csv_file("gs://bucket/run.csv")
 
 
 def test_records_and_columns_hold_plain_values():
@@ -336,17 +325,8 @@ def test_records_and_columns_hold_plain_values():
     assert kept.names == ["loss", "step", "map"]
 
 
-def keep(ranks) -> list:
-    kept = in_memory(ranks=ranks)
-    kept(get_dist_info().rank, {})
-    return [record["step"] for record in kept.records]
-
-
-def test_only_rank_0_keeps_records_by_default(ranks):
-    assert ranks(2).run(keep, 0) == [[0], []]
-    assert ranks(2).run(keep, "all") == [[0], [1]]
-
-
-def test_invalid_ranks_are_refused():
+def test_arguments_of_other_loggers_are_checked_alike():
     with pytest.raises(ConfigError, match="in_memory: ranks must be 0 or 'all', got 'none'"):
         in_memory(ranks="none")
+    with pytest.raises(ConfigError, match="csv_file: path must be local"):
+        csv_file("gs://bucket/run.csv")

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from dtrain.loggers.logger import close, failed_loggers
-from dtrain.loggers.tensor_board import tensorboard
+from dtrain.loggers.trackers import tensorboard
 from dtrain.testing import inject_fault
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from dtrain.loggers.logger import close
-from dtrain.loggers.weights_and_biases import wandb
+from dtrain.loggers.trackers import wandb
 
 PATIENCE_S = 90.0
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")

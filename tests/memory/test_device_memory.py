@@ -44,19 +44,16 @@ def test_innermost_gauge_applies_to_every_device():
     assert get_device_memory(CPU) is None
 
 
-def test_gauge_is_removed_after_an_error():
-    with pytest.raises(ZeroDivisionError), use_device_memory(Fixed()):
-        raise ZeroDivisionError
-    assert get_device_memory(CPU) is None
-
-
-def test_gauge_is_visible_in_other_threads():
-    gauge, found = Fixed(), []
+def test_gauge_is_removed_after_an_error_and_visible_in_other_threads():
+    gauge, seen = Fixed(), []
+    thread = threading.Thread(target=lambda: seen.append(get_device_memory(CPU)))
     with use_device_memory(gauge):
-        thread = threading.Thread(target=lambda: found.append(get_device_memory(CPU)))
         thread.start()
         thread.join(90)
-    assert found == [gauge]
+    with pytest.raises(ZeroDivisionError), use_device_memory(gauge):
+        raise ZeroDivisionError
+    assert seen == [gauge]
+    assert get_device_memory(CPU) is None
 
 
 def test_gauge_contexts_may_exit_in_entry_order():

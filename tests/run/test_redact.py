@@ -68,17 +68,14 @@ HARMLESS = [
 ]
 
 
-@pytest.mark.parametrize("words", COMMANDS.values(), ids=COMMANDS)
-def test_secret_in_command_line_is_redacted(words):
+@pytest.mark.parametrize("name", COMMANDS)
+def test_secret_in_command_line_is_redacted_with_and_without_known_value(name):
+    words = COMMANDS[name]
     shown = make_redactor((), {"WANDB_API_KEY": SECRET}).redact_command(words)
     assert SECRET not in " ".join(shown)
     assert REDACTED in " ".join(shown)
     assert len(shown) == len(words)
-
-
-@pytest.mark.parametrize("words", [words for name, words in COMMANDS.items() if name != "from a variable"])
-def test_secret_in_command_line_is_redacted_without_known_value(words):
-    assert SECRET not in " ".join(Redactor().redact_command(words))
+    assert name == "from a variable" or SECRET not in " ".join(Redactor().redact_command(words))
 
 
 @pytest.mark.parametrize("text", SHAPES.values(), ids=SHAPES)
@@ -88,12 +85,8 @@ def test_token_shaped_text_is_redacted(text):
 
 @pytest.mark.parametrize("word", HARMLESS)
 def test_harmless_words_are_not_redacted(word):
-    assert make_redactor((), {"HOME": "/home/ann/x1"}).redact_command(["train.py", word, "--steps", "10"]) == [
-        "train.py",
-        word,
-        "--steps",
-        "10",
-    ]
+    words = ["train.py", word, "--steps", "10"]
+    assert make_redactor((), {"HOME": "/home/ann/x1"}).redact_command(words) == words
 
 
 def test_settings_are_redacted_at_any_depth():

@@ -20,8 +20,7 @@ from dtrain.errors import ConfigError
 from dtrain.run import ledger_writer as ledgers
 from dtrain.run import run_dir
 from dtrain.run.ledger_writer import LedgerWriter
-from dtrain.run.run_dir import Run, open_run
-from dtrain.run.upload import upload_run
+from dtrain.run.run_dir import Run, open_run, upload_run
 from dtrain.schedules.durations import Duration
 from places import servers
 
@@ -130,10 +129,12 @@ def test_event_fields_without_plain_data_become_text(tmp_path):
         (None, "done", None),
         (SystemExit(0), "done", None),
         (SystemExit(3), "failed", "SystemExit: 3"),
+        (KeyboardInterrupt(), "stopped", "KeyboardInterrupt"),
+        (SystemExit(launch_protocol.PREEMPTED_EXIT_CODE), "stopped", None),
         (KeyError("a\nb"), "failed", r"KeyError: 'a\nb'"),
         (RuntimeError(f"https://me:{SECRET}@host"), "failed", "RuntimeError: https://me:[redacted]@host"),
     ],
-    ids=["none", "exit 0", "exit 3", "key", "secret"],
+    ids=["none", "exit 0", "exit 3", "Ctrl-C", "preempted", "key", "secret"],
 )
 def test_close_line_holds_reason_of_end(tmp_path, error, reason, text):
     run = open_run(tmp_path)
@@ -277,14 +278,11 @@ def test_invalid_arguments_are_refused(tmp_path, given, text):
     assert not (tmp_path / "run" / run_layout.ATTEMPTS).exists()
 
 
-def test_remote_path_is_refused():
+def test_remote_and_uncreatable_folders_are_refused(tmp_path):
     with pytest.raises(
         ConfigError, match=r"open_run: path must be a local folder, got memory://a/b\. Pass the server as upload="
     ):
         open_run("memory://a/b")
-
-
-def test_uncreatable_folder_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"open_run: cannot write '.*file.*': .*\. All ranks must be able to"):
         open_run(tmp_path / "file" / "run")
@@ -347,7 +345,7 @@ def test_forked_child_writes_nothing_and_can_open_its_own_run(tmp_path):
             spans.record_event("save")
             other = open_run(tmp_path / "child", every=1)
             steps(4, 5)
-            run_dir._close_at_exit(os.getpid())
+            run_dir._close_at_exit()
             code = 0 if other.attempt == 1 else 2
         finally:
             os._exit(code)
@@ -489,8 +487,7 @@ def test_run_is_uploaded_at_its_end(tmp_path):
 UPLOAD = """
 import sys
 from dtrain import storage
-from dtrain.run.run_dir import open_run
-from dtrain.run.upload import upload_run
+from dtrain.run.run_dir import open_run, upload_run
 run = open_run(sys.argv[1])
 (run / "metrics.jsonl").write_text("x")
 print(upload_run(run, sys.argv[2]), upload_run(run, sys.argv[2]))
@@ -534,23 +531,6 @@ def test_events_contain_no_secrets(tmp_path):
     assert (line["error"], line["self"]) == ("no answer from http://me:[redacted]@host/x?sig=[redacted]", 1)
 
 
-@pytest.mark.parametrize(
-    ("error", "end"),
-    [
-        (KeyboardInterrupt(), ("stopped", "KeyboardInterrupt")),
-        (SystemExit(launch_protocol.PREEMPTED_EXIT_CODE), ("stopped", None)),
-        (SystemExit(3), ("failed", "SystemExit: 3")),
-        (SystemExit(0), ("done", None)),
-    ],
-    ids=["Ctrl-C", "preempted", "exit 3", "exit 0"],
-)
-def test_intended_exit_is_not_recorded_as_failure(tmp_path, error, end):
-    run = open_run(tmp_path)
-    leave(error)
-    last = lines_of(run.path)[-1]
-    assert (last["reason"], last.get("error")) == end
-
-
 @pytest.mark.parametrize("notebook", [False, True], ids=["second run", "notebook"])
 def test_setup_time_is_counted_only_for_first_run_of_process(tmp_path, monkeypatch, notebook):
     if notebook:
@@ -585,15 +565,13 @@ def test_disk_full_at_start_is_refused_without_new_attempt(tmp_path, monkeypatch
     assert open_run(tmp_path).attempt == 1
 
 
-def test_unreadable_settings_or_redact_raise_config_error(tmp_path):
+def test_unreadable_settings_raise_config_error(tmp_path):
     class Broken(dict):
         def items(self):
             raise LookupError("no such thing")
 
     with pytest.raises(ConfigError, match=r"open_run: arguments must be readable, got LookupError: no such thing"):
         open_run(tmp_path, settings=Broken(a=1))
-    with pytest.raises(ConfigError, match="open_run: redact must be patterns of names, got 5"):
-        open_run(tmp_path, redact=5)
 
 
 def test_failing_metadata_collection_does_not_stop_run(tmp_path, monkeypatch):

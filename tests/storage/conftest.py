@@ -8,7 +8,7 @@ import fsspec.config
 import pytest
 
 from dtrain.storage import remote
-from dtrain.storage.connections import disconnect
+from dtrain.storage.remote import disconnect
 from places import servers
 
 

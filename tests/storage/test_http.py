@@ -8,7 +8,7 @@ import pytest
 from dtrain import storage
 from dtrain.errors import ConfigError
 from dtrain.storage import remote
-from dtrain.storage.connections import disconnect
+from dtrain.storage.remote import disconnect
 from places.proxy import Fault
 from places.servers import needs, proxied
 from places.web import web

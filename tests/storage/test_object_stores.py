@@ -5,8 +5,8 @@ from unittest import mock
 
 import pytest
 
-from dtrain.storage.object_stores import OciStore, Store, _compose_levels
-from dtrain.storage.store import Upload
+from dtrain.storage.object_stores import OciStore, _compose_levels
+from dtrain.storage.remote_store import RemoteStore, Upload
 
 KEY = "bucket@namespace/folder/file"
 WHERE = ("namespace", "bucket", "folder/file")
@@ -51,7 +51,7 @@ def test_oci_upload_is_committed_with_all_parts_in_order(store, client):
 
 @pytest.mark.parametrize(("parts", "composed"), [(1, []), (32, []), (33, [2]), (32 * 32, [32]), (32 * 32 + 1, [33, 2])])
 def test_google_composes_at_most_32_objects_per_call(parts, composed):
-    upload = Upload(Store(None), "bucket/file")
+    upload = Upload(RemoteStore(None), "bucket/file")
     for number in range(parts):
         upload.add_part(number, f"part-{number}")
     *levels, last = _compose_levels(upload)

@@ -11,10 +11,10 @@ import pytest
 from dtrain import storage
 from dtrain.errors import ConfigError
 from dtrain.storage import remote, sftp_store
-from dtrain.storage.connections import disconnect
 from dtrain.storage.object_stores import S3Store
+from dtrain.storage.remote import disconnect
+from dtrain.storage.remote_store import RemoteStore
 from dtrain.storage.sftp_store import SftpStore
-from dtrain.storage.store import Store
 from places.proxy import Fault
 
 HTTP = ["s3", "az", "gs"]
@@ -67,7 +67,7 @@ CASES = [(place, what, kind) for place in HTTP for what in KINDS for kind in KIN
 @pytest.fixture
 def small(monkeypatch):
     """Parts and pieces that are small enough to be many."""
-    for store in (Store, SftpStore):
+    for store in (RemoteStore, SftpStore):
         monkeypatch.setattr(store, "part_bytes", 2**18)
     monkeypatch.setattr(remote, "_READ_REQUEST_BYTES", 100_000)
 

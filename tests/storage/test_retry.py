@@ -6,7 +6,7 @@ import http.client
 import pytest
 
 from dtrain.errors import ConfigError
-from dtrain.storage.retry import RetryPolicy, TruncatedError, http_status, is_transient
+from dtrain.storage.remote_store import RetryPolicy, TruncatedError, http_status, is_transient
 
 
 def failing(*errors):

@@ -21,15 +21,15 @@ if TYPE_CHECKING:
     from dtrain.loggers.logger import failed_loggers as failed_loggers
     from dtrain.loggers.logger import fault_tolerant as fault_tolerant
     from dtrain.loggers.logger import multi as multi
-    from dtrain.loggers.ml_flow import mlflow as mlflow
     from dtrain.loggers.records import csv_file as csv_file
     from dtrain.loggers.records import in_memory as in_memory
     from dtrain.loggers.records import jsonl as jsonl
     from dtrain.loggers.records import read_jsonl as read_jsonl
-    from dtrain.loggers.tensor_board import tensorboard as tensorboard
     from dtrain.loggers.text import console as console
     from dtrain.loggers.text import progress_bar as progress_bar
     from dtrain.loggers.text import text_file as text_file
-    from dtrain.loggers.weights_and_biases import wandb as wandb
+    from dtrain.loggers.trackers import mlflow as mlflow
+    from dtrain.loggers.trackers import tensorboard as tensorboard
+    from dtrain.loggers.trackers import wandb as wandb
 
 __getattr__, __dir__ = attach(__name__, __file__)

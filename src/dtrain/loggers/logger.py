@@ -1,21 +1,37 @@
 """Define the ``Logger`` protocol and combine loggers: ``multi``, ``close``, ``fault_tolerant`` and ``failed_loggers``.
 
-A failing logger never stops training. ``fault_tolerant`` drops the logger with one warning.
+A failing logger never stops training. ``FaultTolerantLogger`` calls a logger directly and drops the logger with one warning.
+``BackgroundLogger`` calls a writer in a thread with a bounded queue and a timeout, so that a slow server blocks no training.
 """
 
 from __future__ import annotations
 
 import atexit
 import os
+import re
+import threading
+import time
 import warnings
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from pathlib import Path
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from dtrain import spans
+from dtrain.arguments import check_number, format_count
 from dtrain.dist.context import current_context, exit_exception, register_shutdown_hook
+from dtrain.dist.init import get_dist_info
 from dtrain.errors import ConfigError
+from dtrain.loggers.sanitize import to_plain_value
+
+# Further records are skipped while the queue is full.
+MAX_QUEUED = 1000
+# seconds to wait at the end for queued records
+CLOSE_TIMEOUT_S = 10.0
+
+Ranks = Literal[0, "all"]
 
 
 @runtime_checkable
@@ -153,10 +169,13 @@ def fault_tolerant(logger: Logger, *, name: str | None = None, timeout_s: float 
         )
     name = name or str(getattr(logger, "__name__", type(logger).__name__))
     if timeout_s is not None:
-        # background.py imports this module.
-        from dtrain.loggers.background import run_in_background
-
-        return run_in_background(logger, name=name, timeout_s=timeout_s)
+        check_number(name, "timeout_s", timeout_s, above=0)
+        return BackgroundLogger(
+            name,
+            lambda: _LoggerWriter(logger),
+            convert=lambda numbers: {str(key): to_plain_value(value) for key, value in numbers.items()},
+            timeout_s=timeout_s,
+        )
     return logger if getattr(logger, "handles_failures", False) else FaultTolerantLogger(logger, name)
 
 
@@ -185,7 +204,7 @@ class FaultTolerantLogger:
             unregister_logger(self)
             # A progress bar must restore the terminal.
             with suppress(Exception):
-                getattr(logger, "close", _noop)()
+                close(logger)
             report_failure(self._name, step, error)
         finally:
             spans.end("log")
@@ -195,7 +214,8 @@ class FaultTolerantLogger:
         unregister_logger(self)
         logger, self._logger = self._logger, None
         try:
-            getattr(logger, "close", _noop)()
+            if logger is not None:
+                close(logger)
         except Exception as error:  # noqa: BLE001 - training continues after any error
             report_failure(self._name, None, error)
 
@@ -245,5 +265,191 @@ def _close_at_exit(pid: int) -> None:
         _close_all(exit_exception())
 
 
-def _noop() -> None:
-    return None
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricRecord:
+    """Logged record: the step of the loop, seconds since 1970, and plain values by written name."""
+
+    step: int
+    time: float
+    numbers: Mapping[str, Any]
+
+
+class RecordWriter(Protocol):
+    """Writer that the background thread calls. Any exception drops the logger."""
+
+    def write(self, records: Sequence[MetricRecord]) -> None:
+        """Write the records queued since the last call, at least one record."""
+        ...
+
+    def close(self, *, failed: bool) -> None:
+        """End the writer. ``failed`` is True if training ends with an exception."""
+        ...
+
+
+class BackgroundLogger:
+    """Logger that opens and calls a ``RecordWriter`` in a daemon thread. Training waits only in ``close``, for a few seconds.
+
+    A call that raises or takes longer than ``timeout_s`` drops the logger. The next record or ``close`` reports the failure.
+    """
+
+    handles_failures = True
+
+    def __init__(
+        self,
+        name: str,
+        open_writer: Callable[[], RecordWriter],
+        *,
+        convert: Callable[[Mapping[str, Any]], dict[str, Any]],
+        timeout_s: float,
+        max_queued: int = MAX_QUEUED,
+        close_timeout_s: float = CLOSE_TIMEOUT_S,
+    ) -> None:
+        self._name, self._convert, self._max_queued = name, convert, max_queued
+        self._timeout_s, self._close_timeout_s = timeout_s, min(close_timeout_s, timeout_s)
+        self._records: deque[MetricRecord] = deque()
+        self._wake = threading.Condition()
+        self._error: BaseException | None = None
+        # ``time.monotonic()`` at the start of the running call
+        self._call_started_at: float | None = None
+        # True after close or failure
+        self._ended = False
+        self._closing = self._failed = self._skipped = False
+        self._thread = threading.Thread(target=self._run, args=(open_writer,), daemon=True, name=f"dtrain-{name}")
+        self._thread.start()
+        register_open_logger(self)
+
+    def __call__(self, step: int, numbers: Mapping[str, Any], /) -> None:
+        if self._ended:
+            return
+        try:
+            record = MetricRecord(step=int(step), time=time.time(), numbers=self._convert(numbers))
+        except Exception as error:  # noqa: BLE001 - training continues
+            self._fail(step, error)
+            return
+        with self._wake:
+            failure, full = self._find_failure(), len(self._records) >= self._max_queued
+            if failure is None and not full:
+                self._records.append(record)
+                self._wake.notify()
+        if failure is not None:
+            self._fail(step, failure)
+        elif full and not self._skipped:
+            self._skipped = True
+            warnings.warn(
+                f"{self._name}: logger must be as fast as the loop, got {self._max_queued} queued records. "
+                "Further records are skipped. Log less often.",
+                stacklevel=2,
+            )
+
+    def _find_failure(self) -> BaseException | None:
+        since = self._call_started_at
+        if self._error is None and since is not None and time.monotonic() - since > self._timeout_s:
+            return TimeoutError(f"no answer for {self._timeout_s:g} s")
+        return self._error
+
+    def begin_closing(self, *, failed: bool = False) -> None:
+        """Ask the thread to end after writing all queued records."""
+        with self._wake:
+            self._closing, self._failed = True, failed
+            self._wake.notify()
+
+    def close(self) -> None:
+        """Wait a few seconds until all records are written. Later records are ignored."""
+        unregister_logger(self)
+        if self._ended:
+            return
+        if not self._closing:
+            self.begin_closing()
+        self._thread.join(self._close_timeout_s)
+        error = self._error
+        if self._thread.is_alive():
+            queued = format_count(len(self._records), "record")
+            error = TimeoutError(f"not finished {self._close_timeout_s:g} s after the end. {queued} still queued")
+        self._ended = True
+        if error is not None:
+            self._fail(None, error)
+
+    def _fail(self, step: int | None, error: BaseException) -> None:
+        self._ended = True
+        unregister_logger(self)
+        with self._wake:
+            self._closing, self._failed = True, True
+            self._records.clear()
+            self._wake.notify()
+        report_failure(self._name, step, error, stacklevel=4)
+
+    def _run(self, open_writer: Callable[[], RecordWriter]) -> None:
+        try:
+            writer = self._call_timed(open_writer)
+            while records := self._next_records():
+                self._call_timed(lambda: writer.write(records))
+            self._call_timed(lambda: writer.close(failed=self._failed))
+        except BaseException as error:  # noqa: BLE001 - reported in the thread that logs
+            self._error = error
+
+    def _call_timed(self, call: Callable[[], Any]) -> Any:
+        self._call_started_at = time.monotonic()
+        result = call()
+        self._call_started_at = None
+        return result
+
+    def _next_records(self) -> list[MetricRecord]:
+        """Wait for records and return all queued records; empty at the end."""
+        with self._wake:
+            while not self._records and not self._closing:
+                self._wake.wait()
+            records = list(self._records)
+            self._records.clear()
+        return records
+
+
+class _LoggerWriter:
+    """Adapter from a plain logger to ``RecordWriter``."""
+
+    def __init__(self, logger: Logger) -> None:
+        self._logger = logger
+
+    def write(self, records: Sequence[MetricRecord]) -> None:
+        for record in records:
+            self._logger(record.step, record.numbers)
+
+    def close(self, *, failed: bool) -> None:
+        close(self._logger)
+
+
+def is_writer(ranks: Ranks, caller: str) -> bool:
+    """Return True if this rank writes.
+
+    Raises:
+        ConfigError: ``ranks`` is neither 0 nor "all".
+    """
+    if ranks not in (0, "all") or isinstance(ranks, bool):
+        raise ConfigError(f"{caller}: ranks must be 0 or 'all', got {ranks!r}. Pass ranks=0 to log on rank 0 alone.")
+    return ranks == "all" or get_dist_info().rank == 0
+
+
+def rank_path(path: str | Path, ranks: Ranks, caller: str) -> Path | None:
+    """Return the file or folder that this rank writes; None if this rank writes nothing.
+
+    ``{rank}`` in the path makes every rank write. ``{time}`` becomes the current time in UTC.
+
+    Raises:
+        ConfigError: the path is on a server, has a field other than rank and time, or is one file for all ranks.
+    """
+    text = os.fspath(path)
+    if "://" in text:
+        raise ConfigError(
+            f"{caller}: path must be local, got {text!r}. Write to a local path and upload the folder of the run."
+        )
+    unknown = sorted(set(re.findall(r"\{(\w+)\}", text)) - {"rank", "time"})
+    if unknown:
+        raise ConfigError(
+            f"{caller}: path may have only {{rank}} and {{time}} as fields, got {{{unknown[0]}}} in {text!r}. "
+            "Remove the other fields."
+        )
+    if ranks == "all" and "{rank}" not in text:
+        raise ConfigError(f"{caller}: path must contain {{rank}} if ranks='all', got {text!r}. Each rank needs its own file.")
+    if not is_writer(ranks, caller) and "{rank}" not in text:
+        return None
+    now = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
+    return Path(text.replace("{rank}", str(get_dist_info().rank)).replace("{time}", now))

@@ -6,7 +6,7 @@ import csv
 import io
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from time import time
 from typing import Any
@@ -14,8 +14,7 @@ from typing import Any
 from dtrain import storage
 from dtrain.arguments import check_int
 from dtrain.errors import ConfigError
-from dtrain.loggers.logger import FaultTolerantLogger, Logger, null_logger
-from dtrain.loggers.logger_options import Ranks, is_writer, rank_path
+from dtrain.loggers.logger import FaultTolerantLogger, Logger, Ranks, is_writer, null_logger, rank_path
 from dtrain.loggers.sanitize import UniqueNames, decode_nonfinite, encode_nonfinite, to_plain_value
 from dtrain.run_layout import STEP, TIME, is_rewind, step_from_record
 
@@ -77,18 +76,17 @@ class _JsonlWriter:
         if self._rotate_bytes is not None:
             size = storage.file_size(self._path)
             if size and size + len(line) + 1 > self._rotate_bytes:
-                _rotate(self._path, self._keep)
+                self._rotate()
         storage.append_line(self._path, line)
 
-
-def _rotate(path: Path, keep: int | None) -> None:
-    """Increment the number of each rotated file, the highest number first, so that a kill loses no file."""
-    for number, part in sorted(_rotated_files(path), reverse=True):
-        if keep is not None and number >= keep:
-            storage.remove_file(part)
-        else:
-            storage.rename(part, path.with_name(f"{path.name}.{number + 1}"))
-    storage.rename(path, path.with_name(f"{path.name}.1"))
+    def _rotate(self) -> None:
+        """Increment the number of each rotated file, the highest number first, so that a kill loses no file."""
+        for number, part in sorted(_rotated_files(self._path), reverse=True):
+            if self._keep is not None and number >= self._keep:
+                storage.remove_file(part)
+            else:
+                storage.rename(part, self._path.with_name(f"{self._path.name}.{number + 1}"))
+        storage.rename(self._path, self._path.with_name(f"{self._path.name}.1"))
 
 
 def _rotated_files(path: Path) -> list[tuple[int, Path]]:
@@ -121,16 +119,9 @@ def read_jsonl(path: str | Path) -> dict[int, dict[str, Any]]:
     Raises:
         FileNotFoundError: neither the file nor a rotated file exists.
     """
-    merged = _RecordsByStep()
-    for record in _iter_records(Path(path)):
-        merged.add(record)
-    return dict(sorted(merged.by_step.items()))
-
-
-def _iter_records(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the objects in a file and its rotated files, in writing order."""
-    parts = [part for _, part in sorted(_rotated_files(path), reverse=True)]
-    for part in [*parts, path] if path.exists() or not parts else parts:
+    merged, file = _RecordsByStep(), Path(path)
+    rotated = [part for _, part in sorted(_rotated_files(file), reverse=True)]
+    for part in [*rotated, file] if file.exists() or not rotated else rotated:
         for line in part.read_text(encoding="utf-8", errors="replace").split("\n"):
             try:
                 record = json.loads(line)
@@ -138,7 +129,8 @@ def _iter_records(path: Path) -> Iterator[dict[str, Any]]:
             except (ValueError, RecursionError):
                 continue
             if isinstance(record, dict):
-                yield record
+                merged.add(record)
+    return dict(sorted(merged.by_step.items()))
 
 
 class _RecordsByStep:
@@ -213,7 +205,9 @@ class _CsvWriter:
         if not known or any(name not in known for name in row):
             self._add_columns(row)
         assert self._columns is not None
-        storage.append_line(self._path, _format_row(_format_cell(row.get(name)) for name in self._columns))
+        cells = (row.get(name) for name in self._columns)
+        texts = ("" if cell is None else repr(cell) if isinstance(cell, int | float) else json.dumps(cell) for cell in cells)
+        storage.append_line(self._path, _format_row(texts))
 
     def _add_columns(self, row: Iterable[str]) -> None:
         """Rewrite the file with the existing columns and the columns of ``row``, without a partial last row."""
@@ -228,12 +222,6 @@ class _CsvWriter:
             rows = [line + [""] * (len(columns) - len(line)) for line in rows]
             storage.replace_file(self._path, "".join(_format_row(line) + "\n" for line in [columns, *rows]).encode())
         self._columns = columns
-
-
-def _format_cell(value: Any) -> str:
-    if value is None:
-        return ""
-    return repr(value) if isinstance(value, int | float) else json.dumps(value)
 
 
 def _format_row(cells: Iterable[str]) -> str:

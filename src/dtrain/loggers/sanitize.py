@@ -35,68 +35,26 @@ def to_plain_value(value: Any, _depth: int = 0) -> Any:
         return [to_plain_value(each, _depth + 1) for each in value]
     if _depth < _MAX_DEPTH and isinstance(value, Mapping) and all(isinstance(name, str) for name in value):
         return {name: to_plain_value(each, _depth + 1) for name, each in value.items()}
-    return {"unloggable": _describe_type(value)}
-
-
-def _describe_type(value: Any) -> str:
     shape = getattr(value, "shape", None)
-    return type(value).__name__ + (f" {list(shape)}" if isinstance(shape, tuple) and shape else "")
+    return {"unloggable": type(value).__name__ + (f" {list(shape)}" if isinstance(shape, tuple) and shape else "")}
 
 
 def encode_nonfinite(value: Any) -> Any:
     """Replace non-finite numbers by the texts ``nan``, ``inf`` and ``-inf``, so that every JSON reader accepts the value."""
-    if type(value) is float:
-        return value if math.isfinite(value) else str(value)
-    if type(value) is list:
-        return [encode_nonfinite(each) for each in value]
-    if type(value) is dict:
-        return {name: encode_nonfinite(each) for name, each in value.items()}
-    return value
+    return _map_leaves(value, lambda leaf: str(leaf) if type(leaf) is float and not math.isfinite(leaf) else leaf)
 
 
 def decode_nonfinite(value: Any) -> Any:
     """Replace the texts of ``encode_nonfinite`` by non-finite numbers."""
-    if type(value) is str:
-        return _NON_FINITE.get(value, value)
+    return _map_leaves(value, lambda leaf: _NON_FINITE.get(leaf, leaf) if type(leaf) is str else leaf)
+
+
+def _map_leaves(value: Any, convert: Callable[[Any], Any]) -> Any:
     if type(value) is list:
-        return [decode_nonfinite(each) for each in value]
+        return [_map_leaves(item, convert) for item in value]
     if type(value) is dict:
-        return {name: decode_nonfinite(each) for name, each in value.items()}
-    return value
-
-
-class NumericFilter:
-    """Filter that keeps the numbers of a record as floats and skips other values with one warning per name."""
-
-    __slots__ = ("_caller", "_warned")
-
-    def __init__(self, caller: str) -> None:
-        self._caller = caller
-        self._warned: set[str] = set()
-
-    def __call__(self, numbers: Mapping[str, Any]) -> dict[str, float]:
-        floats = {}
-        for name, value in numbers.items():
-            number = to_plain_value(value)
-            if isinstance(number, int | float):
-                floats[str(name)] = _to_float(number)
-            else:
-                self._warn_skipped(str(name), number)
-        return floats
-
-    def _warn_skipped(self, name: str, value: Any) -> None:
-        if name not in self._warned:
-            self._warned.add(name)
-            text = value["unloggable"] if isinstance(value, dict) and "unloggable" in value else repr(value)[:40]
-            warnings.warn(f"{self._caller}: metric {name!r} must be a number, got {text}. The metric is skipped.", stacklevel=4)
-
-
-def _to_float(number: float) -> float:
-    try:
-        return float(number)
-    # An int may exceed the range of floats.
-    except OverflowError:
-        return math.inf if number > 0 else -math.inf
+        return {name: _map_leaves(item, convert) for name, item in value.items()}
+    return convert(value)
 
 
 class UniqueNames:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from functools import cache
 from pathlib import Path
 from time import gmtime, strftime
 from typing import Any, TextIO
@@ -18,8 +21,7 @@ from dtrain import launch_protocol, spans, storage
 from dtrain.arguments import check_int, check_number, format_bytes
 from dtrain.device import counts_memory, started_accelerator
 from dtrain.errors import ConfigError
-from dtrain.loggers.logger import FaultTolerantLogger, Logger, null_logger
-from dtrain.loggers.logger_options import MetricFilter, Ranks, import_optional, is_writer, rank_path
+from dtrain.loggers.logger import FaultTolerantLogger, Logger, Ranks, is_writer, null_logger, rank_path
 from dtrain.loggers.sanitize import to_plain_value
 from dtrain.monitors.hardware import process_memory
 from dtrain.schedules.durations import Duration
@@ -44,6 +46,29 @@ def _format_value(value: Any, digits: int) -> str:
     return text if len(text) <= _MAX_VALUE_WIDTH else text[: _MAX_VALUE_WIDTH - 1] + "…"
 
 
+def _metric_filter(select: Sequence[str] | None, caller: str) -> Callable[[str], bool]:
+    """Return a function that selects metrics by name or pattern; None selects all metrics.
+
+    Raises:
+        ConfigError: ``select`` is not a list of texts.
+    """
+    if select is None:
+        return lambda name: True
+    patterns = tuple(select)
+    if isinstance(select, str) or not all(isinstance(pattern, str) for pattern in patterns):
+        raise ConfigError(
+            f"{caller}: select must be a list of names or patterns, got {select!r}. Pass a list such as ['loss', 'speed/*']."
+        )
+    return cache(lambda name: any(fnmatchcase(name, pattern) for pattern in patterns))
+
+
+def _parse_steps(caller: str, name: str, length: Duration | int | str, example: int) -> int:
+    parsed = Duration.parse(length)
+    if parsed.unit != "ba":
+        raise ConfigError(f"{caller}: {name} must be a number of steps, got {length!r}. Pass {example} or '{example}ba'.")
+    return int(parsed.value)
+
+
 def console(
     *, every: Duration | int | str = 1, select: Sequence[str] | None = None, stream: TextIO | None = None, ranks: Ranks = 0
 ) -> Logger:
@@ -66,10 +91,8 @@ def console(
     Raises:
         ConfigError: ``every`` is not in steps, ``select`` is not a list of texts, or ``ranks`` is neither 0 nor "all".
     """
-    length = Duration.parse(every)
-    if length.unit != "ba":
-        raise ConfigError(f"console: every must be a number of steps, got {every!r}. Pass 100 or '100ba'.")
-    writer = _ConsoleWriter(int(length.value), MetricFilter(select, "console"), stream)
+    interval = _parse_steps("console", "every", every, 100)
+    writer = _ConsoleWriter(interval, _metric_filter(select, "console"), stream)
     return FaultTolerantLogger(writer, "console") if is_writer(ranks, "console") else null_logger
 
 
@@ -106,7 +129,7 @@ def text_file(path: str | Path, *, flush_every: int = 1, select: Sequence[str] |
         ConfigError: ``path`` is invalid (see ``jsonl``), ``flush_every`` is below 1, or ``select`` is not a list of texts.
     """
     check_int("text_file", "flush_every", flush_every)
-    is_selected, file = MetricFilter(select, "text_file"), rank_path(path, ranks, "text_file")
+    is_selected, file = _metric_filter(select, "text_file"), rank_path(path, ranks, "text_file")
     if file is None:
         return null_logger
     return FaultTolerantLogger(_TextFileWriter(file, flush_every, is_selected), f"text_file {file}")
@@ -164,21 +187,19 @@ def progress_bar(
     Raises:
         ConfigError: ``run_length`` is not in steps, ``select`` is not a list of texts, or ``line_every_s`` is below 0.
     """
-    length = None if run_length is None else Duration.parse(run_length)
-    if length is not None and length.unit != "ba":
-        raise ConfigError(f"progress_bar: run_length must be a number of steps, got {run_length!r}. Pass 600 or '600ba'.")
+    total = None if run_length is None else _parse_steps("progress_bar", "run_length", run_length, 600)
     if line_every_s is not None:
         check_number("progress_bar", "line_every_s", line_every_s, minimum=0, advice="Pass None for no lines.")
-    text = _ProgressText(None if length is None else int(length.value), MetricFilter(select, "progress_bar"), select or ())
+    text = _ProgressText(total, _metric_filter(select, "progress_bar"), select or ())
     if not is_writer(0, "progress_bar"):
         return null_logger
     if sys.stderr.isatty() and os.environ.get("TERM") != "dumb":
         return FaultTolerantLogger(_RichProgressBar(text), "progress_bar")
     if os.environ.get(launch_protocol.LIVE_LINE) == "1":
-        return FaultTolerantLogger(_LaunchedProgress(text), "progress_bar")
+        return FaultTolerantLogger(_LineProgress(text, _LIVE_INTERVAL_S, live=True), "progress_bar")
     if line_every_s is None:
         return null_logger
-    return FaultTolerantLogger(_PlainProgress(text, line_every_s), "progress_bar")
+    return FaultTolerantLogger(_LineProgress(text, line_every_s, live=False), "progress_bar")
 
 
 class _ProgressText:
@@ -204,7 +225,8 @@ class _ProgressText:
             if tokens > first_tokens:
                 parts.append(f"{(tokens - first_tokens) / seconds:,.0f} tok/s")
             elif samples > first_samples:
-                parts.append(f"{_format_rate((samples - first_samples) / seconds)} samples/s")
+                rate = (samples - first_samples) / seconds
+                parts.append((f"{rate:,.0f}" if rate >= 10 else f"{rate:.2g}") + " samples/s")
             else:
                 parts.append(f"{steps / seconds:.3g} steps/s")
             if self.total is not None:
@@ -214,48 +236,41 @@ class _ProgressText:
         return "  ".join(part for part in parts if part)
 
 
-class _PlainProgress:
-    def __init__(self, text: _ProgressText, interval_s: float) -> None:
-        self._text, self._interval_s = text, interval_s
-        self._next: float | None = None
-
-    def __call__(self, step: int, numbers: Mapping[str, Any], /) -> None:
-        # The text needs every record for its speed.
-        words, now = self._text.text(step, numbers), time.monotonic()
-        if self._next is None or now >= self._next or step == self._text.total:
-            self._next = now + self._interval_s
-            print(f"step {self._text.position(step)}  {words}".rstrip(), file=sys.stderr, flush=True)
-
-
 # The launcher draws at most so many live lines.
 _LIVE_INTERVAL_S = 0.1
 
 
-class _LaunchedProgress:
-    """Live line of the launcher's terminal. The last state stays there as a plain line."""
+class _LineProgress:
+    """Lines on standard error, at most one in ``interval_s``; if ``live``, the live line of the launcher's terminal.
 
-    def __init__(self, text: _ProgressText) -> None:
-        self._text = text
-        self._next = 0.0
+    The last state is a line of the log in any case.
+    """
+
+    def __init__(self, text: _ProgressText, interval_s: float, *, live: bool) -> None:
+        self._text, self._interval_s, self._live = text, interval_s, live
+        self._next = -math.inf
 
     def __call__(self, step: int, numbers: Mapping[str, Any], /) -> None:
+        # The text needs every record for its speed.
         words, now = self._text.text(step, numbers), time.monotonic()
+        is_last = step == self._text.total
+        if not is_last and now < self._next:
+            return
+        self._next = now + self._interval_s
         line = f"step {self._text.position(step)}  {words}".rstrip()
-        if step == self._text.total:
-            # The last state is a line of the log, too.
-            print(f"{launch_protocol.live_line('')}{line}", file=sys.stderr, flush=True)
-        elif now >= self._next:
-            self._next = now + _LIVE_INTERVAL_S
-            print(launch_protocol.live_line(line + _format_memory()), end="", file=sys.stderr, flush=True)
+        if self._live and not is_last:
+            print(launch_protocol.live_line(line + self._format_memory()), end="", file=sys.stderr, flush=True)
+        else:
+            print(f"{launch_protocol.live_line('') if self._live else ''}{line}", file=sys.stderr, flush=True)
 
-
-def _format_memory() -> str:
-    """Format the memory of the tensors on this process's GPU, or of the process without a GPU."""
-    accelerator = started_accelerator()
-    if accelerator is not None and counts_memory(accelerator):
-        return f"  {format_bytes(torch.accelerator.memory_allocated())} GPU memory"
-    sizes = process_memory()
-    return "" if sizes is None else f"  {format_bytes(sizes[0])} memory"
+    @staticmethod
+    def _format_memory() -> str:
+        """Format the memory of the tensors on this process's GPU, or of the process without a GPU."""
+        accelerator = started_accelerator()
+        if accelerator is not None and counts_memory(accelerator):
+            return f"  {format_bytes(torch.accelerator.memory_allocated())} GPU memory"
+        sizes = process_memory()
+        return "" if sizes is None else f"  {format_bytes(sizes[0])} memory"
 
 
 class _RichProgressBar:
@@ -272,13 +287,15 @@ class _RichProgressBar:
             self._progress.update(self._task, completed=step, at=self._text.position(step), words=words, refresh=True)
 
     def _start(self, step: int, words: str) -> None:
-        rich, tables = import_optional("rich.progress"), import_optional("rich.table")
-        one_line = tables.Column(no_wrap=True, overflow="ellipsis")
-        self._progress = rich.Progress(
-            rich.TextColumn("{task.fields[at]}", markup=False, table_column=tables.Column(no_wrap=True)),
-            rich.BarColumn(bar_width=20),
-            rich.TextColumn("{task.fields[words]}", markup=False, table_column=one_line),
-            console=import_optional("rich.console").Console(stderr=True),
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn
+        from rich.table import Column
+
+        self._progress = Progress(
+            TextColumn("{task.fields[at]}", markup=False, table_column=Column(no_wrap=True)),
+            BarColumn(bar_width=20),
+            TextColumn("{task.fields[words]}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis")),
+            console=Console(stderr=True),
             # No refresh thread: the bar is drawn only when a record is logged.
             auto_refresh=False,
             # Redirected output must stay in its file.
@@ -296,7 +313,3 @@ class _RichProgressBar:
         progress, self._progress = self._progress, None
         if progress is not None:
             progress.stop()
-
-
-def _format_rate(rate: float) -> str:
-    return f"{rate:,.0f}" if rate >= 10 else f"{rate:.2g}"

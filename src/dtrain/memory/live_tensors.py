@@ -3,6 +3,9 @@
 A storage is the memory behind tensors. Views and reshaped tensors share a storage, and FSDP2 empties and fills a storage while
 its tensors stay. So each storage counts once, with its current bytes. torch keeps one Python object per storage while anything
 holds the storage, including C++ code and autograd's saved tensors. So the end of the object is the end of the memory.
+
+Operations are seen by a dispatch mode. FSDP2 empties and fills gathered parameters by resizing their storages, which no
+dispatch mode sees, so ``UntypedStorage.resize_`` is replaced while a count runs.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -22,14 +26,6 @@ import torch
 from torch import Tensor, UntypedStorage
 from torch._subclasses import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-
-from dtrain.memory.storage_resize import (
-    SavedLayout,
-    add_resize_observer,
-    collective_result_bytes,
-    remove_resize_observer,
-    save_layouts,
-)
 
 AdmitFn = Callable[[int], BaseException | None]
 """``bytes of an allocation -> error``, called before the bytes are counted; an error replaces the allocation."""
@@ -135,17 +131,32 @@ class LiveBytes(TorchDispatchMode):
         with self._lock:
             self._process_ended()
             tracked = [entry for entry in self._table.values() if entry.nbytes]
-        return sorted(map(_describe, tracked), key=lambda storage: -storage.bytes)
+        rows = [
+            LiveStorage(
+                bytes=entry.nbytes,
+                shape=tuple(int(n) for n in entry.shape),
+                dtype=str(entry.dtype).removeprefix("torch.") if entry.dtype else "none",
+                made_by=str(entry.made_by),
+                stack=entry.stack,
+            )
+            for entry in tracked
+        ]
+        return sorted(rows, key=lambda storage: -storage.bytes)
 
     def __enter__(self) -> LiveBytes:
         self._thread = threading.get_ident()
-        add_resize_observer(self)
+        with _resize_lock:
+            _resize_observers.append(self)
+            UntypedStorage.resize_ = _observed_resize  # type: ignore[method-assign, assignment]
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
-        remove_resize_observer(self)
+        with _resize_lock:
+            del _resize_observers[next(i for i in reversed(range(len(_resize_observers))) if _resize_observers[i] is self)]
+            if not _resize_observers:
+                del UntypedStorage.resize_
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # C++ asks a fake tensor for its device about once per operation. The other modes need not see that.
@@ -262,9 +273,20 @@ class LiveBytes(TorchDispatchMode):
         tracked = _TrackedStorage(storage, self._ended.append)
         tracked.key, tracked.nbytes, tracked.shape, tracked.dtype = id(storage), 0, (), None
         tracked.made_by = made_by
-        tracked.stack = _call_lines(self._stack_depth)
+        tracked.stack = self._calling_lines()
         self._table[tracked.key] = tracked
         return tracked
+
+    def _calling_lines(self) -> tuple[str, ...]:
+        """Return the calling lines, innermost first, without those of torch and of ``dtrain.memory``."""
+        lines: list[str] = []
+        frame: FrameType | None = sys._getframe(1) if self._stack_depth else None
+        while frame is not None and len(lines) < self._stack_depth:
+            code = frame.f_code
+            if not code.co_filename.startswith(_HIDDEN_FOLDERS):
+                lines.append(f"{code.co_filename}:{frame.f_lineno} in {code.co_qualname}")
+            frame = frame.f_back
+        return tuple(lines)
 
     def _process_ended(self) -> None:
         """Subtract the storages that have ended."""
@@ -307,26 +329,102 @@ def _dense_components(tensor: Tensor) -> tuple[Tensor, ...]:
     return ()
 
 
-def _call_lines(depth: int) -> tuple[str, ...]:
-    """Return the calling lines, innermost first, without those of torch and of ``dtrain.memory``."""
-    lines: list[str] = []
-    frame: FrameType | None = sys._getframe(2) if depth else None
-    while frame is not None and len(lines) < depth:
-        code = frame.f_code
-        if not code.co_filename.startswith(_HIDDEN_FOLDERS):
-            lines.append(f"{code.co_filename}:{frame.f_lineno} in {code.co_qualname}")
-        frame = frame.f_back
-    return tuple(lines)
-
-
 _HIDDEN_FOLDERS = tuple(f"{Path(file).parent}{os.sep}" for file in (torch.__file__, __file__))
 
 
-def _describe(tracked: _TrackedStorage) -> LiveStorage:
-    return LiveStorage(
-        bytes=tracked.nbytes,
-        shape=tuple(int(n) for n in tracked.shape),
-        dtype=str(tracked.dtype).removeprefix("torch.") if tracked.dtype else "none",
-        made_by=str(tracked.made_by),
-        stack=tracked.stack,
-    )
+# Counts that are running, in the order of their start. The replaced method of torch is one for the process and is called by
+# threads of autograd as well, so the counts that it tells cannot be a fact of a thread. Contexts may end in any order.
+_resize_observers: list[LiveBytes] = []
+_resize_lock = threading.Lock()
+_original_resize: Any = torch._C.StorageBase.resize_  # type: ignore[attr-defined]
+
+
+def _observed_resize(self: UntypedStorage, size: int) -> Any:
+    observers = tuple(_resize_observers)
+    for observer in observers:
+        refusal = observer.before_resize(self, size)
+        if refusal is not None:
+            try:
+                raise refusal
+            finally:
+                # A cycle of the error, its traceback and this frame would keep all outer frames until garbage collection.
+                del refusal
+    result = _original_resize(self, size)
+    for observer in observers:
+        observer.after_resize(self, size)
+    return result
+
+
+_RESIZE_OPS = ("resize_", "resize_as_", "resize_as_sparse_", "set_")
+
+
+class SavedLayout:
+    """Layout of an argument before an operation that may enlarge it."""
+
+    __slots__ = ("layout", "nbytes", "storage", "tensor")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor, self.storage = tensor, tensor.untyped_storage()
+        self.layout = (int(tensor.storage_offset()), tensor.size(), tensor.stride())
+        self.nbytes = self.storage.nbytes()
+
+    def restore(self) -> None:
+        """Restore the argument's storage, layout and size in bytes; its values may have changed.
+
+        Mutates: ``tensor`` and ``storage``.
+        """
+        with torch.no_grad():
+            self.tensor.set_(self.storage, *self.layout)
+        if self.storage.nbytes() != self.nbytes:
+            self.storage.resize_(self.nbytes)
+
+
+def save_layouts(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[SavedLayout]:
+    """Return the layouts of the arguments that ``func`` may enlarge: the tensor of ``resize_`` and similar, and ``out=``."""
+    layouts = []
+    for position, name in _resizable_arguments(func):
+        value = args[position] if position < len(args) else kwargs.get(name)
+        for tensor in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(tensor, Tensor) and tensor.layout is torch.strided:
+                layouts.append(SavedLayout(tensor))
+    return layouts
+
+
+@cache
+def _resizable_arguments(func: Any) -> tuple[tuple[int, str], ...]:
+    # A higher-order operator has no schema.
+    schema = getattr(func, "_schema", None)
+    if schema is None:
+        return ()
+    resizes = schema.name.split("::")[-1] in _RESIZE_OPS
+    return tuple((i, a.name) for i, a in enumerate(schema.arguments) if a.is_out or (resizes and i == 0))
+
+
+def collective_result_bytes(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> int:
+    """Return the bytes that a functional collective will allocate for its result; 0 for all other operations.
+
+    The result of any other operation is counted after the operation. c10d's own collectives write into existing tensors.
+    """
+    if not _is_functional_collective(func):
+        return 0
+    value = args[0] if args else kwargs.get("input", kwargs.get("inputs"))
+    tensors = value if isinstance(value, (list, tuple)) else (value,)
+    size = sum(t.numel() * t.element_size() for t in tensors if isinstance(t, Tensor))
+    name = func._schema.name.split("::")[-1]
+    if name.startswith("all_gather"):
+        return size * int(args[1])
+    if name.startswith("reduce_scatter"):
+        return size // int(args[2])
+    return size
+
+
+_OPS_WITHOUT_RESULT = ("wait_tensor", "isend", "irecv", "batch_p2p_ops")
+
+
+@cache
+def _is_functional_collective(func: Any) -> bool:
+    schema = getattr(func, "_schema", None)
+    if schema is None or not schema.name.startswith("_c10d_functional::"):
+        return False
+    name = schema.name.split("::")[-1]
+    return not name.endswith(("_", "_out", *_OPS_WITHOUT_RESULT))

@@ -14,6 +14,6 @@ from dtrain.lazy_imports import attach
 
 if TYPE_CHECKING:
     from dtrain.run.run_dir import Run as Run
-    from dtrain.run.upload import upload_run as upload_run
+    from dtrain.run.run_dir import upload_run as upload_run
 
 __getattr__, __dir__ = attach(__name__, __file__)

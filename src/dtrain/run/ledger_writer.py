@@ -153,7 +153,13 @@ class LedgerWriter:
             lines.insert(0, self._line("event", name="dropped", logger="ledger", error=error))
         data = ("\n" * self._partial_line + "".join(f"{each}\n" for each in lines)).encode()
         try:
-            _append_bytes(self.path, data)
+            # The file is opened each time, so that a removed folder is noticed.
+            handle = os.open(self.path, os.O_WRONLY | os.O_APPEND)
+            try:
+                if os.write(handle, data) != len(data):
+                    raise OSError("the disk took only a part of a line")
+            finally:
+                os.close(handle)
         except OSError as error:
             # The state of a missing file is unknown.
             with suppress(OSError):
@@ -161,30 +167,17 @@ class LedgerWriter:
             self._missed += 1
             if not line.startswith('{"kind":"sum"'):
                 self._waiting.append(line)
-            self._warn(error)
+            if not self._warned:
+                self._warned = True
+                warnings.warn(
+                    f"open_run: cannot write {self.path}: {error}. Training continues, and the ledger is written later.",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
             return False
         self._partial_line, self._missed = False, 0
         self._waiting.clear()
         return True
-
-    def _warn(self, error: OSError) -> None:
-        if not self._warned:
-            self._warned = True
-            warnings.warn(
-                f"open_run: cannot write {self.path}: {error}. Training continues, and the ledger is written later.",
-                RuntimeWarning,
-                stacklevel=2,
-            )
-
-
-def _append_bytes(path: Path, data: bytes) -> None:
-    """Append data to an existing file in one write. The file is opened each time, so that a removed folder is noticed."""
-    handle = os.open(path, os.O_WRONLY | os.O_APPEND)
-    try:
-        if os.write(handle, data) != len(data):
-            raise OSError("the disk took only a part of a line")
-    finally:
-        os.close(handle)
 
 
 def _has_partial_line(path: Path) -> bool:

@@ -1,4 +1,4 @@
-"""Open the folder of a run (``open_run``): metadata of each attempt and a ledger of time per rank."""
+"""Open the folder of a run (``open_run``): metadata of each attempt and a ledger of time per rank. ``upload_run`` copies it."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable
+import warnings
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -24,12 +24,13 @@ from dtrain.errors import ConfigError
 from dtrain.run.ledger_writer import LedgerWriter
 from dtrain.run.metadata import attempt_metadata, settings_to_plain
 from dtrain.run.redact import Redactor, make_redactor
-from dtrain.run.upload import upload_run
 from dtrain.schedules.durations import Duration
-from dtrain.storage import RemotePath
+from dtrain.storage import AnyPath, RemotePath
 from dtrain.typing import Plain
 
-_CALLER = "open_run"
+# Folder below the root of checkpoints, and folder of a run that is not copied there.
+_TARGET_FOLDER = "run"
+_EXCLUDED_FOLDER = "checkpoints"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,13 +63,12 @@ class _OpenRun:
     pid: int = 0
     run: Run | None = None
     ledger: LedgerWriter | None = None
-    redactor: Redactor = field(default_factory=Redactor)
-    upload: str | None = None
-    exit_registered: bool = False
+    setup: _RunSetup | None = None
     # True after the first open_run of this process
     has_opened: bool = False
 
 
+# A fact of the process: the ledger hears all spans of the process, and the end of the process must close the ledger.
 _OPEN_RUN = _OpenRun()
 
 
@@ -114,62 +114,64 @@ def open_run(
             ``settings`` or ``every``, or another open run.
     """
     if _OPEN_RUN.pid != os.getpid():
-        _OPEN_RUN.pid, _OPEN_RUN.run, _OPEN_RUN.ledger = os.getpid(), None, None
-        _OPEN_RUN.exit_registered = _OPEN_RUN.has_opened = False
+        _OPEN_RUN.pid, _OPEN_RUN.run, _OPEN_RUN.ledger, _OPEN_RUN.has_opened = os.getpid(), None, None, False
     if _OPEN_RUN.run is not None:
-        return _reuse_open_run(_OPEN_RUN.run, path)
+        if storage.resolve_path(path) != _OPEN_RUN.run.path:
+            raise ConfigError(
+                f"open_run: path must be the open run {_OPEN_RUN.run.path}, got {str(path)!r}. A process can have one open run."
+            )
+        return _OPEN_RUN.run
     info, started_at = get_dist_info(), time.time()
     local: dict[str, Any] = {"error": None, "kind": "", "host": os.uname().nodename, "device": device_name(info.device)}
-    redactor, setup = Redactor(), None
+    setup = None
     try:
-        redactor = make_redactor(_check_redact_patterns(redact), os.environ)
-        setup = _prepare_folder(path, info, settings, every, upload, started_at)
+        setup = _prepare_folder(path, info, settings, every, redact, upload, started_at)
         local |= {"folder": str(setup.folder), "attempt": setup.attempt}
+    except ConfigError as error:
+        local["error"] = str(error)
+    except OSError as error:
+        name, reason = str(error.filename or path), error.strerror or error
+        local["error"] = f"open_run: cannot write {name!r}: {reason}. All ranks must be able to write."
     except Exception as error:  # noqa: BLE001 - all ranks must learn of any error, also in the user's settings
-        local["error"] = _error_message(path, error)
-    all_ranks = cast("list[dict[str, Any]]", all_gather_json(local, caller=_CALLER))
+        local["error"] = f"open_run: arguments must be readable, got {format_error_line(error)}."
+    all_ranks = cast("list[dict[str, Any]]", all_gather_json(local, caller="open_run"))
     try:
         _check_ranks_agree(all_ranks)
         assert setup is not None, "an error of this rank has been raised"
     except ConfigError:
         if setup is not None and info.rank == 0:
-            (setup.folder / run_layout.ATTEMPTS / run_layout.attempt_name(setup.attempt)).unlink(missing_ok=True)
+            _attempt_path(setup.folder, setup.attempt).unlink(missing_ok=True)
         raise
-    settings = cast("dict[str, Plain] | None", redactor.redact_data(setup.settings))
-    run = Run(path=setup.folder, attempt=all_ranks[0]["attempt"], rank=info.rank, settings=settings)
+    run = Run(path=setup.folder, attempt=all_ranks[0]["attempt"], rank=info.rank, settings=setup.settings)
     if info.rank == 0:
-        _tell_launcher(run.path, info.run_dir)
-        _write_metadata(run, partial(attempt_metadata, run.attempt, started_at, all_ranks, settings, redactor, info))
-    return _start_ledger(run, setup, redactor, info)
+        if info.run_dir is not None:
+            # The launcher names the folder at the end of the job, and may run without the file.
+            with suppress(OSError):
+                launch_protocol.opened_run_file(info.run_dir).write_bytes(str(run.path).encode(errors="surrogateescape"))
+        try:
+            # The file of the attempt is a placeholder so far, and is replaced atomically.
+            record = attempt_metadata(run.attempt, started_at, all_ranks, run.settings, setup.redactor, info)
+            storage.replace_file(_attempt_path(run.path, run.attempt), (json.dumps(record, indent=1) + "\n").encode())
+        except Exception as error:  # noqa: BLE001 - the other ranks have continued
+            spans.record_event("dropped", logger="about", error=format_error_line(error))
+    _start_ledger(run, setup)
+    return run
+
+
+def _attempt_path(folder: Path, attempt: int) -> Path:
+    return folder / run_layout.ATTEMPTS / run_layout.attempt_name(attempt)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _RunSetup:
-    """Prepared folder of this rank. ``attempt`` is the number on rank 0, and 0 on other ranks."""
+    """Prepared folder of this rank. ``attempt`` is the number on rank 0, and 0 on other ranks; ``settings`` has no secrets."""
 
     folder: Path
     attempt: int
     settings: dict[str, Plain] | None
     interval: Duration
+    redactor: Redactor
     upload: str | None
-
-
-def _reuse_open_run(run: Run, folder: str | Path) -> Run:
-    if storage.resolve_path(folder) != run.path:
-        raise ConfigError(
-            f"{_CALLER}: path must be the open run {run.path}, got {str(folder)!r}. A process can have one open run."
-        )
-    return run
-
-
-def _check_redact_patterns(redact: Iterable[str]) -> list[str]:
-    patterns = [redact] if isinstance(redact, str) else list(redact) if isinstance(redact, Iterable) else [redact]
-    for pattern in patterns:
-        if not isinstance(pattern, str) or not pattern:
-            raise ConfigError(
-                f"{_CALLER}: redact must be patterns of names, got {pattern!r}. Pass redact=['db_*'], for example."
-            )
-    return patterns
 
 
 def _prepare_folder(
@@ -177,6 +179,7 @@ def _prepare_folder(
     info: DistInfo,
     settings: Any,
     interval: Duration | int | str,
+    redact: Iterable[str],
     upload: str | Path | None,
     started_at: float,
 ) -> _RunSetup:
@@ -188,11 +191,18 @@ def _prepare_folder(
     """
     length = Duration.parse(interval)
     if length.unit not in ("ba", "sec") or (length.unit == "ba" and length.value < 1):
-        raise ConfigError(f"{_CALLER}: every must be in steps or seconds, got {interval!r}. Pass '100ba' or '10sec'.")
-    plain_settings = settings_to_plain(settings)
+        raise ConfigError(f"open_run: every must be in steps or seconds, got {interval!r}. Pass '100ba' or '10sec'.")
+    patterns = [redact] if isinstance(redact, str) else list(redact) if isinstance(redact, Iterable) else [redact]
+    for pattern in patterns:
+        if not isinstance(pattern, str) or not pattern:
+            raise ConfigError(
+                f"open_run: redact must be patterns of names, got {pattern!r}. Pass redact=['db_*'], for example."
+            )
+    redactor = make_redactor(patterns, os.environ)
+    plain_settings = cast("dict[str, Plain] | None", redactor.redact_data(settings_to_plain(settings)))
     folder = storage.resolve_path(path)
     if isinstance(folder, RemotePath):
-        raise ConfigError(f"{_CALLER}: path must be a local folder, got {folder}. Pass the server as upload=.")
+        raise ConfigError(f"open_run: path must be a local folder, got {folder}. Pass the server as upload=.")
     if upload is not None:
         storage.resolve_path(upload)
     (folder / run_layout.LEDGER).mkdir(parents=True, exist_ok=True)
@@ -205,6 +215,7 @@ def _prepare_folder(
         attempt=attempt,
         settings=plain_settings,
         interval=length,
+        redactor=redactor,
         upload=None if upload is None else str(upload),
     )
 
@@ -215,7 +226,7 @@ def _claim_attempt(folder: Path, started_at: float) -> int:
     attempt = max((run_layout.parse_attempt(name) or 0 for name in os.listdir(folder / run_layout.ATTEMPTS)), default=0)
     while True:
         attempt += 1
-        path = folder / run_layout.ATTEMPTS / run_layout.attempt_name(attempt)
+        path = _attempt_path(folder, attempt)
         try:
             with path.open("x", encoding="utf-8") as file:
                 file.write(json.dumps({"format": run_layout.FORMAT, "attempt": attempt, "started_at": started_at}))
@@ -226,15 +237,6 @@ def _claim_attempt(folder: Path, started_at: float) -> int:
             path.unlink(missing_ok=True)
             raise
         return attempt
-
-
-def _error_message(folder: str | Path, error: Exception) -> str:
-    if isinstance(error, ConfigError):
-        return str(error)
-    if not isinstance(error, OSError):
-        return f"{_CALLER}: arguments must be readable, got {format_error_line(error)}."
-    name, reason = str(error.filename or folder), error.strerror or error
-    return f"{_CALLER}: cannot write {name!r}: {reason}. All ranks must be able to write."
 
 
 def _check_ranks_agree(all_ranks: list[dict[str, Any]]) -> None:
@@ -250,33 +252,16 @@ def _check_ranks_agree(all_ranks: list[dict[str, Any]]) -> None:
     for rank, facts in enumerate(all_ranks):
         if facts["folder"] != all_ranks[0]["folder"]:
             raise ConfigError(
-                f"{_CALLER}: path must be equal on all ranks, got {facts['folder']} on rank {rank} and "
+                f"open_run: path must be equal on all ranks, got {facts['folder']} on rank {rank} and "
                 f"{all_ranks[0]['folder']} on rank 0. "
                 "Compute the path from settings that all ranks share, without a time or a rank."
             )
 
 
-def _tell_launcher(folder: Path, launch_dir: Path | None) -> None:
-    """Write the folder of the run for the launcher, which names the folder at the end of the job."""
-    if launch_dir is not None:
-        # The launcher may run without the file.
-        with suppress(OSError):
-            launch_protocol.opened_run_file(launch_dir).write_text(str(folder), encoding="utf-8", errors="surrogateescape")
-
-
-def _write_metadata(run: Run, record: Callable[[], dict[str, Plain]]) -> None:
-    """Replace the placeholder file of the attempt atomically. The other ranks have continued, so nothing is raised."""
-    path = run.path / run_layout.ATTEMPTS / run_layout.attempt_name(run.attempt)
-    try:
-        storage.replace_file(path, (json.dumps(record(), indent=1) + "\n").encode())
-    except Exception as error:  # noqa: BLE001 - a failure of the disk or of a version query must not stop training
-        spans.record_event("dropped", logger="about", error=format_error_line(error))
-
-
-def _start_ledger(run: Run, setup: _RunSetup, redactor: Redactor, info: DistInfo) -> Run:
+def _start_ledger(run: Run, setup: _RunSetup) -> None:
     path = run.path / run_layout.LEDGER / run_layout.ledger_name(run.rank)
-    ledger = LedgerWriter(path, attempt=run.attempt, interval=setup.interval, redact=redactor.redact_data)
-    _OPEN_RUN.run, _OPEN_RUN.ledger, _OPEN_RUN.redactor, _OPEN_RUN.upload = run, ledger, redactor, setup.upload
+    ledger = LedgerWriter(path, attempt=run.attempt, interval=setup.interval, redact=setup.redactor.redact_data)
+    _OPEN_RUN.run, _OPEN_RUN.ledger, _OPEN_RUN.setup = run, ledger, setup
     ledger.open(
         rank=run.rank,
         host=os.uname().nodename,
@@ -287,10 +272,8 @@ def _start_ledger(run: Run, setup: _RunSetup, redactor: Redactor, info: DistInfo
     )
     _OPEN_RUN.has_opened = True
     register_shutdown_hook("run", _close_run, last=True)
-    if not _OPEN_RUN.exit_registered:
-        _OPEN_RUN.exit_registered = True
-        atexit.register(_close_at_exit, os.getpid())
-    return run
+    atexit.unregister(_close_at_exit)
+    atexit.register(_close_at_exit)
 
 
 def _seconds_since_process_start() -> float:
@@ -309,30 +292,100 @@ def _seconds_since_process_start() -> float:
 
 
 def _close_run(error: BaseException | None) -> None:
-    """Close the run at the end of ``init_dist``'s block."""
-    run, ledger = _OPEN_RUN.run, _OPEN_RUN.ledger
-    if run is None or ledger is None or _OPEN_RUN.pid != os.getpid():
+    """Close the run at the end of ``init_dist``'s block. Ctrl-C and the exit code of a preemption are not failures."""
+    run, ledger, setup = _OPEN_RUN.run, _OPEN_RUN.ledger, _OPEN_RUN.setup
+    if run is None or ledger is None or setup is None or _OPEN_RUN.pid != os.getpid():
         return
-    _OPEN_RUN.run = _OPEN_RUN.ledger = None
-    ledger.close(*_end_reason(error))
-    if _OPEN_RUN.upload is not None:
-        upload_run(run, _OPEN_RUN.upload)
-
-
-def _end_reason(error: BaseException | None) -> tuple[str, str | None]:
-    """Return the outcome and the error text. Ctrl-C and the exit code of a preemption are not failures."""
-    if isinstance(error, KeyboardInterrupt):
-        return "stopped", "KeyboardInterrupt"
+    _OPEN_RUN.run = _OPEN_RUN.ledger = _OPEN_RUN.setup = None
     code = error.code if isinstance(error, SystemExit) else None
-    if error is not None and (not isinstance(error, SystemExit) or code not in (None, 0, launch_protocol.PREEMPTED_EXIT_CODE)):
-        return "failed", _OPEN_RUN.redactor.redact_text(format_error_line(error))
-    return (
-        "stopped" if code == launch_protocol.PREEMPTED_EXIT_CODE or current_context().preemption.is_agreed() else "done",
-        None,
-    )
+    if isinstance(error, KeyboardInterrupt):
+        ledger.close("stopped", "KeyboardInterrupt")
+    elif code == launch_protocol.PREEMPTED_EXIT_CODE:
+        ledger.close("stopped")
+    elif error is not None and not (isinstance(error, SystemExit) and code in (None, 0)):
+        ledger.close("failed", setup.redactor.redact_text(format_error_line(error)))
+    else:
+        ledger.close("stopped" if current_context().preemption.is_agreed() else "done")
+    if setup.upload is not None:
+        upload_run(run, setup.upload)
 
 
-def _close_at_exit(pid: int) -> None:
+def _close_at_exit() -> None:
     """Close the run at exit if no ``init_dist`` block did. The exception that ended the process is known here."""
-    if pid == os.getpid():
-        _close_run(exit_exception())
+    _close_run(exit_exception())
+
+
+def upload_run(run: Run, root: str | Path) -> int:
+    """Copy the changed files of the run's folder to ``run/`` below ``root``, and return the number of copied files.
+
+    Rank 0 copies everything except ``checkpoints/``; every rank copies its own ledger. Rank 0 also copies ledgers of earlier
+    attempts with more ranks. On a new machine, restore the files of earlier attempts first; else they are replaced.
+
+    Call this function after a checkpoint, or let ``open_run(upload=...)`` do so at the end. A failure causes one warning and
+    an event in the ledger.
+
+    Args:
+        run: result of ``open_run``.
+        root: root of the checkpoints, a folder or a URL.
+
+    Mutates: files below ``root``; ``run.uploaded``.
+    Collective: none.
+
+    Example:
+        import dtrain as dt
+
+        run = dt.open_run("runs/gpt")
+        if state.crossed("1000ba"):
+            dt.save_sharded("s3://bucket/gpt", state)
+            dt.run.upload_run(run, "s3://bucket/gpt")
+
+    Raises:
+        ConfigError: ``root`` is not a valid target.
+    """
+    root_path = storage.resolve_path(root)
+    target = root_path / _TARGET_FOLDER
+    if isinstance(target, Path) and (target == run.path or target in run.path.parents):
+        raise ConfigError(f"upload_run: root must be outside of the run's folder, got {run.path} as target. Pass another root.")
+    sent, created, count = run._uploaded.setdefault(str(root_path), {}), set[AnyPath](), 0
+    try:
+        for path in _iter_files(run):
+            name = path.relative_to(run.path).as_posix()
+            try:
+                status = path.stat()
+                state = (status.st_size, status.st_mtime_ns)
+                if sent.get(name) == state:
+                    continue
+                content = path.read_bytes()[: status.st_size]
+            # The thread of a logger may remove or rename files.
+            except FileNotFoundError:
+                continue
+            destination = target / name
+            if destination.parent not in created:
+                storage.make_folders(destination.parent)
+                created.add(destination.parent)
+            storage.replace_file(destination, content)
+            sent[name] = state
+            count += 1
+    except Exception as error:  # noqa: BLE001 - any error of a server's library must not stop training
+        spans.record_event("dropped", logger="upload", error=str(error)[:500])
+        warnings.warn(
+            f"upload_run: cannot copy {run.path} to {target}: {error}. Training continues.", RuntimeWarning, stacklevel=2
+        )
+    return count
+
+
+def _iter_files(run: Run) -> Iterator[Path]:
+    """Yield the files that this rank copies, without copies inside the folder itself."""
+    ledger = run.path / run_layout.LEDGER
+    excluded = {ledger, run.path / _EXCLUDED_FOLDER, *(Path(root) / _TARGET_FOLDER for root in run._uploaded)}
+    if run.rank == 0:
+        for folder, subfolders, names in os.walk(run.path):
+            parent = Path(folder)
+            subfolders[:] = sorted(each for each in subfolders if parent / each not in excluded)
+            yield from (parent / name for name in sorted(names) if (parent / name).is_file())
+    own_ledger = ledger / run_layout.ledger_name(run.rank)
+    if own_ledger.is_file():
+        yield own_ledger
+    if run.rank == 0:
+        ranks = get_dist_info().world_size
+        yield from (path for path in sorted(ledger.iterdir()) if (run_layout.parse_rank(path.name) or 0) >= ranks)

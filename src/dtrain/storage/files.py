@@ -1,16 +1,50 @@
-"""Operate on files and folders of this machine (``local``) and of servers (``remote``)."""
+"""Operate on files of this machine (``local``) and of servers (``remote``), which are two stores of one protocol, ``Store``."""
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from types import TracebackType
+from typing import Any, Protocol, TypeVar
 
-from dtrain.storage import file_lock, local, remote
-from dtrain.storage.local import Buffer
-from dtrain.storage.parallel_parts import for_each_part
+from dtrain.storage import local, remote
+from dtrain.storage.local import Buffer, Closing
 from dtrain.storage.path import AnyPath, RemotePath
-from dtrain.storage.remote import request, request_once, stat
+
+PathT = TypeVar("PathT", contravariant=True)
+
+
+class Store(Protocol[PathT]):
+    """Module with the operations of one kind of path. The functions of this module describe the operations."""
+
+    def supports_rename(self, path: PathT, /) -> bool: ...
+    def exists(self, path: PathT, /) -> bool: ...
+    def is_folder(self, path: PathT, /) -> bool: ...
+    def file_size(self, path: PathT, /) -> int | None: ...
+    def free_bytes(self, path: PathT, /) -> int | None: ...
+    def list_names(self, path: PathT, /) -> list[str]: ...
+    def list_sizes(self, path: PathT, /) -> dict[str, int | None]: ...
+    def walk_files(self, path: PathT, /) -> Iterator[tuple[str, int]]: ...
+    def make_folders(self, path: PathT, /) -> None: ...
+    def make_folder(self, path: PathT, /) -> None: ...
+    def sync_folder(self, path: PathT, /) -> None: ...
+    def rename(self, old: PathT, new: PathT, /) -> None: ...
+    def link_file(self, old: PathT, new: PathT, /) -> None: ...
+    def remove_folder(self, path: PathT, /, *, first: str | None = None) -> None: ...
+    def remove_file(self, path: PathT, /) -> None: ...
+    def write_file(self, path: PathT, data: Buffer, /) -> None: ...
+    def create_file(self, path: PathT, data: Buffer, /) -> None: ...
+    def replace_file(self, path: PathT, data: Buffer, /) -> None: ...
+    def write_parts(
+        self, path: PathT, sizes: Sequence[int], part_of: Callable[[int], Sequence[Buffer]], /, *, threads: int
+    ) -> None: ...
+
+
+def _store_of(path: AnyPath, second: AnyPath | None = None) -> Store[Any]:
+    """Return the store of a path, or of two paths, which must be in one storage."""
+    is_remote = isinstance(path, RemotePath)
+    assert second is None or isinstance(second, RemotePath) == is_remote, f"{path} and {second} are in different storages"
+    if is_remote:
+        return remote
+    return local
 
 
 def supports_rename(path: AnyPath) -> bool:
@@ -18,35 +52,32 @@ def supports_rename(path: AnyPath) -> bool:
 
     Object stores have no rename: the commit must be the file that ``create_file`` writes last.
     """
-    return remote.supports_rename(path) if isinstance(path, RemotePath) else True
+    return _store_of(path).supports_rename(path)
 
 
 def exists(path: AnyPath) -> bool:
     """Return True if the name exists, also as a dangling link."""
-    return stat(path) is not None if isinstance(path, RemotePath) else local.exists(path)
+    return _store_of(path).exists(path)
 
 
 def is_folder(path: AnyPath) -> bool:
     """Return True if there is a folder, or a link to a folder. On object stores, the folder must have content."""
-    if not isinstance(path, RemotePath):
-        return local.is_folder(path)
-    status = stat(path)
-    return status is not None and status.size is None
+    return _store_of(path).is_folder(path)
 
 
 def file_size(path: AnyPath) -> int | None:
     """Return the size in bytes of a regular file (or a link to one), or None if there is no regular file."""
-    if not isinstance(path, RemotePath):
-        return local.file_size(path)
-    status = stat(path)
-    return None if status is None else status.size
+    return _store_of(path).file_size(path)
+
+
+def free_bytes(path: AnyPath) -> int | None:
+    """Return the free bytes of the storage of ``path``, or None if unknown, as on servers."""
+    return _store_of(path).free_bytes(path)
 
 
 def list_names(path: AnyPath) -> list[str]:
     """Return the sorted names in a folder. Raise ``FileNotFoundError`` if there is no such folder."""
-    if not isinstance(path, RemotePath):
-        return local.list_names(path)
-    return sorted(request(path, lambda store: store.list_names(path.key)))
+    return _store_of(path).list_names(path)
 
 
 def list_sizes(path: AnyPath) -> dict[str, int | None]:
@@ -54,54 +85,27 @@ def list_sizes(path: AnyPath) -> dict[str, int | None]:
 
     A server is asked for all of them at once. Raise ``FileNotFoundError`` if there is no such folder.
     """
-    if isinstance(path, RemotePath):
-        return dict(sorted(request(path, lambda store: store.list_sizes(path.key)).items()))
-    return {name: local.file_size(path / name) for name in local.list_names(path)}
+    return _store_of(path).list_sizes(path)
 
 
 def walk_files(path: AnyPath) -> Iterator[tuple[str, int]]:
     """Iterate over all files below a folder: relative name with ``/``, and size. Web servers list one folder only."""
-    return _walk_remote(path) if isinstance(path, RemotePath) else file_lock.walk_files(path)
-
-
-def _walk_remote(path: RemotePath) -> Iterator[tuple[str, int]]:
-    keys = sorted(request(path, lambda store: store.list_recursive(path.key)))
-    paths = [path / key.strip("/").removeprefix(path.key.strip("/")) for key in keys]
-    sizes: list[int | None] = [None] * len(keys)
-
-    def read_size(number: int) -> None:
-        sizes[number] = file_size(paths[number])
-
-    for_each_part(len(keys), read_size, threads=request(path, lambda store: store.max_requests), name="dtrain-stat")
-    for file, size in zip(paths, sizes, strict=True):
-        if size is not None:
-            yield "/".join(file.parts[len(path.parts) :]), size
+    return _store_of(path).walk_files(path)
 
 
 def make_folders(path: AnyPath) -> None:
     """Create the folder and its missing parents, durably as far as the folder's own entry goes."""
-    if not isinstance(path, RemotePath):
-        local.make_folders(path)
-    elif supports_rename(path) and not is_folder(path):
-        if path.parent != path:
-            make_folders(path.parent)
-        # Another rank may have created the folder first.
-        with contextlib.suppress(FileExistsError):
-            make_folder(path)
+    _store_of(path).make_folders(path)
 
 
 def make_folder(path: AnyPath) -> None:
     """Create one folder, which must not exist. On object stores, do nothing."""
-    if isinstance(path, RemotePath):
-        request_once(path, lambda store: store.make_folder(path.key), lambda store: store.stat(path.key) is not None)
-    else:
-        local.make_folder(path)
+    _store_of(path).make_folder(path)
 
 
 def sync_folder(path: AnyPath) -> None:
     """Make the names in a folder durable. On a server, names are durable when the server has answered."""
-    if not isinstance(path, RemotePath):
-        local.sync_folder(path)
+    _store_of(path).sync_folder(path)
 
 
 def rename(old: AnyPath, new: AnyPath) -> None:
@@ -109,16 +113,16 @@ def rename(old: AnyPath, new: AnyPath) -> None:
 
     Requires ``supports_rename``.
     """
-    if isinstance(old, RemotePath) and isinstance(new, RemotePath):
-        request_once(
-            old,
-            lambda store: store.rename(old.key, new.key),
-            lambda store: store.stat(old.key) is None and store.stat(new.key) is not None,
-        )
-    else:
-        assert not isinstance(old, RemotePath), f"{old} and {new} are in different storages"
-        assert not isinstance(new, RemotePath), f"{old} and {new} are in different storages"
-        local.rename(old, new)
+    _store_of(old, new).rename(old, new)
+
+
+def link_file(old: AnyPath, new: AnyPath) -> None:
+    """Link ``new`` to the file ``old`` without writing data. A server makes a copy by itself.
+
+    Raises:
+        OSError: ``new`` exists, or the storage supports no links.
+    """
+    _store_of(old, new).link_file(old, new)
 
 
 def remove_folder(path: AnyPath, *, first: str | None = None) -> None:
@@ -128,36 +132,12 @@ def remove_folder(path: AnyPath, *, first: str | None = None) -> None:
         path: folder to remove.
         first: name to remove before all other names, which the leftover of an interrupted removal therefore lacks.
     """
-    if not isinstance(path, RemotePath):
-        local.remove_folder(path, first=first)
-        return
-    if first is not None and file_size(path / first) is not None:
-        _remove_key(path, (path / first).key)
-    keys = request(path, lambda store: store.list_recursive(path.key))
-    threads = request(path, lambda store: store.max_requests)
-    for_each_part(len(keys), lambda number: _remove_key(path, keys[number]), threads=threads, name="dtrain-remove")
-    if supports_rename(path):
-        _remove_empty_folders(path)
-
-
-def _remove_key(path: RemotePath, key: str) -> None:
-    # An earlier attempt, or another process, may have removed the file.
-    with contextlib.suppress(FileNotFoundError):
-        request(path, lambda store: store.remove(key))
-
-
-def _remove_empty_folders(path: RemotePath) -> None:
-    for name in list_names(path):
-        _remove_empty_folders(path / name)
-    request_once(path, lambda store: store.remove_folder(path.key), lambda store: store.stat(path.key) is None)
+    _store_of(path).remove_folder(path, first=first)
 
 
 def remove_file(path: AnyPath) -> None:
     """Remove one file."""
-    if isinstance(path, RemotePath):
-        request_once(path, lambda store: store.remove(path.key), lambda store: store.stat(path.key) is None)
-    else:
-        local.remove_file(path)
+    _store_of(path).remove_file(path)
 
 
 def write_file(path: AnyPath, data: Buffer) -> None:
@@ -166,7 +146,7 @@ def write_file(path: AnyPath, data: Buffer) -> None:
     Raises:
         FileExistsError: the file exists.
     """
-    remote.create_file(path, data) if isinstance(path, RemotePath) else local.write_file(path, data)
+    _store_of(path).write_file(path, data)
 
 
 def create_file(path: AnyPath, data: Buffer) -> None:
@@ -174,37 +154,12 @@ def create_file(path: AnyPath, data: Buffer) -> None:
 
     On a server the file is read back, and a lost answer is no failure.
     """
-    remote.create_file(path, data) if isinstance(path, RemotePath) else local.create_file(path, data)
+    _store_of(path).create_file(path, data)
 
 
 def replace_file(path: AnyPath, data: Buffer) -> None:
     """Replace the content of a file durably and atomically: a reader gets the old content or the new content."""
-    if isinstance(path, RemotePath):
-        content = bytes(data)
-        request(path, lambda store: store.put(path.key, content))
-    else:
-        local.replace_file(path, data)
-
-
-def link_file(old: AnyPath, new: AnyPath) -> None:
-    """Link ``new`` to the file ``old`` without writing data. A server makes a copy by itself.
-
-    Raises:
-        OSError: ``new`` exists, or the storage supports no links.
-    """
-    if isinstance(old, RemotePath) and isinstance(new, RemotePath):
-        if exists(new):
-            raise FileExistsError(17, "exists", str(new))
-        request(old, lambda store: store.copy(old.key, new.key))
-    else:
-        assert not isinstance(old, RemotePath), f"{old} and {new} are in different storages"
-        assert not isinstance(new, RemotePath), f"{old} and {new} are in different storages"
-        local.link_file(old, new)
-
-
-def free_bytes(path: AnyPath) -> int | None:
-    """Return the free bytes of the storage of ``path``, or None if unknown, as on servers."""
-    return None if isinstance(path, RemotePath) else local.free_bytes(path)
+    _store_of(path).replace_file(path, data)
 
 
 def write_parts(path: AnyPath, sizes: Sequence[int], part_of: Callable[[int], Sequence[Buffer]], *, threads: int) -> None:
@@ -220,47 +175,10 @@ def write_parts(path: AnyPath, sizes: Sequence[int], part_of: Callable[[int], Se
     Raises:
         OSError: the first error, after all threads have ended. A local file is left incomplete; on a server there is no file.
     """
-    if isinstance(path, RemotePath):
-        remote.write_parts(path, sizes, part_of, threads=threads)
-    else:
-        local.write_parts(path, sizes, part_of, threads=threads)
+    _store_of(path).write_parts(path, sizes, part_of, threads=threads)
 
 
-class FileWriter:
-    """New file, written sequentially. A context manager, whose end does not make the file durable.
-
-    On a server the file exists after ``sync``, which must be called once, at the end; until then the content is in memory.
-
-    Raises:
-        FileExistsError: the file exists.
-    """
-
-    __slots__ = ("_file",)
-
-    def __init__(self, path: AnyPath) -> None:
-        self._file = remote.RemoteFileWriter(path) if isinstance(path, RemotePath) else local.LocalFileWriter(path)
-
-    @property
-    def written(self) -> int:
-        """Bytes written so far."""
-        return self._file.written
-
-    def write(self, data: Buffer) -> None:
-        """Append all of ``data``."""
-        self._file.write(data)
-
-    def sync(self) -> None:
-        """Wait until the data are on the disk."""
-        self._file.sync()
-
-    def __enter__(self) -> FileWriter:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._file.close()
-
-
-class FileReader:
+class FileReader(Closing):
     """Regular file, read by ranges. A context manager.
 
     Args:
@@ -280,11 +198,8 @@ class FileReader:
             if isinstance(path, RemotePath)
             else local.LocalFileReader(path)
         )
-        # A request costs more than the bytes of many small reads.
-        self.is_remote = isinstance(path, RemotePath)
-        self.size = self._file.size
-        # A server without range requests sends the whole file at once.
-        self.ranges = not isinstance(self._file, remote.RemoteFileReader) or self._file.ranges
+        # A request costs more than the bytes of many small reads. A server without range requests sends the whole file at once.
+        self.is_remote, self.ranges, self.size = self._file.is_remote, self._file.ranges, self._file.size
 
     def read_into(self, begin: int, out: memoryview) -> int:
         """Read into ``out`` from byte ``begin`` on. Return the number of bytes, which is smaller only at the end of the file.
@@ -297,10 +212,8 @@ class FileReader:
         """Return a text that changes with every write of the file; None if the server has no such text (no ETag)."""
         return self._file.version()
 
-    def __enter__(self) -> FileReader:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def close(self) -> None:
+        """Close the file."""
         self._file.close()
 
 

@@ -1,7 +1,8 @@
-"""Write to object stores: one class per provider, with the requests in which the providers differ.
+"""Read and write objects: one class per provider, with the requests in which the providers differ, and web servers.
 
 A file is created with a condition (``If-None-Match: *`` or generation 0). fsspec cannot pass a condition and a mark together,
-nor finish an upload of parts with a condition, so these requests use the client of each library.
+nor finish an upload of parts with a condition, so these requests use the client of each library. Web servers are read only: the
+request for the first byte of a file shows if the server supports ranges.
 """
 
 from __future__ import annotations
@@ -9,14 +10,18 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import os
+import re
 import secrets
 import threading
 import time
 import types
 from collections.abc import Awaitable, Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
+from urllib.parse import unquote
 
-from dtrain.storage.store import Store, Upload
+from dtrain.errors import ConfigError
+from dtrain.storage.remote_store import FileStat, RemoteStore, Upload
 
 
 def _split_key(key: str) -> tuple[str, str]:
@@ -28,7 +33,7 @@ def _split_key(key: str) -> tuple[str, str]:
 _MARK_KEY = "dtrain-upload"
 
 
-class S3Store(Store):
+class S3Store(RemoteStore):
     """Amazon S3 and compatible servers."""
 
     options: ClassVar[dict[str, Any]] = {
@@ -79,7 +84,7 @@ class S3Store(Store):
 _MAX_COMPOSE = 32
 
 
-class GsStore(Store):
+class GsStore(RemoteStore):
     """Google Cloud Storage. The parts of an upload are objects, which the server composes."""
 
     def __init__(self, fs: Any) -> None:
@@ -161,7 +166,7 @@ def _compose_levels(upload: Upload) -> list[list[tuple[str, list[str]]]]:
 _AZ_MARK_KEY = "dtrain_upload"
 
 
-class AzStore(Store):
+class AzStore(RemoteStore):
     """Azure Blob Storage. The service discards uncommitted blocks after a week."""
 
     options: ClassVar[dict[str, Any]] = {"use_listings_cache": False, "connection_timeout": 10, "read_timeout": 60}
@@ -223,7 +228,7 @@ class AzStore(Store):
         self._call(upload.key, lambda client: client.commit_block_list(blocks, **options, **self.fs._timeout_kwargs))
 
 
-class OciStore(Store):
+class OciStore(RemoteStore):
     """Oracle's object storage, ``bucket@namespace`` in the URL, through the SDK client of ocifs."""
 
     def _object(self, key: str) -> tuple[str, str, str]:
@@ -276,7 +281,7 @@ class OciStore(Store):
             self.fs.oci_client.abort_multipart_upload(*self._object(upload.key), upload.id)
 
 
-class MemoryStore(Store):
+class MemoryStore(RemoteStore):
     """All ``memory://`` files of this process, for trials with one rank. No answer is ever lost, so files have no mark."""
 
     options: ClassVar[dict[str, Any]] = {}
@@ -292,3 +297,105 @@ class MemoryStore(Store):
 
     def finish_upload(self, upload: Upload) -> None:
         self.put(upload.key, b"".join(upload.tags), mark=upload.mark)
+
+
+# Sizes and ranges must be of the file, not of a compressed transfer.
+_HEADERS = {"Accept-Encoding": "identity"}
+_RANGE = re.compile(r"bytes (?:(\d+)-(\d+)|\*)/(\d+)")
+
+
+class HttpStore(RemoteStore):
+    """Store of a web server. Keys are whole URLs with unquoted names."""
+
+    # A server may send whole files only, which its answers tell.
+    has_ranges = False
+
+    options: ClassVar[dict[str, Any]] = {"simple_links": False, "client_kwargs": {"auto_decompress": False}}
+
+    def __init__(self, fs: Any) -> None:
+        super().__init__(fs)
+        import aiohttp
+
+        fs.kwargs.setdefault("timeout", aiohttp.ClientTimeout(sock_connect=10, sock_read=60))
+
+    def stat(self, key: str) -> FileStat | None:
+        """Return the status of a name. ``FileStat.ranges`` is True if the server sends ranges of this file."""
+        from fsspec.asyn import sync
+
+        status: FileStat | None = sync(self.fs.loop, self._first_byte, key)
+        return status
+
+    async def _first_byte(self, key: str) -> FileStat | None:
+        async with await self._get(key, {"Range": "bytes=0-0"}) as answer:
+            if answer.status in (404, 410):
+                return None
+            if answer.status in (206, 416):
+                text = answer.headers.get("Content-Range", "")
+                if (match := _RANGE.fullmatch(text.strip())) is None:
+                    raise OSError(
+                        errno.ENOTSUP, f"the server does not send the size of the file (Content-Range: {text!r})", key
+                    )
+                return FileStat(size=int(match[3]), version=answer.headers.get("ETag"))
+            answer.raise_for_status()
+            if (length := answer.headers.get("Content-Length")) is None:
+                raise OSError(errno.ENOTSUP, "the server does not send the size of the file", key)
+            return FileStat(size=int(length), ranges=False, version=answer.headers.get("ETag"))
+
+    async def _get(self, key: str, headers: dict[str, str]) -> Any:
+        import yarl
+
+        session = await self.fs.set_session()
+        options = {**self.fs.kwargs, "headers": {**self.fs.kwargs.get("headers", {}), **_HEADERS, **headers}}
+        return session.get(yarl.URL(key.replace("?", "%3F").replace("#", "%23")), **options)
+
+    def _read(self, key: str, begin: int, end: int) -> bytes:
+        from fsspec.asyn import sync
+
+        data: bytes = sync(self.fs.loop, self._get_range, key, begin, end) if begin < end else b""
+        return data
+
+    async def _get_range(self, key: str, begin: int, end: int) -> bytes:
+        async with await self._get(key, {"Range": f"bytes={begin}-{end - 1}"}) as answer:
+            if answer.status == 404:
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), key)
+            answer.raise_for_status()
+            if answer.status != 206 and begin:
+                raise OSError(errno.ENOTSUP, "the server sends whole files only, no ranges", key)
+            return bytes(await answer.read())
+
+    def list_names(self, key: str) -> list[str]:
+        """Return the names that the server's page of a folder links to."""
+        top = key.rstrip("/") + "/"
+        try:
+            links = self.fs.ls(top, detail=False)
+        except FileNotFoundError:
+            links = []
+        names = {unquote(link[len(top) :].split("?")[0].split("#")[0]) for link in links if link.startswith(top)}
+        names = {name.strip("/") for name in names if name.strip("/") and "/" not in name.strip("/")}
+        if not names:
+            raise FileNotFoundError(errno.ENOENT, "the server has no such folder, or does not list it", key)
+        return sorted(names)
+
+    def list_sizes(self, key: str) -> dict[str, int | None]:
+        found = {name: self.stat(f"{key.rstrip('/')}/{name}") for name in self.list_names(key)}
+        return {name: None if status is None else status.size for name, status in found.items()}
+
+    def list_recursive(self, key: str) -> list[str]:
+        """Return the files of a folder. A web server does not distinguish folders, so files are the names with a dot."""
+        return [f"{key.rstrip('/')}/{name}" for name in self.list_names(key) if "." in name]
+
+    def put(self, key: str, data: bytes, *, mark: str | None = None) -> None:
+        _refuse_write(key)
+
+    def begin_upload(self, upload: Upload) -> Any:
+        _refuse_write(upload.key)
+
+    def copy(self, old: str, new: str) -> None:
+        _refuse_write(new)
+
+    def remove(self, key: str) -> None:
+        _refuse_write(key)
+
+
+def _refuse_write(key: str) -> NoReturn:
+    raise ConfigError(f"path must be writable, got {key}. Write to a folder or an object store instead of a web server.")

@@ -74,8 +74,13 @@ def for_each_part(count: int, do: Callable[[int], None], *, threads: int, name: 
         for worker in workers:
             worker.start()
             started.append(worker)
+        reported = 0
         for worker in started:
-            _join_with_heartbeat(worker, part_queue, activity)
+            while worker.is_alive():
+                worker.join(None if activity is None else _POLL_S)
+                if activity is not None and part_queue.done != reported:
+                    reported = part_queue.done
+                    heartbeats.heartbeat(activity)
     finally:
         # An interrupt, or a thread that cannot be started, leaves parts in the queue.
         part_queue.stop()
@@ -83,16 +88,3 @@ def for_each_part(count: int, do: Callable[[int], None], *, threads: int, name: 
             worker.join()
     if part_queue.error is not None:
         raise part_queue.error
-
-
-def _join_with_heartbeat(worker: threading.Thread, part_queue: _PartQueue, activity: str | None) -> None:
-    """Wait until a thread ends, and send heartbeats while parts are being finished."""
-    if activity is None:
-        worker.join()
-        return
-    reported = 0
-    while worker.is_alive():
-        worker.join(_POLL_S)
-        if part_queue.done != reported:
-            reported = part_queue.done
-            heartbeats.heartbeat(activity)

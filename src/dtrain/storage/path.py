@@ -104,10 +104,6 @@ def resolve_path(text: str | AnyPath) -> AnyPath:
     protocol, authority, rest = parsed[1].lower(), parsed[2], parsed[3]
     if protocol == "file":
         return local.real_path(authority + rest)
-    return _parse_remote(protocol, authority, rest)
-
-
-def _parse_remote(protocol: str, authority: str, rest: str) -> RemotePath:
     if protocol not in _LIBRARIES:
         writable = ", ".join(name for name in PROTOCOLS if name not in _READ_ONLY_PROTOCOLS)
         raise ConfigError(

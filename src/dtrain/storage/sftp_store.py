@@ -17,29 +17,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
-from dtrain.storage.store import FileStat, Store, Upload
+from dtrain.storage.remote_store import FileStat, RemoteStore, Upload
 
 _TIMEOUT_S = 60.0
 
 
-def known_hosts_policy() -> Any:
-    """Return paramiko's policy for servers in ``~/.ssh/known_hosts`` only. fsspec would trust every server."""
-    import paramiko
-
-    class KnownHosts(paramiko.MissingHostKeyPolicy):  # type: ignore[misc]  # of an extra, which may not be installed
-        """Policy that refuses unknown servers."""
-
-        def missing_host_key(self, client: Any, hostname: str, key: Any) -> None:
-            known = Path("~/.ssh/known_hosts").expanduser()
-            keys = paramiko.HostKeys(str(known) if known.exists() else None)
-            if not keys.check(hostname, key):
-                text = f"the host key ({key.get_name()}) is not in {known}. Compare the key, then add it with ssh-keyscan."
-                raise PermissionError(errno.EACCES, text, hostname)
-
-    return KnownHosts()
-
-
-class SftpStore(Store):
+class SftpStore(RemoteStore):
     """Store of an SSH server."""
 
     options: ClassVar[dict[str, Any]] = {"timeout": 10, "banner_timeout": 20, "auth_timeout": 20}
@@ -48,6 +31,13 @@ class SftpStore(Store):
     part_bytes = 4 * 2**20
     # One request uses the connection while the other collects its data.
     max_requests = 2
+
+    @classmethod
+    def connection_options(cls, authority: str, configured: dict[str, Any]) -> dict[str, Any]:
+        user, _, host = authority.rpartition("@")
+        name, _, port = host.partition(":")
+        address = {"host": name, **({"username": user} if user else {}), **({"port": int(port)} if port else {})}
+        return {"host_key_policy": _known_hosts_policy(), **super().connection_options(authority, configured), **address}
 
     def __init__(self, fs: Any) -> None:
         super().__init__(fs)
@@ -93,10 +83,6 @@ class SftpStore(Store):
                 return None
         return FileStat(size=None if stat.S_ISDIR(status.st_mode) else status.st_size)
 
-    def list_names(self, key: str) -> list[str]:
-        with self._connected() as ftp:
-            return [str(name) for name in ftp.listdir(key)]
-
     def list_sizes(self, key: str) -> dict[str, int | None]:
         with self._connected() as ftp:
             entries = {str(entry.filename): entry for entry in ftp.listdir_attr(key)}
@@ -136,7 +122,7 @@ class SftpStore(Store):
 
     def was_written_by(self, key: str, mark: str, data: bytes) -> bool:
         """Return True if the file has this content. Files on an SSH server have no metadata for a mark."""
-        return self.stat(key) == FileStat(size=len(data)) and self.read_range(key, 0, len(data)) == data
+        return self.has_content(key, data)
 
     def _rename_if_absent(self, ftp: Any, old: str, new: str) -> None:
         """Rename a file to a name that must not exist."""
@@ -199,6 +185,23 @@ class SftpStore(Store):
         self.fs.client.close()
 
 
+def _known_hosts_policy() -> Any:
+    """Return paramiko's policy for servers in ``~/.ssh/known_hosts`` only. fsspec would trust every server."""
+    import paramiko
+
+    class KnownHosts(paramiko.MissingHostKeyPolicy):  # type: ignore[misc]  # of an extra, which may not be installed
+        """Policy that refuses unknown servers."""
+
+        def missing_host_key(self, client: Any, hostname: str, key: Any) -> None:
+            known = Path("~/.ssh/known_hosts").expanduser()
+            keys = paramiko.HostKeys(str(known) if known.exists() else None)
+            if not keys.check(hostname, key):
+                text = f"the host key ({key.get_name()}) is not in {known}. Compare the key, then add it with ssh-keyscan."
+                raise PermissionError(errno.EACCES, text, hostname)
+
+    return KnownHosts()
+
+
 def _set_timeout(channel: Any) -> None:
     """Give each request to a silent server one timeout, and then close the connection.
 
@@ -206,17 +209,17 @@ def _set_timeout(channel: Any) -> None:
 
     Mutates: ``channel``.
     """
+
+    def close_on_timeout(do: Callable[[Any, Any], Any], argument: Any) -> Any:
+        try:
+            return do(channel, argument)
+        except TimeoutError:
+            channel.get_transport().close()
+            raise
+
     channel.settimeout(_TIMEOUT_S)
     for name in ("recv", "send"):
-        setattr(channel, name, functools.partial(_close_on_timeout, channel, getattr(type(channel), name)))
-
-
-def _close_on_timeout(channel: Any, do: Callable[[Any, Any], Any], argument: Any) -> Any:
-    try:
-        return do(channel, argument)
-    except TimeoutError:
-        channel.get_transport().close()
-        raise
+        setattr(channel, name, functools.partial(close_on_timeout, getattr(type(channel), name)))
 
 
 def _send_requests(file: Any, *args: Any) -> None:

@@ -11,7 +11,7 @@ import pytest
 from dtrain import storage
 from dtrain.data.stream.sharded_dataset import ShardedDataset
 from dtrain.storage import remote
-from dtrain.storage.connections import disconnect
+from dtrain.storage.remote import disconnect
 from places import servers
 from places.proxy import Proxy
 from places.web import web

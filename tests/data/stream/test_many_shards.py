@@ -176,7 +176,7 @@ def test_damaged_table_is_built_again(tmp_path, shared, opened, harm):
 def test_full_disk_leaves_no_file_and_the_index_is_read(tmp_path, shared, opened):
     folder = written(tmp_path / "data", limit=4000)
     full = OSError(28, "No space left on device")
-    with inject_fault("raise", at="dtrain.storage.file_lock.os.write", error=full) as fault:
+    with inject_fault("raise", at="dtrain.storage.local.os.write", error=full) as fault:
         dataset = opened(folder)
     assert fault.fired
     assert dataset[99]["id"] == 99

@@ -260,8 +260,8 @@ def read_share(url, cache, options, limit, world):
 
     from dtrain.dist.init import get_dist_info
     from dtrain.storage import remote
-    from dtrain.storage.connections import disconnect
-    from dtrain.storage.retry import RetryPolicy
+    from dtrain.storage.remote import disconnect
+    from dtrain.storage.remote_store import RetryPolicy
 
     fsspec.config.conf["s3"], remote.RETRY = options, RetryPolicy(initial_delay_s=0.01)
     dataset = ShardedDataset(url, cache=cache, cache_bytes=limit, prefetch_shards=2)

@@ -126,7 +126,7 @@ def test_failed_creation_leaves_no_file(cache):
 
 @pytest.mark.parametrize("at", ["write", "rename"])
 def test_failing_disk_leaves_no_file(at, cache):
-    point = {"write": "dtrain.storage.file_lock.os.write", "rename": "dtrain.storage.local.os.rename"}[at]
+    point = {"write": "dtrain.storage.local.os.write", "rename": "dtrain.storage.local.os.rename"}[at]
     with pytest.raises(OSError, match="injected"), inject_fault("raise", at=point):
         made(cache, A, 40)
     assert os.listdir(cache.folder) == [".lock"]
@@ -168,7 +168,7 @@ def test_waiter_on_a_removed_lock_file_locks_the_new_file(cache):
 @pytest.mark.parametrize("number", [errno.EROFS, errno.EPERM], ids=["a disk that is only read", "a file of another user"])
 def test_shard_with_unwritable_times_is_read(number, cache):
     made(cache, A, 40)
-    with inject_fault("raise", at="dtrain.storage.file_lock.os.utime", error=OSError(number, os.strerror(number))):
+    with inject_fault("raise", at="dtrain.storage.local.os.utime", error=OSError(number, os.strerror(number))):
         assert bytes(made(cache, A, 40, byte=b"y")) == b"x" * 40
 
 
@@ -189,7 +189,7 @@ def test_existing_lock_file_is_not_created_again(cache, monkeypatch):
         flags.append((os.path.basename(path), how & os.O_CREAT))
         return open_(path, how, *mode)
 
-    monkeypatch.setattr("dtrain.storage.file_lock.os.open", opened)
+    monkeypatch.setattr("dtrain.storage.local.os.open", opened)
     made(cache, B, 40)
     assert (".lock", 0) in flags
     assert (".lock", os.O_CREAT) not in flags  # which systems refuse for another user's file where all may write

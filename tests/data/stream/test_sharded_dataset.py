@@ -456,7 +456,7 @@ def test_full_disk_is_named(tmp_path, opened):
     dataset = opened(written(tmp_path / "data", compression="gz"))
     error = OSError(28, "No space left on device")
     with (
-        inject_fault("raise", at="dtrain.storage.file_lock.os.write", error=error),
+        inject_fault("raise", at="dtrain.storage.local.os.write", error=error),
         pytest.raises(DataError, match=rf"^{tmp_path}/cache: cannot store shard.00000.mds.gz: No space left on .* Free space"),
     ):
         dataset[0]

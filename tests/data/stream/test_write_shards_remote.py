@@ -10,7 +10,7 @@ import pytest
 from dtrain.data.stream.write_shards import write_shards
 from dtrain.errors import ConfigError, DataError
 from dtrain.storage import list_names, read_file, remote, resolve_path
-from dtrain.storage.connections import disconnect
+from dtrain.storage.remote import disconnect
 from places import servers
 from places.proxy import Fault, Request
 

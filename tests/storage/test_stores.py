@@ -1,6 +1,8 @@
-"""File operations on real servers. All servers keep one contract."""
+"""File operations on this machine and on real servers, which keep one contract, and what only servers do."""
 
+import io
 import os
+import sys
 import threading
 
 import pytest
@@ -8,11 +10,11 @@ import pytest
 from dtrain import storage
 from dtrain.storage import remote
 from dtrain.storage.object_stores import S3Store
+from dtrain.storage.remote_store import RemoteStore
 from dtrain.storage.sftp_store import SftpStore
-from dtrain.storage.store import Store
 from places import servers
 
-PLACES = ["memory", "s3", "az", "gs", "sftp"]
+SERVERS = ["memory", "s3", "az", "gs", "sftp"]
 SIZES = [300_000, 5, 0, 400_000, 70_001]
 CONTENT = os.urandom(sum(SIZES))
 
@@ -24,15 +26,34 @@ def part_of(part):
     return [data[:1000], bytearray(data[1000:])]
 
 
-@pytest.fixture(params=PLACES)
-def root(request, reach, monkeypatch):
-    """An empty folder on a server that takes small parts."""
-    for store in (Store, SftpStore):
+@pytest.fixture
+def place(request, reach, monkeypatch, tmp_path):
+    """An empty folder of this machine, or on a server that takes small parts."""
+    if request.param == "local":
+        return tmp_path
+    for store in (RemoteStore, SftpStore):
         monkeypatch.setattr(store, "part_bytes", 2**18)
     monkeypatch.setattr(remote, "_READ_REQUEST_BYTES", 100_000)
     folder = storage.resolve_path(reach(request.param).root())
     storage.make_folders(folder)
     return folder
+
+
+def pytest_generate_tests(metafunc):
+    """A test of ``root`` runs in all places, and a test of ``server_root`` on servers."""
+    for name, places in (("root", ["local", *SERVERS]), ("server_root", SERVERS)):
+        if name in metafunc.fixturenames:
+            metafunc.parametrize("place", places, indirect=True)
+
+
+@pytest.fixture
+def root(place):
+    return place
+
+
+@pytest.fixture
+def server_root(place):
+    return place
 
 
 def test_stat_distinguishes_files_folders_and_missing_names(root):
@@ -44,7 +65,7 @@ def test_stat_distinguishes_files_folders_and_missing_names(root):
     assert not storage.is_folder(root / "file")
     assert storage.is_folder(root)
     assert storage.file_size(root) is None
-    assert storage.free_bytes(root) is None
+    assert (storage.free_bytes(root) is None) is isinstance(root, storage.RemotePath)
 
 
 def test_file_is_read_by_ranges(root):
@@ -85,6 +106,13 @@ def test_content_that_ends_like_a_mime_part_is_stored_whole(root, end):
     assert storage.read_file(root / "parts", limit=100) == content * 2
 
 
+def test_walk_files_lists_all_folders(root):
+    storage.make_folders(root / "b" / "c")
+    for name in ("one", "b/c/two"):
+        storage.create_file(root / name, name.encode())
+    assert sorted(storage.walk_files(root)) == [("b/c/two", 7), ("one", 3)]
+
+
 @pytest.mark.parametrize("threads", [1, 3])
 def test_file_of_parts_is_read_back(root, threads):
     asked, before = [], set(threading.enumerate())  # other tests of this process may have threads that are ending
@@ -101,29 +129,17 @@ def test_file_of_parts_is_read_back(root, threads):
     assert [thread.name for thread in new if thread.name.startswith("dtrain-")] == []
 
 
-def test_failed_part_leaves_no_file(root):
+def test_failed_part_leaves_no_file(server_root):
     def fails(part):
         if part == 3:
             raise ValueError("the source")
         return part_of(part)
 
     with pytest.raises(ValueError, match="the source"):
-        storage.write_parts(root / "data", SIZES, fails, threads=2)
-    assert not storage.exists(root / "data")
-    storage.create_file(root / "other", b"")
-    assert storage.list_names(root) == ["other"]
-
-
-def test_writer_sends_on_sync(root):
-    with storage.FileWriter(root / "file") as file:
-        file.write(CONTENT[:400_000])
-        file.write(CONTENT[400_000:])
-        assert file.written == len(CONTENT)
-        assert not storage.exists(root / "file")
-        file.sync()
-    assert storage.read_file(root / "file", limit=2**30) == CONTENT
-    with pytest.raises(FileExistsError):
-        storage.FileWriter(root / "file")
+        storage.write_parts(server_root / "data", SIZES, fails, threads=2)
+    assert not storage.exists(server_root / "data")
+    storage.create_file(server_root / "other", b"")
+    assert storage.list_names(server_root) == ["other"]
 
 
 @pytest.mark.parametrize("how", ["create", "write", "parts"])
@@ -183,21 +199,21 @@ def test_remove_folder_keeps_neighbours(root):
     assert storage.list_names(root / "step-10") == ["data", "deep"]
 
 
-def test_remove_folder_removes_the_first_name_first(root, monkeypatch):
-    storage.make_folders(root / "step")
+def test_remove_folder_removes_the_first_name_first(server_root, monkeypatch):
+    storage.make_folders(server_root / "step")
     for name in ("a", "manifest.json", "z"):
-        storage.create_file(root / "step" / name, b"x")
-    store = type(remote.store_of(root))
+        storage.create_file(server_root / "step" / name, b"x")
+    store = type(remote.CONNECTIONS.store_of(server_root))
     order, real = [], store.remove
     monkeypatch.setattr(store, "remove", lambda self, key: (order.append(key.rsplit("/")[-1]), real(self, key))[1])
-    storage.remove_folder(root / "step", first="manifest.json")
+    storage.remove_folder(server_root / "step", first="manifest.json")
     assert order[0] == "manifest.json"
     assert sorted(order) == ["a", "manifest.json", "z"]
 
 
-def test_link_file_copies_on_the_server(root, monkeypatch):
+def test_link_file_adds_a_name_or_copies_on_the_server(root):
     storage.write_parts(root / "data", SIZES, part_of, threads=2)
-    if storage.supports_rename(root):
+    if "sftp:" in str(root):
         with pytest.raises(OSError, match="no links and no copies"):
             storage.link_file(root / "data", root / "copy")
         return
@@ -208,7 +224,7 @@ def test_link_file_copies_on_the_server(root, monkeypatch):
     assert storage.read_file(root / "copy", limit=2**30) == CONTENT
 
 
-def test_folders_are_renamed_on_servers_with_real_folders(root):
+def test_real_folders_are_renamed(root):
     if not storage.supports_rename(root):
         storage.make_folder(root / "folder")
         assert not storage.exists(root / "folder"), "of an object store: until there is something in it"
@@ -239,3 +255,22 @@ def test_parts_of_an_upload_have_the_minimum_size():
     assert remote._group_parts(sizes, 8 * 2**20) == [range(1), range(1, 4), range(4, 5)]
     assert remote._group_parts([], 8) == []
     assert remote._group_parts([0, 0], 8) == [range(2)]
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize(
+    ("stream", "quiet_s", "shown"),
+    [(Terminal(), 0.0, True), (Terminal(), 1e9, False), (io.StringIO(), 0.0, False)],
+    ids=["long", "short", "pipe"],
+)
+def test_bar_is_shown_on_a_terminal_for_long_transfers(monkeypatch, stream, quiet_s, shown):
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setenv("TERM", "xterm")
+    with storage.TransferProgress("writing file", 100, show_after_s=quiet_s) as progress:
+        progress.advance(60)
+        progress.advance(40)
+    assert ("writing file" in stream.getvalue()) is shown
