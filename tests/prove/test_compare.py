@@ -5,10 +5,9 @@ import pytest
 import safetensors.torch
 
 from dtrain.prove.causes import explain
-from dtrain.prove.checks import check_record
+from dtrain.prove.checks import FAR, check_record, computed_samples, rounding_of
 from dtrain.prove.compare import compare_records, unstable_keys
-from dtrain.prove.export_check import ExportCheck
-from dtrain.prove.rounding import FAR, computed_samples, rounding_of
+from dtrain.prove.evaluations import ExportCheck
 from dtrain.prove.run_config import RunConfig
 from dtrain.prove.run_log import RunLog, digest, flatten, sample_hashes, sketch
 from dtrain.prove.run_records import RunRecord, read_record

@@ -10,8 +10,9 @@ import hashlib
 import os
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +22,23 @@ from torch import Tensor, nn
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from dtrain.data.batch import list_tensors
-from dtrain.fqn import buffers_by_fqn, modules_by_fqn
+from dtrain.fqn import buffers_by_fqn, modules_by_fqn, parameters_by_fqn, unwrap_module
 from dtrain.prove.evaluations import Evaluations
-from dtrain.prove.models import ScriptModels
-from dtrain.prove.module_outputs import ModuleOutputs
 from dtrain.prove.overrides import EvenRandom, FrozenStatistics, cast_floats, use_one_dtype
 from dtrain.prove.run_config import SAVE_INTERVAL, RunConfig
-from dtrain.prove.run_log import RunLog, count_samples, digest, flatten, is_number, named_tensors, sample_hashes, to_number
-from dtrain.prove.script_variables import model_values, script_frames, script_variables
+from dtrain.prove.run_log import (
+    RunLog,
+    count_samples,
+    digest,
+    flatten,
+    is_number,
+    model_values,
+    named_tensors,
+    sample_hashes,
+    script_frames,
+    script_variables,
+    to_number,
+)
 from dtrain.schedules.durations import Duration
 from dtrain.shard.buffer_sync import buffer_choice
 from dtrain.shard.spec import ShardSpec
@@ -393,3 +403,113 @@ class RankRecorder:
     def saved(self, step: int, path: str) -> None:
         """See ``dist.recorder.Recorder``."""
         self.log.write("saved", step=step, path=path)
+
+
+class ScriptModels:
+    """Models of one rank, in the order in which they were seen. Names in further models begin with the class of the model.
+
+    Args:
+        dtype: dtype of the run, to which models are converted; None keeps their dtypes.
+    """
+
+    def __init__(self, dtype: torch.dtype | None) -> None:
+        self.modules: list[nn.Module] = []
+        # The process ends without freeing them: DDP may wait for a thread of gloo, which waits for Python's lock.
+        self._wrappers: dict[int, nn.Module] = {}
+        self._dtype = dtype
+
+    def add(self, model: nn.Module) -> None:
+        """Remember a model, unless its parameters are those of a known model. Mutates: the dtype of its parameters."""
+        inner = unwrap_module(model)
+        self._wrappers.setdefault(id(model), model)
+        if any(inner is known for known in self.modules):
+            return
+        known = {id(param) for other in self.modules for param in other.parameters()}
+        own = [id(param) for param in inner.parameters()]
+        if self.modules and own and all(param in known for param in own):
+            return
+        # A module of this model was seen first.
+        self.modules = [other for other in self.modules if not any(module is other for module in inner.modules())]
+        self.modules.append(inner)
+        if self._dtype is not None and any(p.is_floating_point() and p.dtype != self._dtype for p in inner.parameters()):
+            inner.to(self._dtype)
+
+    def parameters(self) -> dict[str, Tensor]:
+        """Return the parameters of all models by name."""
+        named: dict[str, Tensor] = {}
+        for prefix, model in self._named():
+            params, _ = parameters_by_fqn(model)
+            named.update({f"{prefix}{name}": param for name, param in params.items()})
+        return named
+
+    def buffers(self) -> dict[str, Tensor]:
+        """Return the buffers of all models by name."""
+        named: dict[str, Tensor] = {}
+        for prefix, model in self._named():
+            named.update({f"{prefix}{name}": buffer for name, buffer in buffers_by_fqn(model).items()})
+        return named
+
+    def ties(self) -> list[str]:
+        """Return the tied parameters, as ``"head.weight = embed.weight"``."""
+        return [
+            f"{prefix}{name} = {prefix}{first}"
+            for prefix, model in self._named()
+            for name, first in parameters_by_fqn(model)[1].items()
+        ]
+
+    def name_of(self, module: nn.Module) -> str | None:
+        """Return the name of a module of a known model; None for another module."""
+        for prefix, model in self._named():
+            for name, candidate in modules_by_fqn(model):
+                if candidate is module:
+                    return prefix + name
+        return None
+
+    def _named(self) -> Iterator[tuple[str, nn.Module]]:
+        for number, model in enumerate(self.modules):
+            yield (f"{type(model).__name__.removeprefix('FSDP')}." if number else ""), model
+
+
+class ModuleOutputs:
+    """Outputs of the modules of a run's models.
+
+    Args:
+        config: the run. ``activations`` records the first forward; ``perturb`` changes the rounding of all forwards.
+        log: files of the rank.
+    """
+
+    def __init__(self, config: RunConfig, log: RunLog) -> None:
+        self._config, self._log = config, log
+        self._generator = torch.Generator().manual_seed(config.perturb_seed)
+
+    def after(self, module: nn.Module, name: str, output: Any, *, step: int, forwards: int) -> Any:
+        """Return the output of a module, after a forward with gradient."""
+        if self._config.perturb and not module._modules:
+            output = self._perturbed(output)
+        # Activation checkpointing repeats forwards in backward.
+        in_backward = torch._C._current_graph_task_id() != -1
+        if self._config.activations and step == self._config.first_step and forwards <= 1 and not in_backward:
+            self._record(module, name, output, step)
+        return output
+
+    def _record(self, module: nn.Module, name: str, output: Any, step: int) -> None:
+        own = next(module.parameters(recurse=False), None) is not None
+        kind = type(module).__name__.removeprefix("FSDP")
+        for tensor in list_tensors([output])[:1]:
+            if tensor.is_floating_point():
+                self._log.write_tensor("activation", name, tensor, step=step, kind_of=kind, own=own, leaf=not module._modules)
+                if tensor.requires_grad:
+                    tensor.register_hook(partial(self._log.write_tensor, "activation_gradient", name, step=step))
+
+    def _perturbed(self, output: Any) -> Any:
+        """Return ``output`` with one number in twelve changed by a unit in the last place, up or down, and so its gradient.
+
+        The variance of these changes is that of a rounding: a twelfth of the square of the unit.
+        """
+        if isinstance(output, Tensor) and output.is_floating_point():
+            draws = torch.randint(-12, 12, output.shape, generator=self._generator, dtype=torch.int8).to(output.device)
+            units = (draws == 0).to(output.dtype) - (draws == -1).to(output.dtype)
+            return output * (1 + torch.finfo(output.dtype).eps * units)
+        if type(output) in (tuple, list):
+            return type(output)(map(self._perturbed, output))
+        return output

@@ -23,10 +23,9 @@ from dtrain.memory.device_memory import write_snapshot
 from dtrain.schedules.durations import Duration
 from dtrain.state import TrainState
 from dtrain.step.compose import bind_grad_options
-from dtrain.step.microbatch_probe import MicrobatchProber, has_unknown_state, make_prober, reserve_optimizer_state
 from dtrain.step.microbatch_search import ProbeResult, SizeBounds, next_size, split_by_fit
 from dtrain.step.microbatch_step import microbatch_step
-from dtrain.step.oom_guard import raise_does_not_fit
+from dtrain.step.oom_guard import MicrobatchProber, has_unknown_state, make_prober, raise_does_not_fit, reserve_optimizer_state
 from dtrain.step.transform import GradFn, GradStep, Transform
 from dtrain.typing import Batch, LossFn, Metrics, Plain, TransformState
 
