@@ -181,7 +181,7 @@ def _read_and_apply(
     names = ", ".join(loaded.ignored[:5]) + (", ..." if len(loaded.ignored) > 5 else "")
     parts = [f"loaded {folder} in {seconds:.2g} s", f"ignored {names}" if names else "", read.skipped]
     log("; ".join(filter(None, parts)))
-    new_states = {name: new_state._replace(restored=restored) for name, new_state in new_states.items()}
+    new_states = {name: new_state._replace(restored=restored)._recorded() for name, new_state in new_states.items()}
     return new_states[""] if isinstance(state, TrainState) else new_states
 
 

@@ -16,7 +16,6 @@ from dtrain.data.sampling.sample_order import CachedOrder, SampleOrder, rank_pos
 from dtrain.data.worker_batch import Payload, WorkerBatch
 from dtrain.data.workers import WorkerConfig, load_batches
 from dtrain.dist.batch_info import BatchStatus
-from dtrain.dist.context import current_context
 from dtrain.errors import DataError, DtrainError
 from dtrain.launch import heartbeats
 from dtrain.schedules.durations import Duration
@@ -170,8 +169,6 @@ class MapBatchSource:
             if to_read.step != 1:
                 indices = indices[:: to_read.step]
             request = BatchRequest(at.epoch, to_read.start, indices, 1 if positions else 2)
-            if (recorder := current_context().recorder) is not None:
-                recorder.sample_ids(at.epoch, indices.tolist() if positions else [])
             at = batches.after(at, start, stop)
             planned.append((at, bool(positions)))
             yield request

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from dtrain import spans
-from dtrain.dist.context import current_context, exit_exception, register_shutdown_hook
+from dtrain.dist.context import exit_exception, register_shutdown_hook
 from dtrain.errors import ConfigError
 
 
@@ -175,8 +175,6 @@ class FaultTolerantLogger:
     def __call__(self, step: int, numbers: Mapping[str, Any], /) -> None:
         if self._logger is None:
             return
-        if (recorder := current_context().recorder) is not None:
-            recorder.metrics("log", step, numbers)
         spans.begin("log")
         try:
             self._logger(step, numbers)

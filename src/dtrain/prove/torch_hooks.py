@@ -28,8 +28,6 @@ from dtrain.dist import reduce
 from dtrain.prove.overrides import cast_floats, observe_recompute
 from dtrain.prove.recording import EndOfProof, RankRecorder, StepFacts, UpdateObserver
 from dtrain.prove.run_log import count_samples, sample_hashes, script_frames
-from dtrain.step import compose
-from dtrain.transforms import combinators
 
 # Passes of a training loader without a batch, after which the script waits for steps that never come.
 _MAX_EMPTY_PASSES = 1000
@@ -45,7 +43,6 @@ def observe_torch(recorder: RankRecorder) -> None:
     _observe_events(recorder)
     _observe_files(recorder)
     _observe_print(recorder)
-    _observe_transforms(recorder)
     observe_recompute(partial(recorder.note, "recompute"), active=recorder.config.recompute)
 
 
@@ -84,15 +81,17 @@ class _Forwards:
         inputs = [tensor for tensor in list_tensors([list(args), kwargs]) if isinstance(tensor, Tensor)]
         if self._exports is not None:
             self._exports.hold(module, args, kwargs)
-        alone = not recorder.in_step
+        alone, of_cache = not recorder.in_step, module is recorder.cached_model
         if alone:
             self._observe(module, inputs)
+        elif of_cache:
+            recorder.forward_begins([args, kwargs])
         self._depth += 1
         try:
             output = call(module, *args, **kwargs)
         finally:
             self._depth -= 1
-            if alone and not called_from("dtrain.step.evaluate"):
+            if of_cache or (alone and not called_from("dtrain.step.evaluate")):
                 recorder.random.end()
         return self._after(module, output)
 
@@ -221,25 +220,6 @@ def _observe_events(recorder: RankRecorder) -> None:
     wrap(torch.nn.utils, "clip_grad_norm_", "clip")
     for name, event in (("scale", "scale"), ("unscale_", "unscale")):
         wrap(torch.amp.GradScaler, name, event)
-
-
-def _observe_transforms(recorder: RankRecorder) -> None:
-    """Observe transforms that draw per rank, such as mixup, whose result depends on the layout by design."""
-    make: Any = getattr(compose, "make_step_context")  # noqa: B009 - the module imports the name for itself
-    made: list[tuple[str, torch.Generator, Tensor]] = []
-
-    def observed(state: Any, name: str) -> Any:
-        for other, generator, before in made:
-            if not torch.equal(generator.get_state(), before):
-                recorder.note("transform_draws", name=other)
-        # A transform has one generator in a step.
-        made[:] = [each for each in made if each[0] != name]
-        context = make(state, name)
-        made.append((name, context.generator, context.generator.get_state()))
-        return context
-
-    for module in (compose, combinators):
-        setattr(module, "make_step_context", observed)  # noqa: B010
 
 
 def _observe_print(recorder: RankRecorder) -> None:

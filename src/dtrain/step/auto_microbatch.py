@@ -16,7 +16,6 @@ from dtrain.arguments import check_int, check_number
 from dtrain.data.batch_axes import BatchSpec
 from dtrain.device import device_name
 from dtrain.dist.collectives import all_gather_json, all_gather_numbers
-from dtrain.dist.context import current_context
 from dtrain.dist.init import get_dist_info
 from dtrain.errors import ConfigError
 from dtrain.memory.device_memory import write_snapshot
@@ -106,9 +105,6 @@ def auto_microbatch(
                     f"auto_microbatch: microbatch_size must be None, got {microbatch_size} from another transform. Leave out "
                     "one of the two transforms."
                 )
-            recorder = current_context().recorder
-            if recorder is not None and recorder.microbatch_size(None) is not None:
-                return inner(state, batch)
             cache = state._run_context.transform_cache
             kept: _Kept = cache.get(_NAME) or cache.setdefault(_NAME, _Kept(prober=make_prober(state)))
             try:

@@ -117,7 +117,7 @@ class Step:
         if allow_equal_batches:
             state._run_context.monitor.equal_batches.steps_left = 0
         init_transforms = self._init_transform_states
-        return state._replace(transform_states=init_transforms(state), _init_transform_states=init_transforms)
+        return state._replace(transform_states=init_transforms(state), _init_transform_states=init_transforms)._recorded()
 
     def _init_transform_states(self, state: TrainState) -> dict[str, TransformState]:
         states = [(t, t.init(state)) for t in self.transforms]
@@ -441,20 +441,20 @@ def _compute_and_apply(
     check_no_hooks(state.params, "optimizer_in_backward")
     done: set[int] = set()
     with _invalidate_state_on_error(state, done):
-        with grad_sync_of(state.model).on_grad_ready(list(state.params.values()), partial(_apply, state, done)):
+        with grad_sync_of(state.model).on_grad_ready(list(state.params.values()), partial(apply_gradients_of, state, done)):
             state, step_metrics = compute()
         remaining = [param for param in state.params.values() if param.grad is not None]
         # A forward outside of the step left parameters unsharded, as in apply_gradients.
         grad_sync_of(state.model).reshard()
         # The foreach form of an optimizer accepts no mix of DTensors and plain tensors.
         for kind in (True, False):
-            _apply(state, done, [param for param in remaining if is_dtensor(param) == kind])
+            apply_gradients_of(state, done, [param for param in remaining if is_dtensor(param) == kind])
         if not state._run_context.optimizer_checked:
             check_update(state, lambda: None, caller="optimizer_in_backward")
     return state._next(), {**metrics, **step_metrics}
 
 
-def _apply(state: TrainState, done: set[int], params: Sequence[Tensor]) -> None:
+def apply_gradients_of(state: TrainState, done: set[int], params: Sequence[Tensor]) -> None:
     """Run the optimizer on ``params`` alone, and drop their gradients.
 
     Mutates: ``params``, their optimizer state and ``.grad``, ``done``.
@@ -467,14 +467,10 @@ def _apply(state: TrainState, done: set[int], params: Sequence[Tensor]) -> None:
     if not params:
         return
     done.update(map(id, params))
-    if (recorder := current_context().recorder) is not None:
-        recorder.update_begins(state, params)
     grads = [to_local(param.grad) for param in params if param.grad is not None]
     with _restrict_optimizer_to(state.optimizer, {id(param) for param in params}) as nonempty:
         if nonempty:
             step_optimizer(state.optimizer)
-    if recorder is not None:
-        recorder.update_ends()
     for param, grad in zip(params, grads, strict=True):
         # FSDP2 may have allocated the gradient in another stream, which would reuse the memory too early.
         use_on_current_stream(grad)

@@ -19,7 +19,6 @@ from dtrain.data.batch import count_samples_and_tokens, get_batch_infos, narrow_
 from dtrain.data.batch_axes import BatchSpec
 from dtrain.dist.collective_replay import TraceCache
 from dtrain.dist.collectives import all_gather_json, all_gather_numbers
-from dtrain.dist.context import current_context
 from dtrain.dist.init import get_dist_info
 from dtrain.dist.rng import RNGSnapshot
 from dtrain.dist.step_sync import BackwardSync, RankStatus, StepCounts
@@ -73,7 +72,7 @@ def evaluate(
     if not isinstance(model, nn.Module):
         advice = "Pass state.model." if hasattr(model, "model") else "Pass the model."
         raise ConfigError(f"evaluate: model must be a torch.nn.Module, got {type(model).__name__}. {advice}")
-    started, recorder = time.monotonic(), current_context().recorder
+    started = time.monotonic()
     with spans.span("evaluate"):
         device = get_device(model)
         sums, any_batch = MetricAccumulator(device), False
@@ -83,8 +82,6 @@ def evaluate(
             run_parts = auto_batch_eval(loss_fn, initial_size=first, batch_spec=batch_spec)
         with report_missing_ranks("evaluate"), eval_mode(model):
             for batch, real in pad_to_longest_rank(loader, partial(count_samples_and_tokens, batch_spec=batch_spec)):
-                if recorder is not None:
-                    recorder.evaluation_batch(batch if real else None)
                 any_batch = True
                 for result in run_parts(model, batch) if run_parts else [loss_fn(model, to_device(batch, device))]:
                     loss = check_loss(result, caller="evaluate")

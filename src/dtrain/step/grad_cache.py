@@ -25,7 +25,6 @@ from dtrain.data.batch import (
     to_device,
 )
 from dtrain.data.batch_axes import BatchSpec
-from dtrain.dist.context import current_context
 from dtrain.dist.rng import RNGSnapshot
 from dtrain.dist.timeout_report import is_collective_error
 from dtrain.errors import ConfigError
@@ -133,8 +132,6 @@ def _accumulate(loss_fn: LossFn, run: GradientRun) -> None:
     check_loss(loss, caller=_NAME)
     if state.step == 0:
         check_not_mean(loss, _NAME, state=state, batch=microbatches.batch, loss_fn=None)
-    if (recorder := current_context().recorder) is not None:
-        recorder.loss(loss)
     param_grads = _compute_output_grads(state, cache, normalizer.scaled_loss(loss, loss.total))
     # Forwards without a backward left parameters unsharded.
     if cache.recomputes:
@@ -353,9 +350,6 @@ class ModelProxy:
 def _forward(model: nn.Module, call: _CachedForward, index: int) -> tuple[list[Any], TreeSpec]:
     args, kwargs = call.microbatch_inputs(index)
     rows = count_samples([args, kwargs])
-    recorder = current_context().recorder
-    if recorder is not None:
-        recorder.forward_begins([args, kwargs])
     try:
         with call.autocast():
             flat, tree = tree_flatten(model(*args, **kwargs))
@@ -366,9 +360,6 @@ def _forward(model: nn.Module, call: _CachedForward, index: int) -> tuple[list[A
         raise ConfigError(
             f"{_NAME}: the model must accept no rows on a rank without samples, got {got}. Give each rank one."
         ) from error
-    finally:
-        if recorder is not None:
-            recorder.forward_ends()
     for leaf in flat:
         if not isinstance(leaf, (Tensor, *_PLAIN_TYPES)) or (isinstance(leaf, Tensor) and leaf.shape[:1] != (rows,)):
             got = f"shape {list(leaf.shape)}" if isinstance(leaf, Tensor) else f"a {type(leaf).__name__}"

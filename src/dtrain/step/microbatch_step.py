@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dtrain.data.batch import to_device
 from dtrain.data.batch_axes import BatchSpec
-from dtrain.dist.context import current_context
 from dtrain.errors import ConfigError
 from dtrain.shard.precision import LOW_PRECISION_DTYPES
 from dtrain.state import TrainState
@@ -82,8 +81,6 @@ def microbatch_step(
             terms, or the global weight is zero. On a GPU the weight reaches the host late: the gradient of such a step is zero,
             and the next step raises.
     """
-    if (recorder := current_context().recorder) is not None:
-        microbatch_size = recorder.microbatch_size(microbatch_size)
     with GradientRun(state, batch, "microbatch_step", records_units=True) as run:
         run.synchronize(
             lambda: (
@@ -98,7 +95,7 @@ def microbatch_step(
 
 def _accumulate(loss_fn: LossFn, run: GradientRun) -> None:
     """Run forward and backward for every microbatch. A rank without a further one takes part in the collectives alone."""
-    state, grad_sync, guard, recorder = run.state, run.grad_sync, run.guard, current_context().recorder
+    state, grad_sync, guard = run.state, run.grad_sync, run.guard
     normalizer = run.begin_forwards()
     own, device = run.microbatches.batches, state.device
     needs_all = grad_sync.needs_all_microbatches or grad_sync.follows_other_models
@@ -119,8 +116,6 @@ def _accumulate(loss_fn: LossFn, run: GradientRun) -> None:
         if guard is not None and index == 0:
             guard.begin_first_forward()
         microbatch = to_device(own[index], device) if needs_copy else own[index]
-        if recorder is not None:
-            recorder.forward_begins(microbatch)
         loss = loss_fn(state.model, microbatch)
         # The first loss is checked; later losses come from the same function.
         if index == 0:
@@ -132,8 +127,6 @@ def _accumulate(loss_fn: LossFn, run: GradientRun) -> None:
         objective = normalizer.scaled_loss(loss, grad_sync.complete_forward(loss.total))
         if guard is not None and index == 0:
             guard.end_first_forward()
-        if recorder is not None:
-            recorder.loss(loss)
         objective.backward()
         sums.add(loss)
     run.end_backwards(sums)

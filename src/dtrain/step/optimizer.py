@@ -152,9 +152,6 @@ def apply_gradients(
         # A forward outside of the step left parameters unsharded; free them so stale copies are not reused.
         if state.spec.mesh is not None:
             grad_sync.reshard()
-        recorder = current_context().recorder
-        if recorder is not None:
-            recorder.update_begins(state)
         with DelayedInterrupt() as interrupt:
             interrupt.begin()
             if not broken:
@@ -164,8 +161,6 @@ def apply_gradients(
                         check_update(state, run, caller="apply_gradients")
                     else:
                         run()
-            if recorder is not None:
-                recorder.update_ends()
             state.drop_gradients()
             if nonfinite == "skip":
                 metrics = {**metrics, "skipped": make_metric(float(broken), 1.0, state.device)}
@@ -264,10 +259,7 @@ def tick(state: TrainState) -> TrainState:
         context.untracked_steps += 1
         history = history.after_untracked_step(context.issuing_loader)
     context.issuing_loader = None
-    state = state._next(clock=clock, _step_counts=None, _step_batch=None, _loader_history=history)
-    if (recorder := context.recorder) is not None:
-        recorder.step_ends(state)
-    return state
+    return state._next(clock=clock, _step_counts=None, _step_batch=None, _loader_history=history)
 
 
 def optimizer_step(state: TrainState, metrics: Metrics) -> tuple[TrainState, Metrics]:
