@@ -32,9 +32,9 @@ from dtrain.memory.device_memory import is_out_of_memory
 from dtrain.shard.buffers import restore_buffers
 from dtrain.shard.grad_sync import grad_sync_of
 from dtrain.state import TrainState
-from dtrain.step.gradient_run import GradientRun
+from dtrain.step.gradient_run import GradientRun, gradient_run
 from dtrain.step.microbatches import BatchWatch, Microbatches
-from dtrain.step.normalization import MetricAccumulator, check_loss, declared_weights
+from dtrain.step.normalization import check_loss, declared_weights
 from dtrain.step.sanity_checks import check_not_mean
 from dtrain.typing import Batch, LossFn, Metrics
 
@@ -97,14 +97,16 @@ def grad_cache_step(
 
     Source: Gao et al. 2021, arXiv:2101.06983, section 3.2 (called GradCache there).
     """
-    with GradientRun(state, batch, _NAME) as run:
+
+    def prepare() -> tuple[Microbatches, Mapping[str, Tensor | float]]:
         # The number of gathers depends on the number of microbatches, so traces cannot be replayed.
-        if run.guard is not None:
-            run.guard.traces.always_check = True
-        run.synchronize(lambda: (_count_microbatches(batch, microbatch_size, batch_spec), declared_weights(batch_spec, batch)))
-        with run.guarded():
-            _accumulate(loss_fn, run)
-        return run.finish()
+        if state._guard is not None:
+            state._guard.traces.always_check = True
+        return _count_microbatches(batch, microbatch_size, batch_spec), declared_weights(batch_spec, batch)
+
+    with gradient_run(state, batch, _NAME, prepare) as run:
+        _accumulate(loss_fn, run)
+    return run.result
 
 
 def _count_microbatches(batch: Batch, microbatch_size: int | None, batch_spec: BatchSpec | None) -> Microbatches:
@@ -121,7 +123,7 @@ def _count_microbatches(batch: Batch, microbatch_size: int | None, batch_spec: B
 def _accumulate(loss_fn: LossFn, run: GradientRun) -> None:
     """Run the three passes. A probe runs the first two completely, because they need the memory of the whole batch."""
     state, grad_sync, guard, microbatches = run.state, run.grad_sync, run.guard, run.microbatches
-    normalizer, own = run.begin_forwards(), len(microbatches.batches)
+    own = len(microbatches.batches)
     # Replicas take part in no forward of the others.
     needed = run.required_microbatches if grad_sync.needs_all_microbatches else max(own, 1)
     records_units = own > 0 and run.is_uneven and grad_sync.needs_all_microbatches
@@ -132,7 +134,7 @@ def _accumulate(loss_fn: LossFn, run: GradientRun) -> None:
     check_loss(loss, caller=_NAME)
     if state.step == 0:
         check_not_mean(loss, _NAME, state=state, batch=microbatches.batch, loss_fn=None)
-    param_grads = _compute_output_grads(state, cache, normalizer.scaled_loss(loss, loss.total))
+    param_grads = _compute_output_grads(state, cache, run.normalizer.scaled_loss(loss, loss.total))
     # Forwards without a backward left parameters unsharded.
     if cache.recomputes:
         grad_sync.begin_step(state.params, within_replica=state.spec.replica_info is not None)
@@ -156,9 +158,7 @@ def _accumulate(loss_fn: LossFn, run: GradientRun) -> None:
             pairs.append((empty, torch.ones_like(empty)))
         if pairs:
             torch.autograd.backward([tensor for tensor, _ in pairs], [grad for _, grad in pairs])
-    sums = MetricAccumulator(state.device)
-    sums.add(loss)
-    run.end_backwards(sums)
+    run.sums.add(loss)
 
 
 def _compute_output_grads(state: TrainState, cache: ForwardCache, objective: Tensor) -> list[tuple[Tensor, Tensor]]:
