@@ -60,15 +60,7 @@ class Clock:
     # Reason why the last batch has no position. If set, all durations in epochs raise.
     _no_epochs_reason: str | None = field(default=None, compare=False)
 
-    def tick(
-        self,
-        *,
-        samples: int,
-        tokens: int,
-        seconds: float,
-        position: EpochPosition | None = None,
-        crossed_from: EpochPosition | None = None,
-    ) -> Clock:
+    def tick(self, *, samples: int, tokens: int, seconds: float, position: EpochPosition | None = None) -> Clock:
         """Return the clock after one step over ``samples`` and ``tokens`` that took ``seconds``.
 
         Args:
@@ -76,10 +68,8 @@ class Clock:
             tokens: tokens of all ranks.
             seconds: rank 0's time.
             position: position in the loader's data after the batch; None if no loader returned the batch.
-            crossed_from: position with which ``crossed`` compares; None takes the start of the step.
         """
-        start = self._position
-        end = start if position is None else position
+        end = self._position if position is None else position
         counted = end.batch if end.batch is not None else (self.step_in_epoch + 1) * (end.epoch == self.epoch)
         return self._replace(
             step=self.step + 1,
@@ -88,8 +78,8 @@ class Clock:
             samples=self.samples + samples,
             tokens=self.tokens + tokens,
             seconds=self.seconds + seconds,
-            _previous=self._counts_at(start if crossed_from is None else crossed_from),
-            _step_start=None if crossed_from is None or crossed_from == start else start,
+            _previous=self._counts_at(self._position),
+            _step_start=None,
             _no_epochs_reason=(self._no_epochs_reason or _NO_LOADER_REASON) if position is None else None,
         )
 
@@ -107,6 +97,12 @@ class Clock:
     def _start_of_batch(self, *, repeated: bool) -> EpochPosition:
         """Return the position before the next batch; if ``repeated``, before the batch of the last step."""
         return self._previous._position if repeated and self._previous is not None else self._position
+
+    def _crossing_from(self, position: EpochPosition) -> Clock:
+        """Return the clock after a step, whose ``crossed`` counts epochs from ``position`` instead of from the step's start."""
+        if self._previous is None or self._previous._position == position:
+            return self
+        return self._replace(_previous=self._previous._counts_at(position), _step_start=self._previous._position)
 
     def _begin_step(self, start: EpochPosition) -> Clock:
         """Return the clock at the start of a step whose batch begins at ``start``.

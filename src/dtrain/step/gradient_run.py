@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -109,7 +109,7 @@ def gradient_run(
             with report_missing_ranks(caller) if run.state.spec.mesh is not None else nullcontext():
                 run.grad_sync.begin_step(run.state.params, within_replica=run.state.spec.replica_info is not None)
                 run.buffers.begin_step()
-                with run._guarded():
+                with run._guarded() as run.checked:
                     run._begin_forwards()
                     yield run
                     run._end_backwards()
@@ -165,10 +165,9 @@ class GradientRun:
         counts: counts that ranks agreed on.
         normalizer: normalizer of the losses.
         sums: sums of the losses, which the gradient function adds up.
-        metrics: metrics of the losses.
         checked: guard that compares the collectives of the first step with different numbers of microbatches.
         uneven_plan: facts of a step in which ranks have different numbers of microbatches; None after its first success.
-        result: state with its counts, and metrics, after the context.
+        result: state and metrics; the context completes them at its end.
     """
 
     state: TrainState
@@ -181,7 +180,6 @@ class GradientRun:
     counts: StepCounts = field(init=False)
     normalizer: LossNormalizer = SUM_NORMALIZER
     sums: MetricAccumulator = field(init=False)
-    metrics: Metrics = field(default_factory=dict)
     checked: CheckedGuard | None = None
     uneven_plan: tuple[object, ...] | None = None
     result: tuple[TrainState, Metrics] = field(init=False)
@@ -260,25 +258,23 @@ class GradientRun:
         guard = self.checked if self.guard is None else self.guard.collective_guard
         return guard.exchange_event if self.uneven_plan is not None and isinstance(guard, CheckedGuard) else None
 
-    @contextmanager
-    def _guarded(self) -> Iterator[None]:
-        """Run all forwards and backwards. An out-of-memory error of a guarded step ends the context."""
-        guard, conditions = self.guard, self.replay_conditions()
+    def _guarded(self) -> AbstractContextManager[CheckedGuard | None]:
+        """Return the context of all forwards and backwards, which ends at an out-of-memory error of a guarded step."""
+        guard = self.guard
+        if guard is None and not self.is_uneven:
+            return nullcontext()
+        conditions = self.replay_conditions()
         if self.is_uneven:
             plan = (self.caller, *conditions)
             is_known = not self.records_units or self.grad_sync.knows_order(conditions)
             self.uneven_plan = None if is_known and plan in self.state._run_context.monitor.uneven_plans else plan
-        if guard is not None:
-            guard.samples = self.microbatches.samples
-            # The plan holds only facts that ranks agree on: ranks with different plans would run in different modes.
-            # A rank without a microbatch is led through the units by records, which a trace lacks.
-            with guard.attempt((self.num_microbatches, self.counts.shapes_hash, *conditions), traced=self.uneven_plan is None):
-                yield
-        elif self.uneven_plan is not None:
-            with check_collectives(self.caller, EQUAL_MICROBATCHES_ADVICE) as self.checked:
-                yield
-        else:
-            yield
+        if guard is None:
+            return check_collectives(self.caller, EQUAL_MICROBATCHES_ADVICE) if self.uneven_plan is not None else nullcontext()
+        guard.samples = self.microbatches.samples
+        # The plan holds only facts that ranks agree on: ranks with different plans would run in different modes.
+        run_plan = (self.num_microbatches, self.counts.shapes_hash, *conditions)
+        # A rank without a microbatch is led through the units by records, which a trace lacks.
+        return guard.attempt(run_plan, traced=self.uneven_plan is None)
 
     def _begin_forwards(self) -> None:
         if self.guard is not None and self.guard.prepare is not None:
@@ -290,7 +286,7 @@ class GradientRun:
     def _end_backwards(self) -> None:
         self.grad_sync.finish_backwards(self.state.params.values())
         self.sums.add_names(self.weights)
-        self.metrics = self.sums.metrics()
+        self.result = self.state, self.sums.metrics()
         if self.guard is not None:
             _check_reduction_memory(self.state, self.buffers.num_bytes)
 
@@ -300,6 +296,7 @@ class GradientRun:
         if guard is not None and guard.failed:
             guard.roll_back(self._free_memory)
         outcome = self._sync_after_backward()
+        metrics = self.result[1]
         raise_if_hooks_differ(outcome.param_facts)
         raise_if_written(outcome.param_facts, state.spec.strategy, uneven=self.is_uneven)
         self.grad_sync.confirm_order()
@@ -311,13 +308,13 @@ class GradientRun:
                 check_rng_in_sync(self.counts, state.device)
             self._reduce_and_normalize(outcome)
             if not self.counts.fewest_microbatches:
-                self.metrics = add_names_of_peers(self.metrics, state.device)
+                metrics = add_names_of_peers(metrics, state.device)
             state._run_context.monitor.nonfinite_losses.record(state.step, self.sums.loss()[0])
         self.grad_sync.end_step()
         if self.grad_sync.hooks.exist and not is_probe:
             with seeded_rng(state.seed, "param hooks", state.step) if state.spec.mesh else nullcontext():
                 self.grad_sync.hooks.run_(state.params)
-        return with_agreed_position(state._replace(_step_counts=self.counts)), self.metrics
+        return with_agreed_position(state._replace(_step_counts=self.counts)), metrics
 
     def _free_memory(self) -> None:
         self.grad_sync.abort_all()
@@ -330,7 +327,7 @@ class GradientRun:
         status = RankStatus.OK if guard is None else guard.status
         # A probe has not run all microbatches that the weights belong to.
         complete = guard is None or (guard.max_microbatches is None and not guard.failed)
-        mismatch = complete and self.normalizer.weights_mismatch(state, self.metrics)
+        mismatch = complete and self.normalizer.weights_mismatch(state, self.result[1])
         weight = host_weight(state, self.sums.loss()[1]) if complete and self.normalizer.global_weight is None else None
         if state.spec.mesh is None and not mismatch:
             outcome = BackwardSync(weight=weight, statuses=[status])
@@ -361,7 +358,7 @@ class GradientRun:
         grads = [grad for param in state.params.values() if (grad := param.grad) is not None]
         if not grads and not self.grad_sync.grads_taken:
             raise StepError("microbatch_step: no parameter got a gradient. Make the loss depend on a trainable parameter.")
-        normalize_grads_(grads, state, self.normalizer, self.metrics, global_weight=outcome.weight)
+        normalize_grads_(grads, state, self.normalizer, self.result[1], global_weight=outcome.weight)
 
 
 def _check_reduction_memory(state: TrainState, buffer_bytes: int) -> None:

@@ -59,24 +59,17 @@ def next_clock(state: TrainState) -> Clock:
     Raises:
         StepError: no step is in progress.
     """
-    counts, step_batch, clock = state._step_counts, state._step_batch, state.clock
+    counts, step_batch = state._step_counts, state._step_batch
     if counts is None:
         raise StepError("tick: no step is in progress. Pass a state of microbatch_step, which counts the batch.")
-    position, crossed_from = counts.position, None
-    if step_batch is not None:
-        if clock._no_epochs_reason is not None:
-            position = None
-        elif step_batch.info is not None:
-            crossed_from = step_batch.clock_before._start_of_batch(repeated=step_batch.repeated)
+    position, counts_epochs = counts.position, step_batch is None or state.clock._no_epochs_reason is None
     if position is not None:
-        position = EpochPosition(position.epoch + state._loader_history.epoch_offset, position.batch)
-    return clock.tick(
-        samples=counts.samples,
-        tokens=counts.tokens,
-        seconds=counts.seconds,
-        position=position,
-        crossed_from=crossed_from,
-    )
+        position = EpochPosition(position.epoch + state._loader_history.epoch_offset, position.batch) if counts_epochs else None
+    clock = state.clock.tick(samples=counts.samples, tokens=counts.tokens, seconds=counts.seconds, position=position)
+    if step_batch is None or step_batch.info is None or not counts_epochs:
+        return clock
+    # A batch that had a step before, or batches without a step, count from the end of the last batch with a step.
+    return clock._crossing_from(step_batch.clock_before._start_of_batch(repeated=step_batch.repeated))
 
 
 def ends_interval(state: TrainState, interval: Duration) -> bool:
