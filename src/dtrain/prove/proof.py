@@ -7,7 +7,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,7 +27,6 @@ from dtrain.prove.run_config import (
     ProveOptions,
     first_runs,
     next_runs,
-    resumed_config,
 )
 from dtrain.prove.run_records import KINDS, RunRecord, read_record
 from dtrain.prove.runs import RunOutcome, copy_work_folder, run_all
@@ -146,9 +145,8 @@ class _Proof:
         killed = self._outcomes[str(run.after)].config
         shutil.copytree(killed.work_folder, run.config.work_folder, symlinks=True)
         saves = [row["step"] for row in self._records[str(run.after)].rows("saved")]
-        return PlannedRun(
-            config=resumed_config(run.config, saves), against=run.against, same_layout=run.same_layout, after=run.after
-        )
+        # In a loop that does not use dtrain's step, the steps of the resumed run count from the last save.
+        return replace(run, config=replace(run.config, first_step=max(saves, default=0)))
 
     def _add_row(self, run: PlannedRun) -> None:
         name = run.config.name

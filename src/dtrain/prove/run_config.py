@@ -1,13 +1,13 @@
-"""Describe one run of a proof: what the command changes in the script from outside (``RunConfig``)."""
+"""Describe the runs of a proof (``RunConfig``), and choose them from what the first run of the script has shown."""
 
 from __future__ import annotations
 
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from dtrain.arguments import check_int
 from dtrain.errors import ConfigError
@@ -15,9 +15,6 @@ from dtrain.prove.run_records import BITS, RunRecord
 from dtrain.typing import Plain
 
 Dtype = Literal["fp64", "fp32", "as written"]
-
-CONFIG_VARIABLE = "DTRAIN_PROVE"
-"""Environment variable with the path of a rank's ``RunConfig``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,79 +165,52 @@ def next_runs(options: ProveOptions, folder: Path, base: RunConfig, record: RunR
     """Return the runs that the first run of the script makes possible."""
     base = replace(base, has_dtrain_loop=bool(record.rows("layout")))
     draws = record.note("draws") is not None or record.note("frozen_statistics") is not None
-    reference = EVEN if draws else BASE
-    runs = []
+    reference, runs = EVEN if draws else BASE, list[PlannedRun]()
+
+    def plan(name: str, place: str, changes: Mapping[str, object], against: str = "", **comparison: Any) -> None:
+        runs.append(PlannedRun(config=_variant(base, folder, place, name=name, **changes), against=against, **comparison))
+
     if draws:
-        runs.append(PlannedRun(config=_variant(base, folder, "even", name=EVEN, even_random=True)))
+        plan(EVEN, "even", {"even_random": True})
     written = record.note("sharding")
     for position, ranks in enumerate(options.ranks):
-        name = f"{ranks} ranks"
-        runs.append(
-            PlannedRun(
-                config=_variant(base, folder, f"ranks-{ranks}", name=name, ranks=ranks, even_random=draws), against=reference
-            )
-        )
+        layout = {"ranks": ranks, "even_random": draws}
+        plan(f"{ranks} ranks", f"ranks-{ranks}", layout, reference)
         if position == 0 and written is not None and written["strategy"] in (*_STRATEGIES, "no_shard"):
             for strategy in _STRATEGIES:
                 if strategy != written["strategy"].replace("no_shard", "replicate"):
-                    config = _variant(
-                        base,
-                        folder,
-                        f"ranks-{ranks}-{strategy}",
-                        name=f"{name}, {strategy}",
-                        ranks=ranks,
-                        strategy=strategy,
-                        even_random=draws,
-                    )
-                    runs.append(PlannedRun(config=config, against=reference, optional=True))
+                    changes = {**layout, "strategy": strategy}
+                    plan(f"{ranks} ranks, {strategy}", f"ranks-{ranks}-{strategy}", changes, reference, optional=True)
     size = other_microbatch_size(record)
     if size is not None:
-        config = _variant(base, folder, "microbatch", name=f"microbatches of {size}", microbatch_size=size, even_random=draws)
-        runs.append(PlannedRun(config=config, against=reference, optional=True))
+        changes = {"microbatch_size": size, "even_random": draws}
+        plan(f"microbatches of {size}", "microbatch", changes, reference, optional=True)
     if record.note("recompute") is not None:
-        config = _variant(base, folder, "recompute", name="activation checkpointing off", recompute=False)
-        runs.append(PlannedRun(config=config, against=BASE, same_layout=True, optional=True))
-    runs += _precision_runs(options, folder, base, record)
-    kill_after = choose_kill(record, options.seed)
-    if kill_after is not None:
-        killed = f"killed after step {kill_after}"
-        runs.append(PlannedRun(config=_variant(base, folder, "killed", name=killed, kill_after=kill_after)))
-        runs.append(
-            PlannedRun(
-                config=_variant(base, folder, "resumed", name=f"{killed}, resumed"),
-                against=BASE,
-                same_layout=True,
-                after=killed,
-            )
-        )
-        for ranks in options.ranks[:1]:
-            config = _variant(
-                base, folder, f"resumed-{ranks}", name=f"{killed}, resumed on {ranks} ranks", ranks=ranks, even_random=draws
-            )
-            # The steps before the kill drew other random numbers, so the parameters differ.
-            if not draws:
-                runs.append(PlannedRun(config=config, against=BASE, after=killed))
-    return runs
-
-
-def _precision_runs(options: ProveOptions, folder: Path, base: RunConfig, record: RunRecord) -> list[PlannedRun]:
-    """Return the runs that measure the rounding of the script's own dtypes.
-
-    Random numbers in float64 are others, so the reference of low precision is a run in float32.
-    """
+        off = {"recompute": False}
+        plan("activation checkpointing off", "recompute", off, BASE, same_layout=True, optional=True)
+    # Random numbers in float64 are others, so the reference of low precision is a run in float32.
     low = record.note("low_precision") is not None or any(
         BITS.get(row["dtype"], 64) < BITS["float32"] for row in record.rows("activation")
     )
-    exact = _variant(base, folder, "float32", name=FLOAT32, dtype="fp32", activations=True)
-    written = _variant(base, folder, "written", name=WRITTEN, dtype="as written", activations=True)
-    rounded = _variant(base, folder, "rounded", name=ROUNDED, dtype="as written", activations=True, perturb=True)
+    as_written: dict[str, object] = {"dtype": "as written"}
+    if options.keep_precision or low:
+        plan(ROUNDED, "rounded", {**as_written, "activations": True, "perturb": True})
     if options.keep_precision:
         # The change of one number, such as a loss, may be small by chance.
-        again = _variant(base, folder, "rounded-2", name=ROUNDED_AGAIN, dtype="as written", perturb=True, perturb_seed=1)
-        return [PlannedRun(config=rounded), PlannedRun(config=again), *([PlannedRun(config=exact)] if low else [])]
+        plan(ROUNDED_AGAIN, "rounded-2", {**as_written, "perturb": True, "perturb_seed": 1})
     if low:
-        return [PlannedRun(config=exact), PlannedRun(config=rounded), PlannedRun(config=written, against=FLOAT32)]
-    return [PlannedRun(config=written)] if record.rows("exported") else []
+        plan(FLOAT32, "float32", {"dtype": "fp32", "activations": True})
+    if not options.keep_precision and (low or record.rows("exported")):
+        plan(WRITTEN, "written", {**as_written, "activations": True}, FLOAT32 if low else "")
+    kill_after = choose_kill(record, options.seed)
+    if kill_after is not None:
+        killed = f"killed after step {kill_after}"
+        plan(killed, "killed", {"kill_after": kill_after})
+        plan(f"{killed}, resumed", "resumed", {}, BASE, same_layout=True, after=killed)
+        # With draws, the steps before the kill drew other random numbers, so the parameters differ.
+        for ranks in () if draws else options.ranks[:1]:
+            plan(f"{killed}, resumed on {ranks} ranks", f"resumed-{ranks}", {"ranks": ranks}, BASE, after=killed)
+    return runs
 
 
 def other_microbatch_size(record: RunRecord) -> int | None:
@@ -262,11 +232,6 @@ def choose_kill(record: RunRecord, seed: int) -> int | None:
     if not saves:
         return None
     return random.Random(seed).randint(saves[0], last - 1)
-
-
-def resumed_config(config: RunConfig, saves: Sequence[int]) -> RunConfig:
-    """Return the config of a run that resumes, with the number of its first step in a loop that does not use dtrain's step."""
-    return replace(config, first_step=max(saves, default=0))
 
 
 def _variant(base: RunConfig, folder: Path, place: str, **changes: object) -> RunConfig:

@@ -10,7 +10,7 @@ import math
 import signal
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import FrameType, TracebackType
@@ -137,46 +137,49 @@ def apply_gradients(
         grad_sync = grad_sync_of(state.model) if syncs is None else syncs[0]
         if grad_sync.reducer is not None:
             grad_sync.reducer.check_no_local_grads("apply_gradients")
-        if nonfinite != "allow":
-            check_choice("apply_gradients", "nonfinite", nonfinite, ("allow", "raise", "skip"))
-        broken = nonfinite != "allow" and not all_finite(grads, state.device, caller="apply_gradients")
-        if broken and nonfinite == "raise":
-            names = nonfinite_param_names(state.params)
-            state.drop_gradients()
-            raise NonFiniteError(
-                f"apply_gradients: step {state.step}: a gradient is not finite (on this rank: {names}). Lower the learning "
-                "rate, clip, or pass nonfinite='skip'."
-            )
-        if nonfinite == "skip":
-            _count_skipped_update(state, broken=broken)
+        is_skipped = nonfinite != "allow" and _skips_update(state, grads, nonfinite)
         # A forward outside of the step left parameters unsharded; free them so stale copies are not reused.
         if state.spec.mesh is not None:
             grad_sync.reshard()
         with DelayedInterrupt() as interrupt:
             interrupt.begin()
-            if not broken:
+            if not is_skipped:
                 with mark_interrupted_write(state, "the update"):
                     run = state.optimizer.step if state.spec.mesh is None else partial(step_optimizer, state.optimizer)
-                    if not state._run_context.optimizer_checked:
-                        check_update(state, run, caller="apply_gradients")
-                    else:
+                    if state._run_context.optimizer_checked:
                         run()
+                    else:
+                        check_update(state, run, caller="apply_gradients")
             state.drop_gradients()
             if nonfinite == "skip":
-                metrics = {**metrics, "skipped": make_metric(float(broken), 1.0, state.device)}
+                metrics = {**metrics, "skipped": make_metric(float(is_skipped), 1.0, state.device)}
             return state._next(), metrics
     finally:
         spans.end("step")
 
 
-def _count_skipped_update(state: TrainState, *, broken: bool) -> None:
+def _skips_update(state: TrainState, grads: Sequence[Tensor], nonfinite: str) -> bool:
+    """Return True if a gradient is not finite and the update is skipped. Mutates: the count of skipped updates in a row.
+
+    Raises:
+        NonFiniteError: a gradient is not finite, and ``nonfinite`` is "raise", or the last updates were skipped, too.
+    """
+    check_choice("apply_gradients", "nonfinite", nonfinite, ("allow", "raise", "skip"))
+    is_broken = not all_finite(grads, state.device, caller="apply_gradients")
     counter = state._run_context.monitor.nonfinite_losses
-    counter.skipped_updates = counter.skipped_updates + 1 if broken else 0
-    if counter.limit is None or counter.skipped_updates < counter.limit:
-        return
+    if nonfinite == "skip":
+        counter.skipped_updates = counter.skipped_updates + 1 if is_broken else 0
+    limit_reached = counter.limit is not None and counter.skipped_updates >= counter.limit
+    if not is_broken or (nonfinite == "skip" and not limit_reached):
+        return is_broken
     names, skipped = nonfinite_param_names(state.params), counter.skipped_updates
-    counter.reset()
     state.drop_gradients()
+    if nonfinite == "raise":
+        raise NonFiniteError(
+            f"apply_gradients: step {state.step}: a gradient is not finite (on this rank: {names}). Lower the learning "
+            "rate, clip, or pass nonfinite='skip'."
+        )
+    counter.reset()
     raise NonFiniteError(
         f"apply_gradients: step {state.step}: a gradient is not finite, {skipped} steps in a row (on this rank: {names}). The "
         "updates were skipped, so the parameters are intact. Lower the learning rate, clip, or look at the batches."
@@ -357,8 +360,17 @@ def step_optimizer(optimizer: torch.optim.Optimizer) -> None:
         with shards.in_place():
             optimizer.step()
         shards.store_new_state()
-    else:
-        _run_with_whole_numbers(optimizer.step)
+        return
+    # ``item``, ``float``, ``int`` and ``bool`` of a tensor all are one operation. A handler costs other operations nothing.
+    handlers: dict[Any, Any] = dtensor_dispatcher()._custom_op_handlers
+    before = {**handlers}
+    handlers[_READ_NUMBER] = _read_whole_number
+    handlers.update(dict.fromkeys(_UNDEFINED_IF_EMPTY, _reduce_whole))
+    try:
+        optimizer.step()
+    finally:
+        handlers.clear()
+        handlers.update(before)
 
 
 _aten = torch.ops.aten
@@ -373,22 +385,6 @@ _UNDEFINED_IF_EMPTY = (
 )
 
 
-def _run_with_whole_numbers(function: Callable[[], object]) -> None:
-    """Call ``function`` while torch reads a DTensor as a Python number of the whole tensor instead of this rank's part.
-
-    ``item``, ``float``, ``int`` and ``bool`` of a tensor all are one operation. A handler costs other operations nothing.
-    """
-    handlers: dict[Any, Any] = dtensor_dispatcher()._custom_op_handlers
-    before = {**handlers}
-    handlers[_READ_NUMBER] = _read_whole_number
-    handlers.update(dict.fromkeys(_UNDEFINED_IF_EMPTY, _reduce_whole))
-    try:
-        function()
-    finally:
-        handlers.clear()
-        handlers.update(before)
-
-
 def _read_whole_number(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     with torch.no_grad():
         return args[0].full_tensor().item()
@@ -397,7 +393,9 @@ def _read_whole_number(operation: Any, args: tuple[Any, ...], kwargs: dict[str, 
 def _reduce_whole(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a reduction on the whole tensor if a rank has an empty shard, which is a small tensor; else as torch does."""
     tensor, *others = args
-    if tensor.numel() and _has_empty_shard(tensor):
+    rows = {dim: -(-tensor.shape[dim] // pieces) for dim, pieces in chunks_per_dim(tensor).items()}
+    has_empty_shard = any(rows[dim] * (pieces - 1) >= tensor.shape[dim] for dim, pieces in chunks_per_dim(tensor).items())
+    if tensor.numel() and has_empty_shard:
         return replicate_like(tensor, operation(tensor.full_tensor(), *others, **kwargs))
     handlers = dtensor_dispatcher()._custom_op_handlers
     handler = handlers.pop(operation)
@@ -405,11 +403,6 @@ def _reduce_whole(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
         return operation(*args, **kwargs)
     finally:
         handlers[operation] = handler
-
-
-def _has_empty_shard(tensor: Tensor) -> bool:
-    rows = {dim: -(-tensor.shape[dim] // pieces) for dim, pieces in chunks_per_dim(tensor).items()}
-    return any(rows[dim] * (pieces - 1) >= tensor.shape[dim] for dim, pieces in chunks_per_dim(tensor).items())
 
 
 def _can_use_shards(optimizer: torch.optim.Optimizer) -> bool:
@@ -439,7 +432,10 @@ class _ShardViews:
         self._state: defaultdict[Tensor, dict[str, Any]] = defaultdict(dict)
         for param, shard in self._pairs():
             if param in optimizer.state:
-                self._state[shard] = {key: _shard_of(value) for key, value in optimizer.state[param].items()}
+                self._state[shard] = {
+                    key: to_local(value) if isinstance(value, Tensor) else value
+                    for key, value in optimizer.state[param].items()
+                }
 
     def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
         for params, shards in zip(self._params, self._shards, strict=True):
@@ -477,10 +473,6 @@ class _ShardViews:
                     continue
                 sharded = isinstance(value, Tensor) and value.ndim and value.shape == shard.shape
                 state[key] = from_local_like(param, value) if sharded else value
-
-
-def _shard_of(value: Any) -> Any:
-    return to_local(value) if isinstance(value, Tensor) else value
 
 
 def _view_with_grad(param: Tensor) -> Tensor:
