@@ -49,7 +49,7 @@ def write_run(folder, ranks, *, gradient=None, tensors=(), rows=()):
 def first_cause(reference, record, ranks=2, *, resumed=False, same_layout=False):
     comparison = compare_records(reference, record, same_layout=same_layout)
     config = RunConfig(name="run", folder="", work_folder="", script="", ranks=ranks)
-    return explain(comparison.first, record, reference, comparison, config, resumed).code
+    return explain(comparison.first, record, reference, config, resumed).code
 
 
 def test_equal_records_are_equal_bit_for_bit(tmp_path):

@@ -1,4 +1,7 @@
-"""Record the evaluations of a run, the weights that they ran, and the exported weights (``Evaluations``)."""
+"""Record the evaluations of a run, the weights that they ran, and the exported weights (``Evaluations``).
+
+``ExportCheck`` loads exported weights into the model again, and compares its outputs with those of the evaluated weights.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +24,12 @@ from dtrain.fqn import buffers_by_fqn, parameters_by_fqn, unwrap_module
 from dtrain.prove.run_config import RunConfig
 from dtrain.prove.run_log import RunLog, sample_hashes
 from dtrain.prove.run_records import matching_name
+
+_SHARD = re.compile(r"-(\d+)-of-(\d+)\.safetensors$")
+# Evaluated weights that are kept, the last ones.
+_MAX_SNAPSHOTS = 6
+
+Values = Mapping[str, Tensor]
 
 
 class Evaluations:
@@ -79,13 +88,6 @@ class Evaluations:
             self._note("export_not_run", path=os.path.basename(path), error=problem)
         else:
             self._log.write("export_check", step=step, **result)
-
-
-_SHARD = re.compile(r"-(\d+)-of-(\d+)\.safetensors$")
-# Evaluated weights that are kept, the last ones.
-_MAX_SNAPSHOTS = 6
-
-Values = Mapping[str, Tensor]
 
 
 class ExportCheck:

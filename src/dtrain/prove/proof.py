@@ -1,4 +1,7 @@
-"""Run a script in several ways and compare the runs: ``prove``."""
+"""Run a script in several ways and compare the runs (``prove``), and show the result (``ProveReport``).
+
+The answer has the table of runs, the first difference of each, its cause, and the verdict.
+"""
 
 from __future__ import annotations
 
@@ -33,6 +36,18 @@ from dtrain.prove.runs import RunOutcome, copy_work_folder, run_all
 
 # Facts that do not depend on the random numbers of a step.
 _DATA_KINDS = ("initial", "ties", "samples", "lr", "evaluation")
+_MAX_MODULES = 20
+
+RowVerdict = Literal["bitwise", "tolerance", "differs", "failed", "ran", "not run"]
+
+_WORDS: Mapping[str, str] = {
+    "bitwise": "equal bit for bit",
+    "tolerance": "equal within rounding",
+    "differs": "DIFFERS",
+    "failed": "FAILED",
+    "ran": "no contradiction",
+    "not run": "not compared",
+}
 
 
 def prove(
@@ -218,7 +233,7 @@ class _Proof:
             candidates.append(comparison.first)
         numbers = []
         for difference in candidates:
-            cause = explain(difference, record, reference, comparison, run.config, run.after is not None)
+            cause = explain(difference, record, reference, run.config, run.after is not None)
             known = next((n for n, each in enumerate(self._findings) if each.cause.code == cause.code), None)
             if known is None:
                 known = len(self._findings)
@@ -245,20 +260,6 @@ class _Proof:
                 row["cpu_s"] for each in self._records.values() for rows in each.ranks for row in rows if row["kind"] == "end"
             ),
         )
-
-
-_MAX_MODULES = 20
-
-RowVerdict = Literal["bitwise", "tolerance", "differs", "failed", "ran", "not run"]
-
-_WORDS: Mapping[str, str] = {
-    "bitwise": "equal bit for bit",
-    "tolerance": "equal within rounding",
-    "differs": "DIFFERS",
-    "failed": "FAILED",
-    "ran": "no contradiction",
-    "not run": "not compared",
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -63,7 +63,6 @@ class StepFacts:
     """Observations of the step in progress, which are written when its update begins."""
 
     samples: list[str] = field(default_factory=list)
-    ids: list[int] = field(default_factory=list)
     losses: list[tuple[float, float | None]] = field(default_factory=list)
     forwards: int = 0
     backwards: int = 0
@@ -309,24 +308,11 @@ class RankRecorder:
 
     def write_step(self, optimizer: Any) -> None:
         """Write the facts of the step and the state of the optimizer, right before its update."""
-        facts, step, part = self.facts, self.step, self.part_of(optimizer)
-        self.log.write(
-            "step",
-            step=step,
-            part=part,
-            samples=facts.samples,
-            losses=facts.losses,
-            forwards=facts.forwards,
-            backwards=facts.backwards,
-            modules=hashlib.blake2b("\n".join(facts.modules).encode(), digest_size=8).hexdigest(),
-            events=facts.events,
-            rng=facts.rng,
-            draws=facts.draws,
-            epochs=facts.epochs,
-            shapes=facts.shapes,
-            ties=self.models.ties(),
-            lr=[float(group["lr"]) for group in optimizer.param_groups if "lr" in group],
-        )
+        step, part = self.step, self.part_of(optimizer)
+        modules = hashlib.blake2b("\n".join(self.facts.modules).encode(), digest_size=8).hexdigest()
+        rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
+        content = {**asdict(self.facts), "modules": modules, "ties": self.models.ties(), "lr": rates}
+        self.log.write("step", step=step, part=part, **content)
         self.log.write_optimizer_state(optimizer, step=step, part=part)
 
     def write_gradients(self, optimizer: Any, params: Sequence[Tensor] | None = None) -> None:

@@ -5,6 +5,9 @@ is its own sketch. The elements of a large tensor get random signs, which depend
 buckets. The sketch is linear, and the norm of the difference of two sketches estimates the norm of the difference of the
 tensors, so a comparison needs no full tensors.
 
+``script_variables`` finds what a script keeps besides model, optimizer and loader: averages, counters, generators. A checkpoint
+that lacks such a value is found, because the value differs after a resume.
+
 Source of the sketch: Charikar, Chen and Farach-Colton 2002, Finding frequent items in data streams.
 """
 
@@ -33,6 +36,22 @@ from dtrain.prove.run_config import SKETCH_SIZE
 _DIGEST_BYTES = 8
 # Padding of the usual collate functions. A sample has other numbers of them in another layout.
 _PADDING = (0, -100, -1)
+# Limits of the search for variables: depth of containers, number of values, elements of a tensor.
+_DEPTH = 3
+_MAX_VALUES = 400
+_MAX_ELEMENTS = 1 << 16
+_LIBRARIES = (
+    "torch",
+    "dtrain",
+    "numpy",
+    "builtins",
+    "tensordict",
+    "pathlib",
+    "argparse",
+    "transformers",
+    "collections",
+    "functools",
+)
 
 
 class RunLog:
@@ -127,13 +146,9 @@ def sketch(flat: Tensor) -> Any:
     return (padded.reshape(signs.shape) * signs).sum(0)
 
 
-_SIGNS: dict[int, Any] = {}
-
-
+@lru_cache(maxsize=64)
 def _signs(rows: int) -> Any:
-    if rows not in _SIGNS:
-        _SIGNS[rows] = np.random.Generator(np.random.PCG64(rows)).integers(0, 2, (rows, SKETCH_SIZE)).astype(np.float64) * 2 - 1
-    return _SIGNS[rows]
+    return np.random.Generator(np.random.PCG64(rows)).integers(0, 2, (rows, SKETCH_SIZE)).astype(np.float64) * 2 - 1
 
 
 def sample_hashes(batch: Any) -> list[str]:
@@ -200,23 +215,6 @@ def is_number(value: Any) -> bool:
 def to_number(value: Any) -> float:
     """Return a number, or the element of a tensor. Collective: for a DTensor, as in ``full_tensor``."""
     return float(full_tensor(value.detach())) if isinstance(value, Tensor) else float(value)
-
-
-_DEPTH = 3
-_MAX_VALUES = 400
-_MAX_ELEMENTS = 1 << 16
-_LIBRARIES = (
-    "torch",
-    "dtrain",
-    "numpy",
-    "builtins",
-    "tensordict",
-    "pathlib",
-    "argparse",
-    "transformers",
-    "collections",
-    "functools",
-)
 
 
 def script_frames(frame: FrameType | None, script: str) -> list[FrameType]:

@@ -1,7 +1,7 @@
 """Observe torch: forwards of whole models, backwards, optimizers, loaders, collectives and saved files (``observe_torch``).
 
-A loop that does not use dtrain's step is recorded by these hooks alone. They are installed in the processes of a proof, before
-the script runs, and stay until the process ends.
+A loop that does not use dtrain's step is recorded by these hooks alone (``PlainLoop``). They are installed in the processes of
+a proof, before the script runs, and stay until the process ends.
 """
 
 from __future__ import annotations

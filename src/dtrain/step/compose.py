@@ -1,4 +1,9 @@
-"""Compose a training step from a loss function, a list of transforms, a gradient function and an update function."""
+"""Compose a training step from a loss function, a list of transforms, a gradient function and an update function.
+
+``optimizer_in_backward`` composes a step that runs the optimizer on each unit's gradient during backward, so that few gradients
+are in memory at once. Transforms that wrap the update wrap the whole step there, and see no gradient before or after. This is
+correct for a learning rate or an average of parameters. Transforms that need the whole gradient are refused.
+"""
 
 from __future__ import annotations
 
@@ -35,6 +40,11 @@ from dtrain.step.optimizer_state import check_update
 from dtrain.step.step_clock import begin_step
 from dtrain.step.transform import GradFn, GradStep, Transform, UpdateFn, check_transform, make_step_context
 from dtrain.typing import Batch, LossFn, Metrics, TransformState
+
+_STATE_LOST = (
+    "optimizer_in_backward: the optimizer had already run on some of the parameters, so this step can be neither finished nor "
+    "repeated. Build a new state and load the last checkpoint."
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
@@ -112,7 +122,10 @@ class Step:
         state = init_state(
             model, optimizer, seed=seed, run_length=run_length, missing_ok=missing_ok, loader=loader, stateful=stateful
         )
-        _check_schedules(self.transforms, run_length)
+        for hyper in (hyper for transform in self.transforms for hyper in transform.hyperparameters):
+            warning = check_over_run(hyper, run_length)
+            if warning is not None and get_dist_info().rank == 0:
+                warnings.warn(warning, stacklevel=3)
         state._run_context.replica_check_every = check_int("init", "replica_check_every", replica_check_every, minimum=0)
         if allow_equal_batches:
             state._run_context.monitor.equal_batches.steps_left = 0
@@ -155,13 +168,6 @@ class Step:
 
     def __repr__(self) -> str:
         return f"Step({', '.join(t.name for t in self.transforms)})"
-
-
-def _check_schedules(transforms: Sequence[Transform], run_length: RunLength | None) -> None:
-    for hyper in (hyper for transform in transforms for hyper in transform.hyperparameters):
-        warning = check_over_run(hyper, run_length)
-        if warning is not None and get_dist_info().rank == 0:
-            warnings.warn(warning, stacklevel=4)
 
 
 @explain_arguments
@@ -352,12 +358,6 @@ def _compute_watched(state: TrainState, batch: Batch, grad: GradFn) -> tuple[Tra
         watch.record(state)
 
 
-_STATE_LOST = (
-    "optimizer_in_backward: the optimizer had already run on some of the parameters, so this step can be neither finished nor "
-    "repeated. Build a new state and load the last checkpoint."
-)
-
-
 def optimizer_in_backward(
     loss_fn: LossFn,
     transforms: Sequence[Transform] = (),
@@ -401,7 +401,17 @@ def optimizer_in_backward(
         StepError: in a step, a unit whose gradient arrived in several parts.
     """
     check_step_parts("optimizer_in_backward", loss_fn, transforms, microbatch_step, apply_gradients)
-    _check_transforms(transforms, batch_spec)
+    if not isinstance(batch_spec, BatchSpec) or batch_spec.weight is None:
+        raise ConfigError(
+            f"optimizer_in_backward: batch_spec must have a weight, got {batch_spec!r}. Pass "
+            "dt.batch_spec(weight=...), because the gradient is applied before the weight of the losses is known."
+        )
+    for transform in transforms:
+        if transform.grad_step or (transform.uses_grad and (transform.grad or transform.update)):
+            raise ConfigError(
+                f"optimizer_in_backward: the transform {transform.name!r} may need the gradient, which is never complete here. "
+                "Use dt.compose_step, or leave it out. A transform that does not read .grad sets Transform(uses_grad=False)."
+            )
     grad = partial(microbatch_step, batch_spec=batch_spec, microbatch_size=microbatch_size)
     compute = wrap_grad(loss_fn, transforms, grad)
 
@@ -419,20 +429,6 @@ def optimizer_in_backward(
     )
 
 
-def _check_transforms(transforms: Sequence[Transform], batch_spec: BatchSpec) -> None:
-    if not isinstance(batch_spec, BatchSpec) or batch_spec.weight is None:
-        raise ConfigError(
-            f"optimizer_in_backward: batch_spec must have a weight, got {batch_spec!r}. Pass "
-            "dt.batch_spec(weight=...), because the gradient is applied before the weight of the losses is known."
-        )
-    for transform in transforms:
-        if transform.grad_step or (transform.uses_grad and (transform.grad or transform.update)):
-            raise ConfigError(
-                f"optimizer_in_backward: the transform {transform.name!r} may need the gradient, which is never complete here. "
-                "Use dt.compose_step, or leave it out. A transform that does not read .grad sets Transform(uses_grad=False)."
-            )
-
-
 def _compute_and_apply(
     state: TrainState, metrics: Metrics, compute: Callable[[], tuple[TrainState, Metrics]]
 ) -> tuple[TrainState, Metrics]:
@@ -440,7 +436,7 @@ def _compute_and_apply(
         raise ConfigError("optimizer_in_backward: tensor and context parallelism are not supported. Use dt.compose_step.")
     check_no_hooks(state.params, "optimizer_in_backward")
     done: set[int] = set()
-    with _invalidate_state_on_error(state, done):
+    try:
         with grad_sync_of(state.model).on_grad_ready(list(state.params.values()), partial(apply_gradients_of, state, done)):
             state, step_metrics = compute()
         remaining = [param for param in state.params.values() if param.grad is not None]
@@ -451,6 +447,12 @@ def _compute_and_apply(
             apply_gradients_of(state, done, [param for param in remaining if is_dtensor(param) == kind])
         if not state._run_context.optimizer_checked:
             check_update(state, lambda: None, caller="optimizer_in_backward")
+    except BaseException as error:
+        # The optimizer has run on some parameters.
+        if done:
+            state._run_context.interrupted_write = _STATE_LOST
+            error.add_note(_STATE_LOST)
+        raise
     return state._next(), {**metrics, **step_metrics}
 
 
@@ -494,15 +496,3 @@ def _restrict_optimizer_to(optimizer: torch.optim.Optimizer, chosen: set[int]) -
         optimizer.param_groups = groups
         for group, params in zip(groups, all_params, strict=True):
             group["params"] = params
-
-
-@contextmanager
-def _invalidate_state_on_error(state: TrainState, done: set[int]) -> Iterator[None]:
-    """Spend ``state`` if an error ends the context after the optimizer has run on some parameters, ``done``."""
-    try:
-        yield
-    except BaseException as error:
-        if done:
-            state._run_context.interrupted_write = _STATE_LOST
-            error.add_note(_STATE_LOST)
-        raise

@@ -210,7 +210,9 @@ class _AutoBatchEval(Generic[T]):
         results, watch, retries = list[T](), BatchWatch(batch), False
         with spans.outermost_span("evaluate"), report_missing_ranks(_AUTO_BATCH_EVAL), eval_mode(model):
             while True:
-                plan = _make_plan(model, rest, self.size)
+                # The collectives of a part depend on the model, and under tp and cp on the shapes.
+                shapes = (str(tensor_shapes(rest.batch)), rest.consumed, self.size)
+                plan = id(model) if get_spec(model).ranks_per_batch == 1 else (id(model), *shapes)
                 error = watch.find_error(_AUTO_BATCH_EVAL, "fn") if retries else None
                 remaining = self._agree_on_part(rest.remaining, plan, error, multi_rank=multi_rank)
                 if remaining == 0:
@@ -360,13 +362,6 @@ def _raise_if_peer_failed(rows: list[list[float]], column: int, problem: str) ->
     failed = [rank for rank, row in enumerate(rows) if row[column]]
     if failed:
         raise PeerError(f"{_AUTO_BATCH_EVAL}: rank {failed[0]} {problem}. See its own error.")
-
-
-def _make_plan(model: nn.Module, rest: _RemainingSamples, size: int | None) -> object:
-    """Return the facts that decide the collectives of the next part on this rank: the model, and under tp and cp the shapes."""
-    if get_spec(model).ranks_per_batch == 1:
-        return id(model)
-    return id(model), str(tensor_shapes(rest.batch)), rest.consumed, size
 
 
 def _gather_statuses(guard: StepGuard, *, exchange: bool) -> BackwardSync:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from typing import Any, cast
 
@@ -102,22 +103,19 @@ def grad_cache_step(
         # The number of gathers depends on the number of microbatches, so traces cannot be replayed.
         if state._guard is not None:
             state._guard.traces.always_check = True
-        return _count_microbatches(batch, microbatch_size, batch_spec), declared_weights(batch_spec, batch)
+        if isinstance(batch, FailedBatch):
+            raise batch.error
+        samples, tokens = count_samples_and_tokens(batch, batch_spec)
+        if microbatch_size is not None:
+            check_microbatch_size(microbatch_size)
+        # The model's inputs are split later, when the loss calls the model.
+        starts = range(0, samples, microbatch_size or max(samples, 1))
+        counted = Microbatches(batch=batch, batches=starts, samples=samples, tokens=tokens)
+        return counted, declared_weights(batch_spec, batch)
 
     with gradient_run(state, batch, _NAME, prepare) as run:
         _accumulate(loss_fn, run)
     return run.result
-
-
-def _count_microbatches(batch: Batch, microbatch_size: int | None, batch_spec: BatchSpec | None) -> Microbatches:
-    """Count ``batch`` and its microbatches. The model's inputs are split later, when the loss calls the model."""
-    if isinstance(batch, FailedBatch):
-        raise batch.error
-    samples, tokens = count_samples_and_tokens(batch, batch_spec)
-    if microbatch_size is not None:
-        check_microbatch_size(microbatch_size)
-    starts = range(0, samples, microbatch_size or max(samples, 1))
-    return Microbatches(batch=batch, batches=starts, samples=samples, tokens=tokens)
 
 
 def _accumulate(loss_fn: LossFn, run: GradientRun) -> None:
@@ -256,7 +254,15 @@ class ForwardCache:
                 "and compute everything that is split into microbatches inside the model."
             )
         row_ranges = self._split_rows(inputs)
-        autocast = _capture_autocast(list_tensors(inputs)[0].device)
+        kind = list_tensors(inputs)[0].device.type
+        # The cache of autocast would hold weights that were cast without a graph.
+        autocast = partial(
+            torch.autocast,
+            kind,
+            dtype=torch.get_autocast_dtype(kind),
+            enabled=torch.is_autocast_enabled(kind),
+            cache_enabled=False,
+        )
         call = _CachedForward(inputs=inputs, row_ranges=row_ranges, autocast=autocast, watch=BatchWatch(inputs))
         own, empty = list[list[Any]](), list[Any]()
         for index in range(self._microbatches):
@@ -270,9 +276,15 @@ class ForwardCache:
                 empty = [leaf.detach()[:0] if isinstance(leaf, Tensor) else leaf for leaf in flat]
             if not self.recomputes:
                 call.outputs = flat
-        joined = [_concatenate(leaves) for leaves in zip(*(own or [empty]), strict=True)]
+        joined = [
+            torch.cat(list(leaves)) if len(leaves) > 1 and isinstance(leaves[0], Tensor) else leaves[0]
+            for leaves in zip(*(own or [empty]), strict=True)
+        ]
         if needs_grad:
-            call.leaves = {at: leaf.requires_grad_() for at, leaf in enumerate(joined) if _is_differentiable(leaf)}
+            floats = [
+                (index, leaf) for index, leaf in enumerate(joined) if isinstance(leaf, Tensor) and leaf.is_floating_point()
+            ]
+            call.leaves = {index: leaf.requires_grad_() for index, leaf in floats}
             self._calls.append(call)
         return tree_unflatten(joined, tree)
 
@@ -368,18 +380,3 @@ def _forward(model: nn.Module, call: _CachedForward, index: int) -> tuple[list[A
                 "and compute the loss of them in loss_fn."
             )
     return flat, tree
-
-
-def _concatenate(leaves: Sequence[Any]) -> Any:
-    return torch.cat(list(leaves)) if len(leaves) > 1 and isinstance(leaves[0], Tensor) else leaves[0]
-
-
-def _is_differentiable(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.is_floating_point()
-
-
-def _capture_autocast(device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
-    """Return a function that creates contexts with the current autocast, without its cache of weights cast without a graph."""
-    kind = device.type
-    enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
-    return lambda: torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
@@ -352,7 +352,12 @@ class GradientRun:
         for name in outcome.unused_params:
             state.params[name].grad = None
         if state.spec.mesh is not None:
-            _reduce_ignored_params(state, outcome.unused_params)
+            used = [state.params[name] for name in state.spec.ignored_params if name not in outcome.unused_params]
+            ignored = [param for param in used if param.requires_grad]
+            for param in ignored:
+                if param.grad is None:
+                    param.grad = torch.zeros_like(param)
+            all_reduce_grads_([param.grad for param in ignored if param.grad is not None], state.spec)
             has_samples = None if self.counts.fewest_microbatches else bool(self.microbatches.batches)
             self.buffers.sync_(outcome.changed_buffers, ranks_differ=outcome.buffers_differ, has_samples=has_samples)
         grads = [grad for param in state.params.values() if (grad := param.grad) is not None]
@@ -369,12 +374,3 @@ def _check_reduction_memory(state: TrainState, buffer_bytes: int) -> None:
         largest = max(2 * sum(param.numel() * param.element_size() for param in ignored), 3 * buffer_bytes)
         flat = torch.empty(largest, dtype=torch.uint8, device=state.device)
         del missing, flat
-
-
-def _reduce_ignored_params(state: TrainState, unused: Sequence[str]) -> None:
-    ignored = [state.params[name] for name in state.spec.ignored_params if name not in unused]
-    params = [param for param in ignored if param.requires_grad]
-    for param in params:
-        if param.grad is None:
-            param.grad = torch.zeros_like(param)
-    all_reduce_grads_([param.grad for param in params if param.grad is not None], state.spec)

@@ -1,6 +1,7 @@
-"""Run one gradient step so that an out-of-memory error on any rank undoes the step on all ranks.
+"""Run one gradient step so that an out-of-memory error on any rank undoes the step on all ranks (``StepGuard``).
 
-``raise_does_not_fit`` reports a minimum size that does not fit, with suggestions.
+``MicrobatchProber`` runs such steps, and measures their memory. Optimizer state is reserved before the optimizer allocates it,
+so that a search accounts for it. ``raise_does_not_fit`` reports a minimum size that does not fit, with suggestions.
 """
 
 from __future__ import annotations
@@ -34,6 +35,23 @@ from dtrain.state import TrainState
 from dtrain.step.microbatch_search import ProbeResult, RankMemory
 from dtrain.step.transform import GradFn
 from dtrain.typing import Batch, Metrics, Plain
+
+# In the order of their cost: (remedy, strategies that it replaces; none means that it always applies).
+_REMEDIES = (
+    ("strategy='shard_grad_op'", ("none", "replicate")),
+    ("strategy='full_shard'", ("none", "replicate", "shard_grad_op", "hybrid_shard")),
+    ("activation checkpointing (dt.shard.checkpoint_activations)", ()),
+    ("CPU offload (shard_model(offload='params'))", ()),
+    ("a smaller model", ()),
+)
+# The smallest shape that optimizers for matrices accept, too.
+_PROBE_SHAPE = (2, 2)
+# Optimizers of these modules change only state and parameters in a step.
+_KNOWN_MODULES = ("torch.optim.", "dtrain.")
+# State tensors per parameter of any other optimizer: as many as Adam has.
+_ASSUMED_STATE_TENSORS = 2
+# A step calls neither of these methods.
+_IGNORED_METHODS = {"__init__", "__repr__"}
 
 
 # Only the modules of this package see this error; no user catches it.
@@ -154,7 +172,16 @@ class StepGuard:
         gc.collect()
         undo()
         if self.collective_guard is not None:
-            _issue_remaining(self.collective_guard)
+            try:
+                self.collective_guard.issue_remaining()
+            except Exception as error:
+                if is_collective_error(error) or not is_out_of_memory(error):
+                    raise
+                raise OutOfMemoryError(
+                    f"step: rank {get_dist_info().rank} is out of memory and cannot issue the collectives that the other "
+                    f"ranks wait in ({error}), so it leaves them. Find what uses the memory, and start again from the last "
+                    "checkpoint."
+                ) from error
             self.collectives_issued = self.collective_guard.collective_index
 
     def record_failure(self, error: Exception) -> None:
@@ -209,34 +236,12 @@ class StepGuard:
         raise StepAborted(counts, self.statuses)
 
 
-def _issue_remaining(guard: CollectiveGuard) -> None:
-    try:
-        guard.issue_remaining()
-    except Exception as error:
-        if is_collective_error(error) or not is_out_of_memory(error):
-            raise
-        raise OutOfMemoryError(
-            f"step: rank {get_dist_info().rank} is out of memory and cannot issue the collectives that the other ranks wait in "
-            f"({error}), so it leaves them. Find what uses the memory, and start again from the last checkpoint."
-        ) from error
-
-
 def _free_frames(error: BaseException) -> None:
     """Free the tensors in the frames of ``error``, even if the error is kept. Mutates: ``error`` and its causes."""
     chain: BaseException | None = error
     while chain is not None:
         traceback.clear_frames(chain.__traceback__)
         chain.__traceback__, chain = None, chain.__cause__ or chain.__context__
-
-
-# In the order of their cost: (remedy, strategies that it replaces; none means that it always applies).
-_REMEDIES = (
-    ("strategy='shard_grad_op'", ("none", "replicate")),
-    ("strategy='full_shard'", ("none", "replicate", "shard_grad_op", "hybrid_shard")),
-    ("activation checkpointing (dt.shard.checkpoint_activations)", ()),
-    ("CPU offload (shard_model(offload='params'))", ()),
-    ("a smaller model", ()),
-)
 
 
 def raise_does_not_fit(prefix: str, *, device: torch.device, strategy: str, oom_message: str, subject: str) -> NoReturn:
@@ -461,16 +466,6 @@ def make_prober(state: TrainState) -> MicrobatchProber:
     return prober
 
 
-# The smallest shape that optimizers for matrices accept, too.
-_PROBE_SHAPE = (2, 2)
-# Optimizers of these modules change only state and parameters in a step.
-_KNOWN_MODULES = ("torch.optim.", "dtrain.")
-# State tensors per parameter of any other optimizer: as many as Adam has.
-_ASSUMED_STATE_TENSORS = 2
-# A step calls neither of these methods.
-_IGNORED_METHODS = {"__init__", "__repr__"}
-
-
 def reserve_optimizer_state(prefix: str, state: TrainState) -> list[Tensor]:
     """Allocate tensors as large as the missing optimizer state, on every rank or on no rank.
 
@@ -515,8 +510,12 @@ def allocate_missing_state(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     reserved: list[Tensor] = []
     for group in optimizer.param_groups:
         new = [param for param in group["params"] if param.requires_grad and not optimizer.state.get(param)]
-        find_dtypes = _assumed_dtypes if has_unknown_state(optimizer) else _probe_state_dtypes
-        dtypes = {param.dtype: find_dtypes(optimizer, group, param) for param in {p.dtype: p for p in new}.values()}
+        dtypes = {
+            param.dtype: [param.dtype] * _ASSUMED_STATE_TENSORS
+            if has_unknown_state(optimizer)
+            else _probe_state_dtypes(optimizer, group, param)
+            for param in {param.dtype: param for param in new}.values()
+        }
         for param in new:
             shard = to_local(param)
             reserved += [torch.empty_like(shard, dtype=dtype) for dtype in dtypes[param.dtype]]
@@ -531,10 +530,6 @@ def has_unknown_state(optimizer: torch.optim.Optimizer) -> bool:
         if any(callable(value) and name not in _IGNORED_METHODS for name, value in vars(base).items()):
             return True
     return True
-
-
-def _assumed_dtypes(optimizer: torch.optim.Optimizer, group: dict[str, Any], param: Tensor) -> list[torch.dtype]:
-    return [param.dtype] * _ASSUMED_STATE_TENSORS
 
 
 def _probe_state_dtypes(optimizer: torch.optim.Optimizer, group: dict[str, Any], param: Tensor) -> list[torch.dtype]:

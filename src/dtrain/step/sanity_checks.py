@@ -1,7 +1,11 @@
-"""Refuse a loss that is a mean already, or warn; warn about data-parallel ranks that train on the same samples.
+"""Check the first steps: a loss that is a mean already, equal batches of data-parallel ranks, a loss on parts of sequences.
 
 A mean is found in the autograd graph of the loss, and proven by the two halves of the batch. Equal batches are found by a hash
 of each rank's first batches.
+
+``SequenceCheck`` compares a loss on the parts of a sequence with the loss on the whole sequence. Both forwards run on one
+sample, in evaluation mode and without gradients. A hook on each module reduces its outputs to one number per position. So the
+comparison finds the first module whose values depend on positions that the rank does not have.
 """
 
 from __future__ import annotations
@@ -48,6 +52,17 @@ _IDENTITY_OPS = (
 )
 _REDUCTION_MEAN = 1
 """The number of ``reduction="mean"`` in torch's own losses; a sum is 2."""
+# Values hashed per tensor, and tensors per batch.
+_MAX_VALUES = 256
+_MAX_TENSORS = 64
+# Multiples of a prime reach all rows and columns.
+_STRIDE_PRIME = 2654435761
+_CALLER = "context_parallel"
+_ATTENTION = (
+    "Attention must call torch.nn.functional.scaled_dot_product_attention by its full name, with is_causal=True; for "
+    "transformers see docs/parallelism.md."
+)
+_SWITCH_OFF = "If the difference is intended, pass check=False."
 
 
 def check_not_mean(loss: LossSum, caller: str, *, state: TrainState, batch: Batch, loss_fn: LossFn | None) -> None:
@@ -95,7 +110,11 @@ def check_not_mean(loss: LossSum, caller: str, *, state: TrainState, batch: Batc
 
 def _halves_show_mean(loss_fn: LossFn, model: nn.Module, batch: Batch, name: str) -> bool | None:
     """Return True for a mean and False for a sum; None if the batch has no halves, or if they show neither."""
-    samples = _count_samples(batch)
+    try:
+        samples = count_samples(batch)
+    # Only the user can count the batch.
+    except ConfigError:
+        return None
     if samples < 2:
         return None
     try:
@@ -110,14 +129,6 @@ def _halves_show_mean(loss_fn: LossFn, model: nn.Module, batch: Batch, name: str
     is_sum = is_close(total, sum(totals))
     is_mean = is_close(total * sum(weights), sum(t * w for t, w in pairs))
     return None if is_sum == is_mean or not is_close(weight, sum(weights)) else is_mean
-
-
-def _count_samples(batch: Batch) -> int:
-    """Return the number of samples along the first axis; 0 for a batch that only the user can count."""
-    try:
-        return count_samples(batch)
-    except ConfigError:
-        return 0
 
 
 def loss_sums(loss_fn: LossFn, model: nn.Module, batch: Batch) -> Mapping[str, tuple[float, float]]:
@@ -170,13 +181,6 @@ def _is_kind(node: Any, kind: str) -> bool:
 
 def _saved_attribute(node: Any, name: str) -> Any:
     return getattr(node, f"_saved_{name}", None)
-
-
-# Values hashed per tensor, and tensors per batch.
-_MAX_VALUES = 256
-_MAX_TENSORS = 64
-# Multiples of a prime reach all rows and columns.
-_STRIDE_PRIME = 2654435761
 
 
 def hash_first_batch(state: TrainState, batch: Batch) -> int:
@@ -237,14 +241,6 @@ def warn_if_equal_batches(state: TrainState, counts: StepCounts, batch_hash: int
             "If equal batches are intended, pass step.init(..., allow_equal_batches=True).",
             stacklevel=2,
         )
-
-
-_CALLER = "context_parallel"
-_ATTENTION = (
-    "Attention must call torch.nn.functional.scaled_dot_product_attention by its full name, with is_causal=True; for "
-    "transformers see docs/parallelism.md."
-)
-_SWITCH_OFF = "If the difference is intended, pass check=False."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
