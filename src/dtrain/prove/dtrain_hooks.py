@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+import dtrain.step.evaluate as evaluation
 from dtrain.checkpoint.checkpointer import Checkpointer
 from dtrain.checkpoint.save import save_sharded
 from dtrain.data import batch_source
@@ -29,7 +30,6 @@ from dtrain.shard.fsdp import shard_model
 from dtrain.state import TrainState, init_state
 from dtrain.step.auto_microbatch import auto_microbatch
 from dtrain.step.compose import apply_gradients_of
-from dtrain.step.evaluate import pad_to_longest_rank
 from dtrain.step.grad_cache import grad_cache_step
 from dtrain.step.microbatch_step import microbatch_step
 from dtrain.step.optimizer import apply_gradients, tick
@@ -156,8 +156,10 @@ def _hooks_of_steps(recorder: RankRecorder) -> dict[Hook, Hook]:
 def _hooks_of_numbers(recorder: RankRecorder) -> dict[Hook, Hook]:
     """Return the hooks of evaluations, metrics, logs and saves. Mutates: the classes of loggers and checkpointers."""
 
+    pad = evaluation.pad_to_longest_rank
+
     def padded(*args: Any, **kwargs: Any) -> Iterator[tuple[Any, bool]]:
-        for batch, is_real in pad_to_longest_rank(*args, **kwargs):
+        for batch, is_real in pad(*args, **kwargs):
             recorder.evaluation_batch(batch if is_real else None)
             yield batch, is_real
 
@@ -183,7 +185,9 @@ def _hooks_of_numbers(recorder: RankRecorder) -> dict[Hook, Hook]:
 
     FaultTolerantLogger.__call__ = logged  # type: ignore[method-assign]
     Checkpointer.save = saved_again  # type: ignore[method-assign, assignment]
-    return {pad_to_longest_rank: padded, reduce_metrics: reduced, save_sharded: saved}
+    # Only the batches of ``evaluate`` are an evaluation; the update of batch norm pads its batches, too.
+    evaluation.pad_to_longest_rank = padded  # type: ignore[assignment]
+    return {reduce_metrics: reduced, save_sharded: saved}
 
 
 def _record_save(recorder: RankRecorder, root: Any, state: Any) -> None:

@@ -211,8 +211,9 @@ class _AutoBatchEval(Generic[T]):
         with spans.outermost_span("evaluate"), report_missing_ranks(_AUTO_BATCH_EVAL), eval_mode(model):
             while True:
                 # The collectives of a part depend on the model, and under tp and cp on the shapes.
-                shapes = (str(tensor_shapes(rest.batch)), rest.consumed, self.size)
-                plan = id(model) if get_spec(model).ranks_per_batch == 1 else (id(model), *shapes)
+                plan: object = id(model)
+                if get_spec(model).ranks_per_batch > 1:
+                    plan = id(model), str(tensor_shapes(rest.batch)), rest.consumed, self.size
                 error = watch.find_error(_AUTO_BATCH_EVAL, "fn") if retries else None
                 remaining = self._agree_on_part(rest.remaining, plan, error, multi_rank=multi_rank)
                 if remaining == 0:
