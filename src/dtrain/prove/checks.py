@@ -1,7 +1,7 @@
 """Find mistakes in one run (``check_record``), and changes by a script's dtypes beyond rounding (``compare_precision``).
 
-Contradictions inside a run need no other run: frozen parameters that change, repeated orders, ranks that differ in what they
-must share. The size of an error that rounding explains is measured by a run whose modules round in another way.
+Contradictions inside a run need no other run: frozen parameters that change, repeated orders, ranks that differ where they
+must agree. The size of an error that rounding explains is measured by a run whose modules round in another way.
 """
 
 from __future__ import annotations
