@@ -12,7 +12,7 @@ import torch
 import dtrain
 import dtrain as dt
 from dtrain import device as device_module
-from dtrain.checkpoint.save_thread import StagedFiles
+from dtrain.checkpoint.data_file import StagedFiles
 from dtrain.device import (
     backend_function,
     collective_backend,
@@ -22,9 +22,8 @@ from dtrain.device import (
     is_accelerator,
     started_accelerator,
 )
-from dtrain.dist.collectives import all_gather_json, all_gather_numbers
+from dtrain.dist.collectives import all_gather_json, all_gather_numbers, reduce_sum
 from dtrain.dist.init import init_dist
-from dtrain.dist.reduce import reduce_sum
 from dtrain.dist.rendezvous import select_device
 from dtrain.dist.rng import RNGSnapshot, hash_rng_state, rng_state, set_rng_state
 from dtrain.errors import ConfigError, RankError
@@ -33,7 +32,7 @@ from dtrain.monitors.hardware import local_memory_stats, system_metrics
 from dtrain.run_context import AsyncScalar
 from dtrain.step.oom_guard import MicrobatchProber
 from dtrain.transforms.batches.image_ops import to_device_async
-from dtrain.transforms.precision.autocast import _check_device
+from dtrain.transforms.precision import _check_device
 from dtrain.typing import index_tensor
 from on_device import names_used
 
@@ -55,7 +54,7 @@ COMPARISONS_WITH_CUDA = {
     "planning/simulate.py": (2, "the plan simulates CUDA or a CPU"),
     "profiling/trace_recorder.py": (1, "the history of allocations exists on CUDA"),
     "shard/fsdp.py": (1, "symmetric memory exists on CUDA"),
-    "surgery/normalization/fused_norm.py": (1, "torch's fused norms exist on CUDA"),
+    "surgery/normalization.py": (1, "torch's fused norms exist on CUDA"),
 }
 
 

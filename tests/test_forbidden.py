@@ -9,9 +9,9 @@ import dtrain
 
 SOURCE = Path(dtrain.__file__).parent
 TRUSTED = {"checkpoint/conversion/unpickle_subprocess.py"}  # a program of its own, run only when the user says --trust
-RUNS_THE_SCRIPT = {file: ["exec"] for file in ("launch/spawn/rank_main.py", "prove/proof_rank.py")}  # as Python itself would
-PICKLED_DATA = {"data/stream/formats/unsafe_pickle.py": ["import pickle"]}  # of others, read only with allow_pickle=True
-FROM_ITS_OWN_CHILDREN = {"data/worker_batch.py": ["import pickle"]}  # what its loader workers send a rank
+RUNS_THE_SCRIPT = {file: ["exec"] for file in ("launch/rank_main.py", "prove/proof_rank.py")}  # as Python itself would
+PICKLED_DATA = {"data/stream/formats/shard_format.py": ["import pickle"]}  # of others, read only with allow_pickle=True
+FROM_ITS_OWN_CHILDREN = {"data/workers.py": ["import pickle"]}  # what its loader workers send a rank
 EXPORT_OF_THE_SCRIPT = {"prove/evaluations.py": ["torch.load"]}  # that a proof has just made, with weights_only=True
 
 MODULES = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from dtrain.data.batch_axes import batch_spec
+from dtrain.data.batch import batch_spec
 from dtrain.dist.dtensor import full_tensor
 from dtrain.dist.init import get_dist_info
 from dtrain.dist.mesh import build_mesh
@@ -332,7 +332,7 @@ def test_hooks_come_back_if_the_start_of_a_step_fails(monkeypatch):
     step = compose_step(squares)
     state = step.init(model, torch.optim.SGD(model.parameters(), lr=0.1))
     with monkeypatch.context() as patch:
-        patch.setattr("dtrain.shard.buffer_sync.BufferSync.begin_step", fail)
+        patch.setattr("dtrain.shard.buffers.BufferSync.begin_step", fail)
         with pytest.raises(RuntimeError, match="no memory"):
             step(state, batch(0))
     model(batch(0)).sum().backward()

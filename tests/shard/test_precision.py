@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from dtrain.data.batch_axes import batch_spec
+from dtrain.data.batch import batch_spec
 from dtrain.dist.dtensor import full_tensor
 from dtrain.dist.init import get_dist_info
 from dtrain.dist.mesh import build_mesh

@@ -10,6 +10,8 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from dtrain.testing.checks import memory_budget
+from dtrain.testing.counters import count_collectives, count_host_syncs
 from torch import nn
 
 from dtrain.checkpoint.load import load_sharded
@@ -25,10 +27,7 @@ from dtrain.step.compose import Step, compose_step
 from dtrain.step.evaluate import auto_batch_eval, evaluate
 from dtrain.step.microbatch_step import microbatch_step
 from dtrain.step.oom_guard import MicrobatchProber, allocate_missing_state
-from dtrain.testing.collective_counter import count_collectives
 from dtrain.testing.fault_injection import inject_fault
-from dtrain.testing.host_syncs import count_host_syncs
-from dtrain.testing.memory_budgets import memory_budget
 from dtrain.typing import LossSum
 from step.abandoned import STRATEGIES, batches, fingerprint, start
 from step.abandoned import loss_fn as small_loss

@@ -5,9 +5,11 @@ from functools import partial
 
 import pytest
 import torch
+from dtrain.testing.checks import memory_budget
+from dtrain.transforms.gradients.clipping import clip_by_norm
 from torch import nn
 
-from dtrain.data.batch_axes import batch_spec
+from dtrain.data.batch import batch_spec
 from dtrain.dist.dtensor import full_tensor
 from dtrain.dist.init import get_dist_info
 from dtrain.dist.mesh import build_mesh
@@ -17,11 +19,9 @@ from dtrain.shard.fsdp import shard_model
 from dtrain.step.compose import compose_step, optimizer_in_backward
 from dtrain.step.microbatch_step import microbatch_step
 from dtrain.step.transform import Transform
-from dtrain.testing.memory_budgets import memory_budget
 from dtrain.transforms.combinators import on_batch
-from dtrain.transforms.gradients.clip_by_norm import clip_by_norm
-from dtrain.transforms.hyperparameters.scale_lr import scale_lr
-from dtrain.transforms.weights.ema import ema
+from dtrain.transforms.hyperparameters import scale_lr
+from dtrain.transforms.weights.averaging import ema
 from dtrain.typing import LossSum
 from shard.models import CASES, SAMPLES, WEIGHTS, Block, batch, make
 

@@ -21,11 +21,9 @@ from torch import Tensor
 from dtrain import spans, storage
 from dtrain.arguments import check_choice, explain_arguments
 from dtrain.checkpoint.extra import restore_objects, saved_entries
+from dtrain.checkpoint.fetch import copy_into_
 from dtrain.checkpoint.load_plan import OPTIMIZER, RNG, LoadOptions, LoadPlan, parse_ignore
-from dtrain.checkpoint.module_state import finish_load
-from dtrain.checkpoint.optimizer_state import clear_optimizer_, set_optimizer_
-from dtrain.checkpoint.read_checkpoint import LoadedCheckpoint
-from dtrain.checkpoint.read_tensors import copy_into_
+from dtrain.checkpoint.model_state import clear_optimizer_, finish_load, set_optimizer_
 from dtrain.checkpoint.retention import check_free_space
 from dtrain.checkpoint.save_thread import save_thread
 from dtrain.checkpoint.state_dict import content_key, gc_paused

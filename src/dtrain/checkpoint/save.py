@@ -20,12 +20,11 @@ import torch
 from dtrain import spans
 from dtrain.arguments import check_choice, explain_arguments
 from dtrain.checkpoint import layout, tree_json
-from dtrain.checkpoint.checkpointer import Checkpointer, SaveMode, SaveOptions, checkpointer_of
 from dtrain.checkpoint.commit import SaveRequest, SaveResult, run_save
-from dtrain.checkpoint.extra import objects_of
+from dtrain.checkpoint.data_file import StagedFiles, stage_files
+from dtrain.checkpoint.extra import check_loaders, check_stops, objects_of
 from dtrain.checkpoint.layout import MeshLayout, SaveScope
-from dtrain.checkpoint.loader_check import check_loaders, check_stops
-from dtrain.checkpoint.save_thread import SaveTask, StagedFiles, save_thread, stage_files
+from dtrain.checkpoint.save_thread import SaveTask, save_thread
 from dtrain.checkpoint.state_dict import (
     States,
     check_equal_on_all_ranks,

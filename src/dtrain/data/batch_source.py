@@ -8,13 +8,11 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar, Protocol
 
 from dtrain import spans
-from dtrain.data.batch import narrow_batch
-from dtrain.data.batch_axes import BatchSpec
+from dtrain.data.batch import BatchSpec, narrow_batch
 from dtrain.data.fetcher import BatchRequest, Fetcher, describe_error
 from dtrain.data.position import EpochBatches, LastBatch, Position, batch_indices, is_reached
-from dtrain.data.sampling.sample_order import CachedOrder, SampleOrder, rank_positions
-from dtrain.data.worker_batch import Payload, WorkerBatch
-from dtrain.data.workers import WorkerConfig, load_batches
+from dtrain.data.sample_order import CachedOrder, SampleOrder, rank_positions
+from dtrain.data.workers import Payload, WorkerBatch, WorkerConfig, load_batches
 from dtrain.dist.batch_info import BatchStatus
 from dtrain.errors import DataError, DtrainError
 from dtrain.launch import heartbeats

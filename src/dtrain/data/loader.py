@@ -16,8 +16,7 @@ from dtrain.arguments import check_int
 from dtrain.data.batch import FailedBatch, attach_batch_info
 from dtrain.data.batch_source import BatchSource, LoaderItem, next_item
 from dtrain.data.dataset import hash_fingerprint
-from dtrain.data.dataset_changes import items_with_changes, reads_ahead
-from dtrain.data.device_prefetch import items_on_device
+from dtrain.data.dataset_changes import items_with_changes
 from dtrain.data.fetcher import describe_error
 from dtrain.data.position import (
     EpochBatches,

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from dtrain.dist.flight_recorder import FlightRecorder
-from dtrain.dist.preemption import Preemption
 
 if TYPE_CHECKING:
     from dtrain.dist.control_plane import ControlPlane

@@ -154,7 +154,7 @@ def fault_tolerant(logger: Logger, *, name: str | None = None, timeout_s: float 
     name = name or str(getattr(logger, "__name__", type(logger).__name__))
     if timeout_s is not None:
         # background.py imports this module.
-        from dtrain.loggers.background import run_in_background
+        pass
 
         return run_in_background(logger, name=name, timeout_s=timeout_s)
     return logger if getattr(logger, "handles_failures", False) else FaultTolerantLogger(logger, name)

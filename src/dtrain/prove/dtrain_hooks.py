@@ -18,8 +18,7 @@ import torch
 from torch import nn
 
 import dtrain.step.evaluate as evaluation
-from dtrain.checkpoint.checkpointer import Checkpointer
-from dtrain.checkpoint.save import save_sharded
+from dtrain.checkpoint.save import Checkpointer, save_sharded
 from dtrain.data import batch_source
 from dtrain.data.loader import Loader
 from dtrain.data.position import is_reached, parse_length

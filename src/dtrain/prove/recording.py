@@ -42,7 +42,7 @@ from dtrain.prove.run_log import (
     to_number,
 )
 from dtrain.schedules.durations import Duration
-from dtrain.shard.buffer_sync import buffer_choice
+from dtrain.shard.buffers import buffer_choice
 from dtrain.shard.spec import ShardSpec
 from dtrain.state import TrainState
 from dtrain.typing import LossSum

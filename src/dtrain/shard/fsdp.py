@@ -25,16 +25,15 @@ from dtrain.dist.mesh import axis_size, data_rank, data_shape, get_mesh, tp_rank
 from dtrain.errors import ConfigError
 from dtrain.fqn import parameters_by_fqn
 from dtrain.init_checks import check_kinds
-from dtrain.shard.buffer_sync import attach_buffer_sync, check_buffer_choices
-from dtrain.shard.buffers import broadcast_params_and_buffers, check_same_model
+from dtrain.shard.buffers import attach_buffer_sync, check_buffer_choices
 from dtrain.shard.fsdp2_private import init_root, run_modules_separately, share_attributes, units_of
 from dtrain.shard.grad_sync import attach_grad_sync
-from dtrain.shard.meta_writes import record_write_counts
-from dtrain.shard.param_objects import ParamObjects, check_param_objects
+from dtrain.shard.materialize import record_write_counts
+from dtrain.shard.model_parallel import TensorParallelPlan, apply_tp_plan, format_tp_plan, resolve_tp_plan
+from dtrain.shard.params import ParamObjects, check_param_objects
 from dtrain.shard.precision import Precision, cast_buffers_, keeps_dtype, separate_units
 from dtrain.shard.replicate import make_bucket_reducer
 from dtrain.shard.spec import Accumulate, Buffers, ShardSpec, Strategy, attach_spec, get_spec
-from dtrain.shard.tensor_parallel import TensorParallelPlan, apply_tp_plan, format_tp_plan, resolve_tp_plan
 from dtrain.shard.unshard import register_forward_methods
 from dtrain.shard.wrapping import Blocks, IgnoredParams, WrapPlan, plan_wrapping
 

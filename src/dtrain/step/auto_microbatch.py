@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dtrain import spans
 from dtrain.arguments import check_int, check_number
-from dtrain.data.batch_axes import BatchSpec
+from dtrain.data.batch import BatchSpec
 from dtrain.device import device_name
 from dtrain.dist.collectives import all_gather_json, all_gather_numbers
 from dtrain.dist.init import get_dist_info

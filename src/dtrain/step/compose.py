@@ -20,8 +20,7 @@ from torch import Tensor, nn
 
 from dtrain import spans
 from dtrain.arguments import check_int, explain_arguments
-from dtrain.data.batch import FailedBatch
-from dtrain.data.batch_axes import BatchSpec
+from dtrain.data.batch import BatchSpec, FailedBatch
 from dtrain.device import use_on_current_stream
 from dtrain.dist.context import current_context
 from dtrain.dist.dtensor import is_dtensor, to_local
@@ -29,9 +28,9 @@ from dtrain.dist.init import get_dist_info
 from dtrain.errors import ConfigError, StepError
 from dtrain.schedules.durations import RunLength
 from dtrain.schedules.hyperparameters import check_over_run
-from dtrain.shard.compile import time_compilation
+from dtrain.shard.activations import time_compilation
 from dtrain.shard.grad_sync import grad_sync_of
-from dtrain.shard.param_hooks import check_no_hooks
+from dtrain.shard.params import check_no_hooks
 from dtrain.state import TrainState, check_state, init_state
 from dtrain.step.microbatch_step import microbatch_step
 from dtrain.step.microbatches import BatchWatch, check_first_run

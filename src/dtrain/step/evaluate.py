@@ -15,14 +15,13 @@ from torch import nn
 
 from dtrain import spans
 from dtrain.arguments import check_int, explain_arguments
-from dtrain.data.batch import count_samples_and_tokens, get_batch_infos, narrow_batch, to_device
-from dtrain.data.batch_axes import BatchSpec
+from dtrain.data.batch import BatchSpec, count_samples_and_tokens, get_batch_infos, narrow_batch, to_device
 from dtrain.dist.collective_replay import TraceCache
 from dtrain.dist.collectives import all_gather_json, all_gather_numbers
+from dtrain.dist.incident import report_missing_ranks
 from dtrain.dist.init import get_dist_info
 from dtrain.dist.rng import RNGSnapshot
 from dtrain.dist.step_sync import BackwardSync, RankStatus, StepCounts
-from dtrain.dist.timeout_report import report_missing_ranks
 from dtrain.errors import ConfigError, PeerError, StepError
 from dtrain.launch import heartbeats
 from dtrain.memory.device_memory import release_cached_memory

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from dtrain.data.batch import (
+    BatchSpec,
     FailedBatch,
     check_microbatch_size,
     count_samples,
@@ -25,9 +26,8 @@ from dtrain.data.batch import (
     narrow_batch,
     to_device,
 )
-from dtrain.data.batch_axes import BatchSpec
+from dtrain.dist.incident import is_collective_error
 from dtrain.dist.rng import RNGSnapshot
-from dtrain.dist.timeout_report import is_collective_error
 from dtrain.errors import ConfigError
 from dtrain.memory.device_memory import is_out_of_memory
 from dtrain.shard.buffers import restore_buffers

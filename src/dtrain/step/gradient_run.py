@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from dtrain import spans
+from dtrain.arguments import format_error_line
 from dtrain.data.batch import list_tensors
 from dtrain.dist.collective_replay import EQUAL_MICROBATCHES_ADVICE, CheckedGuard, check_collectives
-from dtrain.dist.collectives import format_error_line
+from dtrain.dist.incident import report_missing_ranks
 from dtrain.dist.init import get_dist_info
 from dtrain.dist.mesh import axis_size
 from dtrain.dist.rng import hash_rng_state, seeded_rng
@@ -25,16 +26,14 @@ from dtrain.dist.step_sync import (
     sync_after_backward,
     sync_before_forward,
 )
-from dtrain.dist.timeout_report import report_missing_ranks
 from dtrain.errors import ConfigError, StepError
 from dtrain.memory.device_memory import release_cached_memory
-from dtrain.shard.buffer_sync import BufferSync, buffer_sync_of
-from dtrain.shard.forward_writes import raise_if_written
+from dtrain.shard.buffers import BufferSync, buffer_sync_of
 from dtrain.shard.grad_sync import GradSync, grad_sync_of
-from dtrain.shard.model_units import ExchangeFn
-from dtrain.shard.param_hooks import raise_if_hooks_differ
-from dtrain.shard.replica_check import replica_check_of
+from dtrain.shard.params import raise_if_hooks_differ
+from dtrain.shard.replica_check import raise_if_written, replica_check_of
 from dtrain.shard.replicate import all_reduce_grads_
+from dtrain.shard.skipped_units import ExchangeFn
 from dtrain.state import TrainState, check_state
 from dtrain.step.metrics import add_names_of_peers
 from dtrain.step.microbatches import BatchWatch, Microbatches, check_first_run

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from dtrain.data.batch import to_device
-from dtrain.data.batch_axes import BatchSpec
+from dtrain.data.batch import BatchSpec, to_device
 from dtrain.errors import ConfigError
 from dtrain.shard.precision import LOW_PRECISION_DTYPES
 from dtrain.state import TrainState

@@ -24,10 +24,10 @@ from dtrain.device import backend_function, counts_memory, is_accelerator
 from dtrain.dist.collective_replay import CollectiveGuard, CollectivesChanged, PeerFailed, TraceCache, open_guard
 from dtrain.dist.collectives import all_gather_json, all_gather_numbers
 from dtrain.dist.dtensor import to_local
+from dtrain.dist.incident import is_collective_error
 from dtrain.dist.init import get_dist_info
 from dtrain.dist.rng import RNGSnapshot
 from dtrain.dist.step_sync import BackwardSync, RankStatus, StepCounts
-from dtrain.dist.timeout_report import is_collective_error
 from dtrain.errors import OutOfMemoryError, PeerError
 from dtrain.memory.device_memory import DeviceMemory, get_device_memory, is_out_of_memory
 from dtrain.shard.buffers import BufferSnapshot

@@ -38,11 +38,11 @@ from dtrain.dist.dtensor import (
     scale_,
     to_local,
 )
+from dtrain.dist.incident import report_missing_ranks
 from dtrain.dist.init import get_dist_info
-from dtrain.dist.timeout_report import report_missing_ranks
 from dtrain.errors import ConfigError, NonFiniteError, StepError
 from dtrain.shard.grad_sync import grad_sync_of
-from dtrain.shard.param_hooks import check_dense
+from dtrain.shard.params import check_dense
 from dtrain.shard.replicate import is_reducer_hook
 from dtrain.state import TrainState, check_state, mark_interrupted_write
 from dtrain.step.metrics import make_metric

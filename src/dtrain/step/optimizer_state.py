@@ -21,7 +21,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from dtrain.dist.collectives import all_gather_json, all_gather_numbers, format_error_line, raise_if_any_failed
+from dtrain.arguments import format_error_line
+from dtrain.dist.collectives import all_gather_json, all_gather_numbers, raise_if_any_failed
 from dtrain.dist.dtensor import is_dtensor, shard_box
 from dtrain.dist.init import get_dist_info
 from dtrain.dist.rng import derive_seed

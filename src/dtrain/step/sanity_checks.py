@@ -22,8 +22,7 @@ import xxhash
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from dtrain.data.batch import FailedBatch, count_samples, list_tensors, narrow_batch, select_samples
-from dtrain.data.batch_axes import batch_spec
+from dtrain.data.batch import FailedBatch, batch_spec, count_samples, list_tensors, narrow_batch, select_samples
 from dtrain.dist.collectives import all_gather_json, all_gather_numbers
 from dtrain.dist.dtensor import full_tensor, to_local
 from dtrain.dist.init import get_dist_info
@@ -33,7 +32,7 @@ from dtrain.errors import ConfigError, DtrainError, OutOfMemoryError
 from dtrain.fqn import modules_by_fqn
 from dtrain.memory.device_memory import is_out_of_memory
 from dtrain.shard.buffers import restore_buffers
-from dtrain.shard.ring_attention import count_attention_calls, ring_attention
+from dtrain.shard.model_parallel import count_attention_calls, ring_attention
 from dtrain.shard.unshard import eval_mode
 from dtrain.state import TrainState
 from dtrain.step.evaluate import auto_batch_eval

@@ -13,7 +13,7 @@ from dtrain.data.batch import FailedBatch, to_device
 from dtrain.dist.mesh import axis_size
 from dtrain.errors import ConfigError
 from dtrain.fqn import buffers_by_fqn, compile_patterns
-from dtrain.shard.ring_attention import ring_attention
+from dtrain.shard.model_parallel import ring_attention
 from dtrain.state import TrainState
 from dtrain.step.sanity_checks import SequenceCheck
 from dtrain.step.transform import GradStep, Transform

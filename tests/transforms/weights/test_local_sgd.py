@@ -9,13 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+from dtrain.testing.counters import count_collectives, count_host_syncs
+from dtrain.transforms.gradients.clipping import clip_by_norm
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 import public
 from dtrain.checkpoint.load import load_sharded
 from dtrain.checkpoint.save import save_sharded
-from dtrain.data.batch_axes import batch_spec
+from dtrain.data.batch import batch_spec
 from dtrain.dist.init import get_dist_info
 from dtrain.dist.mesh import build_mesh
 from dtrain.errors import ConfigError, StaleStateError, StepError
@@ -25,13 +27,9 @@ from dtrain.step.auto_microbatch import auto_microbatch
 from dtrain.step.compose import compose_step, optimizer_in_backward
 from dtrain.step.microbatch_step import microbatch_step
 from dtrain.step.optimizer import apply_gradients
-from dtrain.testing.collective_counter import count_collectives
-from dtrain.testing.host_syncs import count_host_syncs
 from dtrain.transforms.combinators import between, masked
-from dtrain.transforms.gradients.clip_by_norm import clip_by_norm
-from dtrain.transforms.weights.diloco import diloco
-from dtrain.transforms.weights.ema import ema
-from dtrain.transforms.weights.local_sgd import average_replicas_, join_replicas, local_sgd, split_replicas
+from dtrain.transforms.weights.averaging import ema
+from dtrain.transforms.weights.local_sgd import average_replicas_, diloco, join_replicas, local_sgd, split_replicas
 from dtrain.typing import LossSum
 from shard.copies import (
     ADAMW,

@@ -28,8 +28,8 @@ from torch import Tensor
 
 from dtrain.arguments import check_choice
 from dtrain.dist.dtensor import to_local
+from dtrain.dist.incident import report_missing_ranks
 from dtrain.dist.mesh import ReplicaInfo, axis_size, get_mesh
-from dtrain.dist.timeout_report import report_missing_ranks
 from dtrain.errors import ConfigError
 from dtrain.fqn import parameters_by_fqn
 from dtrain.schedules.durations import Duration
