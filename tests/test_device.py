@@ -30,7 +30,7 @@ from dtrain.errors import ConfigError, RankError
 from dtrain.memory.device_memory import MemoryStats, get_device_memory, release_cached_memory
 from dtrain.monitors.hardware import local_memory_stats, system_metrics
 from dtrain.run_context import AsyncScalar
-from dtrain.step.microbatch_probe import MicrobatchProber
+from dtrain.step.oom_guard import MicrobatchProber
 from dtrain.transforms.batches.image_ops import to_device_async
 from dtrain.transforms.precision import _check_device
 from dtrain.typing import index_tensor

@@ -151,8 +151,7 @@ class TrainState:
         Raises:
             ConfigError: not a duration, a share of a run of unknown length, or epochs of batches without a loader.
         """
-        recorder = current_context().recorder
-        return self.clock.crossed(every) if recorder is None else recorder.crosses(self.step)
+        return self.clock.crossed(every)
 
     def reached(self, point: Duration | int | str) -> bool:
         """Return True if training has come to ``point`` or beyond, in any unit. Ends a loop over tokens or hours."""
@@ -195,24 +194,29 @@ class TrainState:
     def _next(self, **changes: Any) -> TrainState:
         """Return the state after an update, with ``changes``. This state becomes stale."""
         self._run_context.generation += 1
-        return self._replace(_generation=self._run_context.generation, **changes)
+        return self._replace(_generation=self._run_context.generation, **changes)._recorded()
 
     def _replace(self, **changes: Any) -> TrainState:
         """Return this state with ``changes``. Faster than ``dataclasses.replace``, because a step calls this several times."""
         state = object.__new__(TrainState)
-        fields = state.__dict__
-        fields.update(self.__dict__)
-        fields.update(changes)
-        context = self._run_context
-        in_step = state._step_counts or state._step_batch or state._guard
-        if not in_step and state._generation == context.generation:
-            context.newest_fields = {**fields}
-            del context.newest_fields["_run_context"]
+        state.__dict__.update(self.__dict__, **changes)
         return state
+
+    def _recorded(self) -> TrainState:
+        """Return this state, after the run has recorded it for ``newest``; between two steps only.
+
+        Mutates: ``self._run_context``.
+        """
+        context = self._run_context
+        in_step = self._step_counts or self._step_batch or self._guard
+        if not in_step and self._generation == context.generation:
+            context.newest_fields = {**self.__dict__}
+            del context.newest_fields["_run_context"]
+        return self
 
     def with_transform_state(self, name: str, content: TransformState) -> TrainState:
         """Return this state with a new state of one transform."""
-        return self._replace(transform_states={**self.transform_states, name: content})
+        return self._replace(transform_states={**self.transform_states, name: content})._recorded()
 
     def __repr__(self) -> str:
         return (
@@ -253,8 +257,6 @@ def init_state(
     check_init_dist_called("init")
     objects = run_objects(loader, stateful or {})
     check_model_and_optimizer(model, optimizer)
-    if (recorder := current_context().recorder) is not None:
-        recorder.run_starts(model, optimizer)
     spec = get_spec(model)
     params, aliases = parameters_by_fqn(model)
     has_units = spec.mesh is not None and not spec.plain_params
@@ -282,7 +284,7 @@ def init_state(
     runs.add(state._run_context)
     trainable = sum(param.numel() for param in params.values() if param.requires_grad)
     spans.record_event("model", parameters=sum(param.numel() for param in params.values()), trainable=trainable)
-    return state._replace()
+    return state._recorded()
 
 
 class mark_interrupted_write:

@@ -14,7 +14,7 @@ from dtrain.checkpoint.save import save_sharded
 from dtrain.dist.init import get_dist_info
 from dtrain.errors import ConfigError, StepError
 from dtrain.monitors.loss_spikes import is_spike, watch_loss
-from dtrain.step.backward_update import optimizer_in_backward
+from dtrain.step.compose import optimizer_in_backward
 from dtrain.testing import count_host_syncs
 from dtrain.transforms.gradients.nonfinite import nonfinite
 

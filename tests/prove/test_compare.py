@@ -5,10 +5,9 @@ import pytest
 import safetensors.torch
 
 from dtrain.prove.causes import explain
-from dtrain.prove.checks import check_record
+from dtrain.prove.checks import FAR, check_record, computed_samples, rounding_of
 from dtrain.prove.compare import compare_records, unstable_keys
-from dtrain.prove.export_check import ExportCheck
-from dtrain.prove.rounding import FAR, computed_samples, rounding_of
+from dtrain.prove.evaluations import ExportCheck
 from dtrain.prove.run_config import RunConfig
 from dtrain.prove.run_log import RunLog, digest, flatten, sample_hashes, sketch
 from dtrain.prove.run_records import RunRecord, read_record
@@ -50,7 +49,7 @@ def write_run(folder, ranks, *, gradient=None, tensors=(), rows=()):
 def first_cause(reference, record, ranks=2, *, resumed=False, same_layout=False):
     comparison = compare_records(reference, record, same_layout=same_layout)
     config = RunConfig(name="run", folder="", work_folder="", script="", ranks=ranks)
-    return explain(comparison.first, record, reference, comparison, config, resumed).code
+    return explain(comparison.first, record, reference, config, resumed).code
 
 
 def test_equal_records_are_equal_bit_for_bit(tmp_path):

@@ -14,8 +14,7 @@ from dtrain.dist.mesh import build_mesh
 from dtrain.errors import ConfigError, StepError
 from dtrain.shard.fsdp import shard_model
 from dtrain.shard.precision import Precision
-from dtrain.step.backward_update import optimizer_in_backward
-from dtrain.step.compose import compose_step
+from dtrain.step.compose import compose_step, optimizer_in_backward
 from dtrain.step.grad_cache import grad_cache_step
 from dtrain.step.microbatch_step import microbatch_step
 from dtrain.typing import LossSum

@@ -15,7 +15,7 @@ from dtrain.shard.fsdp import shard_model
 from dtrain.shard.materialize import materialize
 from dtrain.shard.precision import Precision
 from dtrain.state import TrainState, init_state
-from dtrain.step.backward_update import optimizer_in_backward
+from dtrain.step.compose import optimizer_in_backward
 from dtrain.step.grad_cache import grad_cache_step
 from dtrain.step.microbatch_step import microbatch_step
 from dtrain.testing import count_collectives

@@ -23,8 +23,8 @@ from dtrain.state import TrainState
 from dtrain.step.auto_microbatch import auto_microbatch, find_microbatch_size
 from dtrain.step.compose import Step, compose_step
 from dtrain.step.evaluate import auto_batch_eval, evaluate
-from dtrain.step.microbatch_probe import MicrobatchProber, allocate_missing_state
 from dtrain.step.microbatch_step import microbatch_step
+from dtrain.step.oom_guard import MicrobatchProber, allocate_missing_state
 from dtrain.testing.checks import memory_budget
 from dtrain.testing.counters import count_collectives, count_host_syncs
 from dtrain.testing.fault_injection import inject_fault

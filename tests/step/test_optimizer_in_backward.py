@@ -14,8 +14,7 @@ from dtrain.dist.mesh import build_mesh
 from dtrain.errors import ConfigError, StaleStateError, StepError
 from dtrain.schedules.curves import linear
 from dtrain.shard.fsdp import shard_model
-from dtrain.step.backward_update import optimizer_in_backward
-from dtrain.step.compose import compose_step
+from dtrain.step.compose import compose_step, optimizer_in_backward
 from dtrain.step.microbatch_step import microbatch_step
 from dtrain.step.transform import Transform
 from dtrain.testing.checks import memory_budget

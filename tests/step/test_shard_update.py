@@ -10,7 +10,7 @@ from dtrain.dist.dtensor import full_tensor, is_dtensor, is_placed_like, to_loca
 from dtrain.dist.mesh import build_mesh
 from dtrain.optim.decoupled import DecoupledAdamW, DecoupledSGDW
 from dtrain.shard.fsdp import shard_model
-from dtrain.step.shard_update import step_optimizer
+from dtrain.step.optimizer import step_optimizer
 
 STEPS = 3
 LATE = "0.bias"  # gets its first gradient in the second step

@@ -200,8 +200,6 @@ class Loader:
         if length is None and self._was_loaded and get_dist_info().rank == 0:
             print(f"dtrain: {describe_epoch(self.position)}", file=sys.stderr)
         self._was_loaded, self._loop_start = False, self.position if length is None else None
-        if (recorder := current_context().recorder) is not None:
-            goal = recorder.run_goal(self, goal)
         while not is_reached(goal, self.position) and not any(condition.stopped for condition in stops):
             pending = yield from self._issue_until_restart(goal, stops, pending)
 
@@ -417,8 +415,7 @@ class Loader:
         """
 
         def read(at: Position, state: Plain) -> Generator[LoaderItem, None, None]:
-            items, recorder = self._source.items(at, goal, state=state, evaluation=evaluation), current_context().recorder
-            items = items if recorder is None else recorder.loader_items(items)
+            items = self._source.items(at, goal, state=state, evaluation=evaluation)
             yield from items_on_device(items, self._source, self._device, self._prefetch_factor)
 
         state = None if evaluation else self._dataset_state

@@ -126,6 +126,16 @@ class LoaderHistory:
     in_use: tuple[object, ...] = ()
     guessed: object | None = None
 
+    def after_batch(self, status: BatchStatus) -> LoaderHistory:
+        """Return the history after a step on a new batch of the current loader. Faster than ``dataclasses.replace``."""
+        return LoaderHistory(
+            loaders=self.loaders,
+            epoch_offset=self.epoch_offset,
+            last_batch=status,
+            in_use=self.in_use,
+            guessed=self.guessed,
+        )
+
     def after_untracked_step(self, loader: object | None) -> LoaderHistory:
         """Return the history after a step on new tensors, before which ``loader`` issued a batch."""
         return self if loader is None or loader is self.guessed else replace(self, guessed=loader)

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from dtrain.dist.control_plane import Channel, ControlPlane
     from dtrain.dist.incident import Incidents
     from dtrain.dist.init import DistInfo
-    from dtrain.dist.recorder import Recorder
     from dtrain.dist.rendezvous import RendezvousConfig
 
 
@@ -207,7 +206,6 @@ class DistContext:
         untracked_steps: number of steps of this process on batches without a ``BatchInfo``. A loader compares the number,
             because a copy of a batch has no reference to its loader.
         issuing_loader: identity of the loader that has issued a batch since the last step; None without one.
-        recorder: observer of the primitives in a run that ``dtrain prove`` has started; None in every other run.
     """
 
     info: DistInfo | None = None
@@ -228,7 +226,6 @@ class DistContext:
     abandoned_group: weakref.ref[dist.ProcessGroup] | None = None
     untracked_steps: int = 0
     issuing_loader: object | None = None
-    recorder: Recorder | None = None
 
     @contextmanager
     def issuing(self, loader: object) -> Iterator[None]:

@@ -21,7 +21,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 from dtrain import spans
 from dtrain.arguments import check_number, format_count
-from dtrain.dist.context import current_context, exit_exception, register_shutdown_hook
+from dtrain.dist.context import exit_exception, register_shutdown_hook
 from dtrain.dist.init import get_dist_info
 from dtrain.errors import ConfigError
 from dtrain.loggers.sanitize import to_plain_value
@@ -194,8 +194,6 @@ class FaultTolerantLogger:
     def __call__(self, step: int, numbers: Mapping[str, Any], /) -> None:
         if self._logger is None:
             return
-        if (recorder := current_context().recorder) is not None:
-            recorder.metrics("log", step, numbers)
         spans.begin("log")
         try:
             self._logger(step, numbers)

@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from dtrain import spans
-from dtrain.dist.context import current_context
 from dtrain.dist.dtensor import local_last_dim
 from dtrain.dist.init import get_dist_info
 from dtrain.dist.ragged import all_gather_by_rank
@@ -77,10 +76,7 @@ def reduce_metrics(metrics: Metrics) -> dict[str, float]:
             f"reduce_metrics: metric {names[weights.index(0)]!r} must have a positive weight, got 0 over all ranks. "
             "Check that the loss counts some sample on some rank."
         )
-    means = {name: total / weight for name, total, weight in zip(names, totals, weights, strict=True)}
-    if (recorder := current_context().recorder) is not None:
-        recorder.metrics("reduce_metrics", None, means)
-    return means
+    return {name: total / weight for name, total, weight in zip(names, totals, weights, strict=True)}
 
 
 def _as_tensors(metrics: Metrics, names: Sequence[str]) -> list[Tensor]:

@@ -1,18 +1,225 @@
-"""Name the likely cause of a difference from the evidence in the records (``explain``). Pure, without torch."""
+"""Name the likely cause of a difference from the evidence in the records, in a sentence (``explain``). Pure, without torch."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from dtrain.prove.cause_texts import Cause, cause
-from dtrain.prove.compare import Comparison, Difference, relative_difference
+from dtrain.prove.compare import Difference, relative_difference
 from dtrain.prove.run_config import SKETCH_SIZE, RunConfig
 from dtrain.prove.run_records import Fact, RunRecord
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cause:
+    """A likely cause.
+
+    Args:
+        code: short name, stable for programs.
+        sentence: the cause, and the repair.
+        page: page of the documentation that explains it.
+    """
+
+    code: str
+    sentence: str
+    page: str
+
+
+_SENTENCES: Mapping[str, tuple[str, str]] = {
+    "not_deterministic": (
+        "Two equal runs differ: seed all generators with dt.seed_all before the model is built.",
+        "determinism",
+    ),
+    "loss_weighting": (
+        "The loss is a mean whose weight is not the number of items behind it. Return the sum and the count as a LossSum.",
+        "microbatch",
+    ),
+    "local_loss_count": (
+        "The loss is divided by the items of this rank or microbatch, not by the items of the global batch.",
+        "microbatch",
+    ),
+    "padding_in_loss": (
+        "Padding changes the loss, and microbatches are padded to different lengths. Leave it out of sum and weight, and of "
+        "means in the model.",
+        "microbatch",
+    ),
+    "local_batch_norm": (
+        "Batch norm normalizes with the samples of one rank and microbatch. Use group norm, or average with buffers='mean'.",
+        "sharding",
+    ),
+    "sampler_without_rank": ("All ranks read the same samples. Give the sampler the rank and the number of ranks.", "data"),
+    "sampler_seed_per_rank": (
+        "Ranks shuffle with different seeds, so samples repeat and others are left out. Use one seed on all ranks.",
+        "data",
+    ),
+    "shuffle_without_epoch": (
+        "Every epoch has the same order. Call sampler.set_epoch(epoch) at the begin of each epoch.",
+        "data",
+    ),
+    "batch_grows_with_ranks": (
+        "The batch size belongs to a rank, so the global batch grows with the ranks. Divide it by the number of ranks.",
+        "data",
+    ),
+    "data_depends_on_ranks": ("Global batches have other samples on another number of ranks.", "data"),
+    "augmentation_by_worker": (
+        "The samples are the same and their values differ: an augmentation draws from the generator of a process. "
+        "Draw from a generator of the sample, as build_loader(transform=...) does.",
+        "data",
+    ),
+    "shared_random_per_rank": (
+        "Ranks draw a random choice that all of them must share. Seed its generator without the rank.",
+        "determinism",
+    ),
+    "same_dropout_on_ranks": (
+        "All ranks draw the same random numbers for different samples. Seed with the rank: dt.seed_all(seed, rank).",
+        "determinism",
+    ),
+    "accumulation_not_scaled": (
+        "The gradient grows with the number of microbatches. Divide each loss by the number of microbatches of the step.",
+        "microbatch",
+    ),
+    "accumulation_tail_dropped": (
+        "The last microbatches of an epoch do not fill a step, and their gradient goes into a step of the next epoch.",
+        "microbatch",
+    ),
+    "gradient_scaled_by_ranks": (
+        "The gradient is divided or multiplied by the number of ranks once too often. DDP and FSDP2 average over ranks.",
+        "from_ddp",
+    ),
+    "clip_before_unscale": (
+        "The gradient is clipped while it has the loss scale. Call scaler.unscale_(optimizer) before.",
+        "precision",
+    ),
+    "clip_local_norm": (
+        "Each rank scales its gradient by a factor of its own, as clipping by a local norm does. Use dt.clip_grad_norm_.",
+        "sharding",
+    ),
+    "schedule_per_microbatch": (
+        "The schedule advances once a microbatch. Call scheduler.step() once after each update.",
+        "schedules",
+    ),
+    "schedule_by_world_size": (
+        "The schedule advances once for each rank. Call scheduler.step() once after each update.",
+        "schedules",
+    ),
+    "rate_by_world_size": (
+        "The learning rate depends on the number of ranks. Compute it from the global batch and from the samples of all ranks.",
+        "schedules",
+    ),
+    "state_begins_again": (
+        "After the resume the state begins at step 0, so schedules and intervals begin again. Load it with dt.load_sharded.",
+        "checkpoints",
+    ),
+    "schedule_not_saved": (
+        "A resume begins the schedule of the learning rate again. Save the scheduler with the checkpoint.",
+        "checkpoints",
+    ),
+    "ema_not_saved": (
+        "A resume begins an average of the weights again. Pass it to step.init(stateful={...}).",
+        "checkpoints",
+    ),
+    "rng_not_saved": ("A resume begins a random generator again. Save its state with the checkpoint.", "checkpoints"),
+    "optimizer_not_saved": ("A resume begins the state of the optimizer again. Save it with the checkpoint.", "checkpoints"),
+    "parameters_not_saved": (
+        "A resume begins with other parameters or buffers than the run had. Save all that train, and all buffers.",
+        "checkpoints",
+    ),
+    "early_stop_not_saved": (
+        "A resume forgets the best value or the patience of early stopping. Pass it to step.init(stateful={...}).",
+        "checkpoints",
+    ),
+    "state_not_saved": (
+        "A resume loses a value that the loop changes. Pass it to step.init(stateful={...}).",
+        "checkpoints",
+    ),
+    "data_repeated_after_resume": (
+        "A resume reads samples again that the run has trained on. Pass the loader to step.init(loader=loader).",
+        "checkpoints",
+    ),
+    "data_skipped_after_resume": (
+        "A resume leaves out samples that the run has not trained on. Restore the position once, and skip no batches.",
+        "checkpoints",
+    ),
+    "optimizer_before_sharding": (
+        "The optimizer has no parameter of the model, so the model does not train. Build the optimizer after sharding.",
+        "sharding",
+    ),
+    "frozen_parameter_trains": (
+        "A parameter with requires_grad=False changes in the update. Leave it out of the optimizer, or drop its gradient.",
+        "finetuning",
+    ),
+    "tied_weights_untied": (
+        "Two names of one parameter are two parameters now. Tie them again after loading.",
+        "checkpoints",
+    ),
+    "weights_differ_between_ranks": (
+        "Ranks begin with different weights. Broadcast the weights of rank 0, as shard_model does.",
+        "sharding",
+    ),
+    "gradient_not_reduced": (
+        "A parameter has another gradient on each rank at the update. Reduce it over ranks, as the other gradients.",
+        "from_ddp",
+    ),
+    "gather_without_gradient": (
+        "The loss gathers tensors of other ranks without their gradient. Use dt.dist.all_gather_with_grad.",
+        "embeddings",
+    ),
+    "buffer_rounded": (
+        "A buffer is rounded to a dtype with too few bits for its values. Keep buffers in float32.",
+        "precision",
+    ),
+    "rotary_rounded": (
+        "A table of positions is computed in low precision. Compute frequencies and angles in float32, and round the result.",
+        "precision",
+    ),
+    "low_precision_error": ("A module loses more digits than its dtype explains. Compute it in float32.", "precision"),
+    "evaluation_drops_tail": (
+        "The evaluation leaves samples out. Use dt.evaluate, or a loader with drop_last=False.",
+        "loop",
+    ),
+    "evaluation_counts_twice": (
+        "The evaluation counts samples twice, as a sampler that pads to equal shares does. Use dt.evaluate.",
+        "loop",
+    ),
+    "metric_of_rank_0": ("The metric is that of rank 0's samples. Reduce it over ranks: dt.reduce_metrics.", "observing"),
+    "metric_mean_of_means": (
+        "The metric is a mean of means over different numbers of samples. Add up sums and counts, and divide once.",
+        "observing",
+    ),
+    "export_without_ema": (
+        "The exported weights are not the weights that were evaluated. Export inside use_average.",
+        "checkpoints",
+    ),
+    "export_dtype": (
+        "The exported weights have fewer bits than the model. Export in the dtype of the model.",
+        "checkpoints",
+    ),
+    "export_differs": ("The exported weights are not the weights of the model.", "checkpoints"),
+    "counter_doubled_by_recompute": (
+        "A forward that activation checkpointing repeats changes a value twice. Change it outside of the checkpointed block.",
+        "memory",
+    ),
+    "recompute_draws_again": (
+        "A block that activation checkpointing repeats draws other random numbers. Keep preserve_rng_state=True.",
+        "memory",
+    ),
+    "adapter_init": (
+        "A parameter begins with other values if the model is built on the meta device. Initialize it in reset_parameters.",
+        "sharding",
+    ),
+    "unknown": ("The records name no cause. Compare the two runs at this place.", "prove"),
+}
+
+
+def cause(code: str) -> Cause:
+    """Return the cause with a code."""
+    sentence, page = _SENTENCES[code]
+    return Cause(code=code, sentence=sentence, page=page)
+
 
 _NEARLY_EQUAL = 1e-6
 # Calls of the script that combine the numbers of ranks.
@@ -23,12 +230,11 @@ _REDUCTIONS = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Evidence:
-    """The first difference of two runs, the later differences of its step, and both records."""
+    """The first difference of two runs, and both records."""
 
     difference: Difference
     record: RunRecord
     reference: RunRecord
-    later: Sequence[Difference]
     config: RunConfig
 
     @property
@@ -42,7 +248,6 @@ def explain(
     difference: Difference,
     record: RunRecord,
     reference: RunRecord | None,
-    comparison: Comparison | None,
     config: RunConfig,
     resumed: bool,
 ) -> Cause:
@@ -52,15 +257,12 @@ def explain(
         difference: the first difference.
         record: record of the run that differs.
         reference: record of the other run; None for a check of one run.
-        comparison: all differences of the two runs.
         config: the run that differs.
         resumed: if True, the run continues a killed run.
     """
     if difference.code is not None:
         return cause(difference.code)
     assert reference is not None, "a difference without a code comes from a comparison"
-    assert comparison is not None, "a difference without a code comes from a comparison"
-    later = [each for each in comparison.differences if each.step == difference.step]
     if config.name.endswith("again"):
         return cause("not_deterministic")
     if resumed:
@@ -68,8 +270,26 @@ def explain(
     if not config.recompute:
         draws = difference.kind == "gradient" and any(row["draws"] for row in reference.step_rows(difference.step))
         return cause("recompute_draws_again" if draws else "counter_doubled_by_recompute")
-    evidence = _Evidence(difference=difference, record=record, reference=reference, later=later, config=config)
-    return cause(_BY_KIND.get(difference.kind, _unknown)(evidence))
+    evidence = _Evidence(difference=difference, record=record, reference=reference, config=config)
+    return cause(_of_layout(evidence))
+
+
+def _of_layout(evidence: _Evidence) -> str:
+    """Return the code of a difference between layouts."""
+    kind, (a, b) = evidence.difference.kind, evidence.values
+    chosen = {"samples": _of_samples, "loss": _of_loss, "gradient": _of_gradient, "lr": _of_lr}.get(kind)
+    if chosen is not None:
+        return chosen(evidence)
+    if kind == "buffer" and evidence.record.note("batch_norm") is not None:
+        return "local_batch_norm"
+    if kind == "evaluation":
+        return "evaluation_counts_twice" if sum(b.values()) > sum(a.values()) else "evaluation_drops_tail"
+    if kind == "metric" and evidence.difference.other is not None:
+        # A metric of several ranks needs a collective between the evaluation and the log.
+        events = {event.split(":")[0] for event in evidence.difference.other.by_rank[0].get("events", ())}
+        return "metric_mean_of_means" if events & _REDUCTIONS else "metric_of_rank_0"
+    # Initial values that depend on the ranks belong to a model that is built in two ways, as on the meta device.
+    return "adapter_init" if kind == "initial" else "unknown"
 
 
 def _of_resume(difference: Difference, record: RunRecord, reference: RunRecord) -> str:
@@ -158,101 +378,80 @@ def _same_planned(record: RunRecord, reference: RunRecord) -> bool:
     return planned(record) == planned(reference)
 
 
-def _unknown(at: _Evidence) -> str:
-    return "unknown"
-
-
-def _of_initial(at: _Evidence) -> str:
-    """Initial values that depend on the ranks belong to a model that is built in two ways, as on the meta device."""
-    return "adapter_init"
-
-
-def _of_samples(at: _Evidence) -> str:
-    a, b = at.values
-    assert at.difference.other is not None
-    by_rank = at.difference.other.by_rank
+def _of_samples(evidence: _Evidence) -> str:
+    a, b = evidence.values
+    assert evidence.difference.other is not None
+    by_rank = evidence.difference.other.by_rank
     if len(by_rank) > 1 and all(Counter(samples) == Counter(by_rank[0]) for samples in by_rank):
         return "sampler_without_rank"
     if sum(b.values()) == sum(a.values()):
         labels = {sample.split("/")[0] for sample in a}
-        named = len(labels) > 1 or bool(at.record.rows("planned"))
-        if named and _same_labels(a, b) and _same_planned(at.record, at.reference):
+        named = len(labels) > 1 or bool(evidence.record.rows("planned"))
+        if named and _same_labels(a, b) and _same_planned(evidence.record, evidence.reference):
             return "augmentation_by_worker"
-        lists = [{sample for row in rows if row["kind"] == "step" for sample in row["samples"]} for rows in at.record.ranks]
+        lists = [
+            {sample for row in rows if row["kind"] == "step" for sample in row["samples"]} for rows in evidence.record.ranks
+        ]
         overlap = any(first & second for index, first in enumerate(lists) for second in lists[index + 1 :])
         return "sampler_seed_per_rank" if overlap else "data_depends_on_ranks"
-    if any(len(set(row["epochs"])) > 1 for each in (at.record, at.reference) for row in each.rows("step")):
+    if any(len(set(row["epochs"])) > 1 for each in (evidence.record, evidence.reference) for row in each.rows("step")):
         return "accumulation_tail_dropped"
-    return "batch_grows_with_ranks" if sum(b.values()) == at.config.ranks * sum(a.values()) else "data_depends_on_ranks"
+    return "batch_grows_with_ranks" if sum(b.values()) == evidence.config.ranks * sum(a.values()) else "data_depends_on_ranks"
 
 
-def _of_loss(at: _Evidence) -> str:
-    a, b = at.values
-    step = at.difference.step
-    if at.record.note("batch_norm") is not None:
+def _of_loss(evidence: _Evidence) -> str:
+    a, b = evidence.values
+    step = evidence.difference.step
+    if evidence.record.note("batch_norm") is not None:
         return "local_batch_norm"
-    if _differ_between_ranks(at.record, step):
+    if _differ_between_ranks(evidence.record, step):
         return "shared_random_per_rank"
-    if _gathers(at.record, step):
+    if _gathers(evidence.record, step):
         return "gather_without_gradient"
-    padded = _lengths(at.record, step) != _lengths(at.reference, step)
+    padded = _lengths(evidence.record, step) != _lengths(evidence.reference, step)
     if a.weight is not None and b.weight is not None:
         # A weight of 1 for each microbatch is that of a mean.
         of_means = a.weight == a.count and b.weight == b.count and a.count != b.count
         return "padding_in_loss" if padded and not of_means else "loss_weighting"
-    factor = _common_factor(at)
+    factor = _common_factor(evidence)
     if factor is not None and relative_difference(factor, 1.0) > _NEARLY_EQUAL:
         return "accumulation_not_scaled"
     return "padding_in_loss" if padded else "local_loss_count"
 
 
-def _of_gradient(at: _Evidence) -> str:
-    step = at.difference.step
-    if _gathers(at.record, step):
+def _of_gradient(evidence: _Evidence) -> str:
+    step = evidence.difference.step
+    if _gathers(evidence.record, step):
         return "gather_without_gradient"
-    factor = _common_factor(at)
+    factor = _common_factor(evidence)
     if factor is not None:
-        ours, theirs = at.record.step_rows(step)[0]["backwards"], at.reference.step_rows(step)[0]["backwards"]
+        ours, theirs = evidence.record.step_rows(step)[0]["backwards"], evidence.reference.step_rows(step)[0]["backwards"]
         of_microbatches = ours != theirs and relative_difference(factor, ours / theirs) < _NEARLY_EQUAL
         if of_microbatches:
             return "accumulation_not_scaled"
-        of_ranks = any(relative_difference(factor, scale) < _NEARLY_EQUAL for scale in (at.config.ranks, 1 / at.config.ranks))
+        of_ranks = any(
+            relative_difference(factor, scale) < _NEARLY_EQUAL for scale in (evidence.config.ranks, 1 / evidence.config.ranks)
+        )
         return "gradient_scaled_by_ranks" if of_ranks else "clip_local_norm"
-    if at.config.ranks > 1 and _few_factors(at):
+    if evidence.config.ranks > 1 and _few_factors(evidence):
         return "clip_local_norm"
-    if _differ_between_ranks(at.record, step):
+    if _differ_between_ranks(evidence.record, step):
         return "shared_random_per_rank"
-    if at.record.note("batch_norm") is not None:
+    if evidence.record.note("batch_norm") is not None:
         return "local_batch_norm"
     return "unknown"
 
 
-def _of_lr(at: _Evidence) -> str:
-    ours, theirs = at.record.rows("step"), at.reference.rows("step")
+def _of_lr(evidence: _Evidence) -> str:
+    ours, theirs = evidence.record.rows("step"), evidence.reference.rows("step")
     steps = min(len(ours), len(theirs))
     calls = [sum(row["events"].count("schedule") for row in rows[:steps]) for rows in (ours, theirs)]
     backwards = [sum(row["backwards"] for row in rows[:steps]) for rows in (ours, theirs)]
     if calls[0] == calls[1]:
-        return "rate_by_world_size" if at.config.ranks > 1 else "unknown"
+        return "rate_by_world_size" if evidence.config.ranks > 1 else "unknown"
     if backwards[0] != backwards[1] and calls[0] * backwards[1] == calls[1] * backwards[0]:
         return "schedule_per_microbatch"
     return "schedule_by_world_size" if calls[0] > calls[1] else "schedule_per_microbatch"
-
-
-def _of_buffer(at: _Evidence) -> str:
-    return "local_batch_norm" if at.record.note("batch_norm") is not None else "unknown"
-
-
-def _of_evaluation(at: _Evidence) -> str:
-    a, b = at.values
-    return "evaluation_counts_twice" if sum(b.values()) > sum(a.values()) else "evaluation_drops_tail"
-
-
-def _of_metric(at: _Evidence) -> str:
-    """A metric of several ranks needs a collective between the evaluation and the log."""
-    assert at.difference.other is not None
-    events = {event.split(":")[0] for event in at.difference.other.by_rank[0].get("events", ())}
-    return "metric_mean_of_means" if events & _REDUCTIONS else "metric_of_rank_0"
 
 
 def _lengths(record: RunRecord, step: int) -> set[Any]:
@@ -278,20 +477,20 @@ def _differ_between_ranks(record: RunRecord, step: int) -> bool:
     return any(len(digests) > 1 for digests in values.values())
 
 
-def _gradients(at: _Evidence) -> list[tuple[Any, Any]]:
+def _gradients(evidence: _Evidence) -> list[tuple[Any, Any]]:
     """Return the sketches of all gradients of the step, from the reference and from the run that differs."""
     pairs = []
-    for fact in at.reference.of_kind("gradient", at.difference.step):
-        partner = at.record.facts.get(fact.key)
+    for fact in evidence.reference.of_kind("gradient", evidence.difference.step):
+        partner = evidence.record.facts.get(fact.key)
         if partner is not None and fact.value.norm and partner.value.shape == fact.value.shape:
             pairs.append((np.asarray(fact.value.sketch), np.asarray(partner.value.sketch)))
     return pairs
 
 
-def _common_factor(at: _Evidence) -> float | None:
+def _common_factor(evidence: _Evidence) -> float | None:
     """Return the number by which all gradients of a step differ; None if there is none."""
     factors = []
-    for a, b in _gradients(at):
+    for a, b in _gradients(evidence):
         factor = float(a @ b / (a @ a))
         if np.linalg.norm(b - factor * a) > _NEARLY_EQUAL * np.linalg.norm(b):
             return None
@@ -301,10 +500,10 @@ def _common_factor(at: _Evidence) -> float | None:
     return factors[0]
 
 
-def _few_factors(at: _Evidence) -> bool:
+def _few_factors(evidence: _Evidence) -> bool:
     """Return True if every element of the small gradients is scaled by one of at most as many factors as ranks."""
     ratios = []
-    for a, b in _gradients(at):
+    for a, b in _gradients(evidence):
         # The sketch of a large tensor adds elements of several ranks.
         if len(a) < SKETCH_SIZE:
             large = np.abs(a) > _NEARLY_EQUAL * np.abs(a).max()
@@ -313,16 +512,4 @@ def _few_factors(at: _Evidence) -> bool:
         return False
     values = np.sort(np.concatenate(ratios))
     groups = 1 + int((np.diff(values) > _NEARLY_EQUAL * np.abs(values[1:])).sum())
-    return groups <= at.config.ranks and len(values) > 2 * at.config.ranks
-
-
-_BY_KIND: dict[str, Callable[[_Evidence], str]] = {
-    "initial": _of_initial,
-    "samples": _of_samples,
-    "loss": _of_loss,
-    "gradient": _of_gradient,
-    "lr": _of_lr,
-    "buffer": _of_buffer,
-    "evaluation": _of_evaluation,
-    "metric": _of_metric,
-}
+    return groups <= evidence.config.ranks and len(values) > 2 * evidence.config.ranks

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -20,6 +20,8 @@ Verdict = Literal["bitwise", "tolerance", "differs"]
 TOLERANCE = 1e-6
 """Relative difference in float64 that is rounding. Another order of sums changes 1e-15, and a few steps enlarge that."""
 
+# Difference of two tensors with other bits and equal sketches.
+_LEAST = 2.0**-53
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 # A tensor of noise, such as the gradient of a bias that cancels, is compared with the largest tensors of its kind.
 _NOISE_FLOOR = 1e-6
@@ -96,45 +98,34 @@ def compare_records(
         first_steps: step of each optimizer from which on facts are compared, for a resumed run.
         rounding: relative difference that is rounding, by kind and step, if it is more than ``TOLERANCE``.
     """
-    differences: list[Difference] = []
-    bitwise, sizes = True, list[tuple[Fact, float]]()
+    differences, sizes, is_bitwise = list[Difference](), list[tuple[Fact, float]](), True
     scales, constants = _scales(reference), _constant_numbers(reference)
     for fact in reference.facts.values():
-        if fact.kind not in kinds or fact.key in ignored or fact.step < first_steps.get(fact.part, 0):
+        partner, first_step = other.facts.get(fact.key), first_steps.get(fact.part)
+        if partner is None or fact.kind not in kinds or fact.key in ignored or fact.step < (first_step or 0):
             continue
-        if fact.kind in ("variable", "generator", "rng", "optimizer_state") and not same_layout:
+        of_layout = fact.kind in ("variable", "generator", "rng", "optimizer_state") or _is_local_buffer(partner, other)
+        if (of_layout and not same_layout) or (fact.kind == "variable" and fact.name in constants):
             continue
         # Without draws, the state of a generator changes nothing.
         if fact.kind == "rng" and not any(row["draws"] for row in reference.step_rows(fact.step, fact.part)):
             continue
         # A resumed run begins after the evaluations and the log of its first step.
-        if fact.step and fact.step == first_steps.get(fact.part) and fact.kind in ("evaluation", "metric"):
-            continue
-        partner = other.facts.get(fact.key)
-        if partner is None or (fact.kind == "variable" and fact.name in constants):
-            continue
-        if not same_layout and _is_local_buffer(partner, other):
+        if fact.step and fact.step == first_step and fact.kind in ("evaluation", "metric"):
             continue
         tolerance = max(TOLERANCE, rounding.get((fact.kind, fact.step), 0.0))
-        if fact.kind in TENSORS:
-            floor = scales.get((fact.kind, fact.step), 0.0)
-            equal, relative, difference = _compare_tensors(fact, partner, floor, tolerance)
-        elif fact.kind == "loss":
-            equal, relative, difference = _compare_losses(fact, partner, tolerance)
-        elif fact.kind in ("samples", "evaluation"):
-            equal, relative, difference = _compare_samples(fact, partner, same_layout)
-        elif fact.kind in ("metric", "optimizer_state", "lr"):
-            equal, relative, difference = _compare_numbers(fact, partner, tolerance, same_layout)
-        else:
-            equal = _plain(fact) == _plain(partner)
-            relative, difference = 0.0, None if equal else _changed(fact, partner)
-        bitwise &= equal
-        sizes.append((fact, relative if difference is None or difference.certain else 0.0))
-        if difference is not None:
-            differences.append(difference)
+        result = _COMPARE.get(fact.kind, _compare_plain)(
+            fact, partner, _Options(same_layout, tolerance, scales.get((fact.kind, fact.step), 0.0))
+        )
+        is_bitwise &= result == _EQUAL
+        sizes.append((fact, result.relative if result.is_certain else 0.0))
+        if result.text:
+            differences.append(_difference(fact, partner, result))
     differences += _missing_steps(reference, other, min(first_steps.values(), default=0))
-    differences = _without_uncertain(differences)
-    verdict: Verdict = "differs" if differences else "bitwise" if bitwise else "tolerance"
+    # A loss may be weighted in another way, unless the gradients of its step differ, too.
+    gradients = {difference.step for difference in differences if difference.kind == "gradient"}
+    differences = [difference for difference in differences if difference.certain or difference.step in gradients]
+    verdict: Verdict = "differs" if differences else "bitwise" if is_bitwise else "tolerance"
     largest = max((relative for _, relative in sizes), default=0.0)
     return Comparison(verdict=verdict, differences=tuple(differences), largest=largest, relative=tuple(sizes))
 
@@ -182,41 +173,53 @@ def _scales(record: RunRecord) -> dict[tuple[str, int], float]:
     return scales
 
 
-def _compare_tensors(fact: Fact, partner: Fact, scale: float, tolerance: float) -> tuple[bool, float, Difference | None]:
+class _Options(NamedTuple):
+    """Options of one comparison: layout, relative difference that is rounding, and root mean square of the largest tensor."""
+
+    same_layout: bool
+    tolerance: float
+    scale: float
+
+
+class _Result(NamedTuple):
+    """Relative difference of two facts, and the text of a difference beyond rounding; an uncertain one has no other proof."""
+
+    relative: float
+    text: str = ""
+    is_certain: bool = True
+
+
+_EQUAL = _Result(0.0)
+
+
+def _compare_tensors(fact: Fact, partner: Fact, options: _Options) -> _Result:
     a: TensorFact = fact.value
     b: TensorFact = partner.value
-    if a.digest == b.digest and a.shape == b.shape:
-        return True, 0.0, None
     if a.shape != b.shape:
-        text = f"has the shape {list(b.shape)} instead of {list(a.shape)}"
-        return False, 1.0, _difference(fact, partner, text, 1.0)
-    size = math.prod(a.shape) or 1
-    delta = float(np.linalg.norm(np.asarray(a.sketch) - np.asarray(b.sketch)))
-    reach = max(a.norm, b.norm, 0.0 if a.is_buffer else _NOISE_FLOOR * scale * math.sqrt(size))
+        return _Result(1.0, f"has the shape {list(b.shape)} instead of {list(a.shape)}")
+    if a.digest == b.digest:
+        return _EQUAL
     if not math.isfinite(a.norm) or not math.isfinite(b.norm):
-        equal = math.isnan(a.norm) and math.isnan(b.norm)
-        return False, 0.0, None if equal else _difference(fact, partner, f"has the norm {b.norm:g} instead of {a.norm:g}", None)
-    relative = delta / reach if reach else 0.0
-    if relative <= tolerance:
-        return False, relative, None
-    return False, relative, _difference(fact, partner, f"differs by {relative:.2g} of its norm", relative)
+        both = math.isnan(a.norm) and math.isnan(b.norm)
+        return _Result(_LEAST) if both else _Result(0.0, f"has the norm {b.norm:g} instead of {a.norm:g}")
+    size = math.prod(a.shape) or 1
+    reach = max(a.norm, b.norm, 0.0 if a.is_buffer else _NOISE_FLOOR * options.scale * math.sqrt(size))
+    relative = float(np.linalg.norm(np.asarray(a.sketch) - np.asarray(b.sketch))) / reach if reach else 0.0
+    return _Result(max(relative, _LEAST), f"differs by {relative:.2g} of its norm" if relative > options.tolerance else "")
 
 
-def _compare_losses(fact: Fact, partner: Fact, tolerance: float) -> tuple[bool, float, Difference | None]:
+def _compare_losses(fact: Fact, partner: Fact, options: _Options) -> _Result:
     a: LossFact = fact.value
     b: LossFact = partner.value
-    relative = relative_difference(a.mean, b.mean)
-    if a.weight is None or b.weight is None:
+    relative, is_weighted = relative_difference(a.mean, b.mean), a.weight is not None and b.weight is not None
+    if not is_weighted:
         # Without weights, a loop may sum or average over microbatches and ranks.
         relative = min(relative, relative_difference(a.total, b.total))
-    weight = None if a.weight is None or b.weight is None else relative_difference(a.weight, b.weight)
-    if relative <= tolerance and (weight is None or weight <= tolerance):
-        return relative == 0.0, relative, None
-    if weight is not None and weight > tolerance:
-        text = f"has the weight {b.weight:g} over all ranks instead of {a.weight:g}"
-        return False, max(relative, weight), _difference(fact, partner, text, max(relative, weight))
-    text = f"is {b.mean:.6g} instead of {a.mean:.6g}"
-    return False, relative, _difference(fact, partner, text, relative, certain=weight is not None)
+    elif (weight := relative_difference(a.weight or 0.0, b.weight or 0.0)) > options.tolerance:
+        return _Result(max(relative, weight), f"has the weight {b.weight:g} over all ranks instead of {a.weight:g}")
+    if relative <= options.tolerance:
+        return _Result(relative)
+    return _Result(relative, f"is {b.mean:.6g} instead of {a.mean:.6g}", is_weighted)
 
 
 def relative_difference(a: float, b: float) -> float:
@@ -228,71 +231,84 @@ def relative_difference(a: float, b: float) -> float:
     return abs(a - b) / max(abs(a), abs(b))
 
 
-def _compare_samples(fact: Fact, partner: Fact, same_layout: bool) -> tuple[bool, float, Difference | None]:
+def _compare_samples(fact: Fact, partner: Fact, options: _Options) -> _Result:
     a: Counter[str] = fact.value
     b: Counter[str] = partner.value
-    if a == b and (not same_layout or fact.by_rank == partner.by_rank):
-        return True, 0.0, None
     if a == b:
-        return False, 1.0, _difference(fact, partner, "come in another order", None)
-    if fact.kind == "evaluation" and not same_layout:
+        in_order = not options.same_layout or fact.by_rank == partner.by_rank
+        return _EQUAL if in_order else _Result(1.0, "come in another order")
+    if fact.kind == "evaluation" and not options.same_layout:
         # Equal batches on all ranks repeat an evaluation, unless all samples are equal, as with even random numbers.
-        everything = Counter(each for rank in partner.by_rank for each in rank)
+        everything = Counter(sample for samples in partner.by_rank for sample in samples)
         if all(a[sample] in (b[sample], everything[sample]) for sample in a | everything):
-            return True, 0.0, None
+            return _EQUAL
     missing, extra = sum((a - b).values()), sum((b - a).values())
-    text = f"are {sum(b.values())} instead of {sum(a.values())}; {missing} are missing and {extra} are not in the other run"
     if missing == extra:
-        text = f"are others: {extra} of {sum(b.values())} are not in the other run"
-    return False, 1.0, _difference(fact, partner, text, None)
+        return _Result(1.0, f"are others: {extra} of {sum(b.values())} are not in the other run")
+    text = f"are {sum(b.values())} instead of {sum(a.values())}; {missing} are missing and {extra} are not in the other run"
+    return _Result(1.0, text)
 
 
-def _compare_numbers(fact: Fact, partner: Fact, tolerance: float, same_layout: bool) -> tuple[bool, float, Difference | None]:
-    if fact.kind == "metric" and not same_layout and _OF_LAYOUT.search(fact.name):
-        return True, 0.0, None
-    if fact.kind in ("lr", "optimizer_state"):
-        a, b = tuple(fact.value), tuple(partner.value)
-        if fact.kind == "lr" and len(a) != len(b) and not same_layout:
-            # A strategy may split a group of parameters, whose parts have one rate.
-            a, b = tuple(sorted({*a})), tuple(sorted({*b}))
-        relative = 1.0 if len(a) != len(b) else max((relative_difference(x, y) for x, y in zip(a, b, strict=True)), default=0.0)
-        shown = (
-            f"is {', '.join(f'{x:.6g}' for x in b[:3])} instead of {', '.join(f'{x:.6g}' for x in a[:3])}"
-            if fact.kind == "lr"
-            else f"has {b[0]} tensors with the norm {b[1]:.6g} instead of {a[0]} with {a[1]:.6g}"
-        )
-        return a == b, relative, None if relative <= tolerance else _difference(fact, partner, shown, relative)
-    first, second = float(fact.value), float(partner.value)
+def _compare_rates(fact: Fact, partner: Fact, options: _Options) -> _Result:
+    a, b = tuple(fact.value), tuple(partner.value)
+    if len(a) != len(b) and not options.same_layout:
+        # A strategy may split a group of parameters, whose parts have one rate.
+        a, b = tuple(sorted({*a})), tuple(sorted({*b}))
+    first, second = (", ".join(f"{rate:.6g}" for rate in rates[:3]) for rates in (a, b))
+    return _compare_tuples(a, b, options, f"is {second} instead of {first}")
+
+
+def _compare_optimizers(fact: Fact, partner: Fact, options: _Options) -> _Result:
+    (count, norm), (other_count, other_norm) = fact.value, partner.value
+    text = f"has {other_count} tensors with the norm {other_norm:.6g} instead of {count} with {norm:.6g}"
+    return _compare_tuples(fact.value, partner.value, options, text)
+
+
+def _compare_tuples(a: Sequence[float], b: Sequence[float], options: _Options, text: str) -> _Result:
+    relative = 1.0 if len(a) != len(b) else max((relative_difference(x, y) for x, y in zip(a, b, strict=True)), default=0.0)
+    return _Result(relative, text if relative > options.tolerance else "")
+
+
+def _compare_metrics(fact: Fact, partner: Fact, options: _Options) -> _Result:
+    if not options.same_layout and _OF_LAYOUT.search(fact.name):
+        return _EQUAL
+    first, second, slack = float(fact.value), float(partner.value), 0.0
+    if isinstance(fact.value, str):
+        # The last printed digit may differ by rounding.
+        mantissa, _, exponent = fact.value.lower().partition("e")
+        slack = 1.5 * 10.0 ** (int(exponent or 0) - len(mantissa.partition(".")[2]))
     relative = relative_difference(first, second)
-    # The last printed digit may differ by rounding.
-    slack = 1.5 * 10.0 ** -_decimals(fact.value) if isinstance(fact.value, str) else 0.0
-    if relative <= tolerance or abs(first - second) <= slack:
-        return relative == 0.0, relative, None
-    return False, relative, _difference(fact, partner, f"is {second:.6g} instead of {first:.6g}", relative)
+    is_rounding = relative <= options.tolerance or abs(first - second) <= slack
+    return _Result(relative, "" if is_rounding else f"is {second:.6g} instead of {first:.6g}")
 
 
-def _decimals(text: str) -> int:
-    mantissa, _, exponent = text.lower().partition("e")
-    return len(mantissa.partition(".")[2]) - int(exponent or 0)
+def _compare_plain(fact: Fact, partner: Fact, options: _Options) -> _Result:
+    if _plain(fact) == _plain(partner):
+        return _EQUAL
+    if fact.kind in ("rng", "generator"):
+        return _Result(0.0, "has another state before the step")
+    if fact.kind != "variable":
+        return _Result(0.0, f"are {list(partner.value) or 'none'} instead of {list(fact.value) or 'none'}")
+    a, b = fact.value["value"], partner.value["value"]
+    return _Result(0.0, f"is {b:.6g} instead of {a:.6g}" if fact.value["type"] == "number" else "has other values")
+
+
+_COMPARE: Mapping[str, Callable[[Fact, Fact, _Options], _Result]] = {
+    **dict.fromkeys(TENSORS, _compare_tensors),
+    "loss": _compare_losses,
+    "samples": _compare_samples,
+    "evaluation": _compare_samples,
+    "lr": _compare_rates,
+    "optimizer_state": _compare_optimizers,
+    "metric": _compare_metrics,
+}
 
 
 def _plain(fact: Fact) -> Any:
     return fact.value["digest"] if fact.kind in ("variable", "generator") else fact.value
 
 
-def _changed(fact: Fact, partner: Fact) -> Difference:
-    if fact.kind in ("rng", "generator"):
-        text = "has another state before the step"
-    elif fact.kind == "variable":
-        a, b = fact.value["value"], partner.value["value"]
-        number = fact.value["type"] == "number"
-        text = f"is {b:.6g} instead of {a:.6g}" if number else "has other values"
-    else:
-        text = f"are {list(partner.value) or 'none'} instead of {list(fact.value) or 'none'}"
-    return _difference(fact, partner, text, None)
-
-
-def _difference(fact: Fact, partner: Fact, text: str, relative: float | None, *, certain: bool = True) -> Difference:
+def _difference(fact: Fact, partner: Fact, result: _Result) -> Difference:
     ranks: tuple[int, ...] = ()
     if partner.kind in TENSORS and len(set(partner.by_rank) - {None}) > 1:
         ranks = tuple(rank for rank, value in enumerate(partner.by_rank) if value is not None and value != fact.value.digest)
@@ -300,12 +316,12 @@ def _difference(fact: Fact, partner: Fact, text: str, relative: float | None, *,
         step=fact.step,
         kind=fact.kind,
         name=fact.name,
-        text=text,
-        relative=relative,
+        text=result.text,
+        relative=None if fact.kind in ("samples", "evaluation") else result.relative or None,
         ranks=ranks,
         reference=fact,
         other=partner,
-        certain=certain,
+        certain=result.is_certain,
     )
 
 
@@ -320,12 +336,6 @@ def _missing_steps(reference: RunRecord, other: RunRecord, first_step: int) -> I
             name="",
             text=f"end after {format_count(len(found), 'update')} instead of {len(expected)}",
         )
-
-
-def _without_uncertain(differences: list[Difference]) -> list[Difference]:
-    """Drop a loss that may be weighted in another way, unless the gradients of its step differ, too."""
-    gradients = {difference.step for difference in differences if difference.kind == "gradient"}
-    return [each for each in differences if each.certain or each.step in gradients]
 
 
 def label(difference: Difference) -> str:

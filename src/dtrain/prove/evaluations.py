@@ -1,17 +1,35 @@
-"""Record the evaluations of a run, the weights that they ran, and the exported weights (``Evaluations``)."""
+"""Record the evaluations of a run, the weights that they ran, and the exported weights (``Evaluations``).
+
+``ExportCheck`` loads exported weights into the model again, and compares its outputs with those of the evaluated weights.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+import re
+import zipfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+import safetensors.torch
+import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
-from dtrain.fqn import parameters_by_fqn
-from dtrain.prove.export_check import ExportCheck
+from dtrain.data.batch import list_tensors
+from dtrain.dist.dtensor import to_local
+from dtrain.fqn import buffers_by_fqn, parameters_by_fqn, unwrap_module
 from dtrain.prove.run_config import RunConfig
 from dtrain.prove.run_log import RunLog, sample_hashes
+from dtrain.prove.run_records import matching_name
+
+_SHARD = re.compile(r"-(\d+)-of-(\d+)\.safetensors$")
+# Evaluated weights that are kept, the last ones.
+_MAX_SNAPSHOTS = 6
+
+Values = Mapping[str, Tensor]
 
 
 class Evaluations:
@@ -70,3 +88,163 @@ class Evaluations:
             self._note("export_not_run", path=os.path.basename(path), error=problem)
         else:
             self._log.write("export_check", step=step, **result)
+
+
+class ExportCheck:
+    """Exports of a run on one rank: a file is read again, and a held batch gives the same outputs with its tensors.
+
+    The tensors that the file lacks get their values before the first step, as in a model that was just built.
+    """
+
+    def __init__(self) -> None:
+        self._held: dict[int, tuple[nn.Module, Any, Any]] = {}
+        self._initial: dict[int, Values] = {}
+        self._evaluated: dict[int, list[tuple[int, Values]]] = {}
+        self._shards: dict[Path, dict[str, Tensor]] = {}
+        self.running = False
+
+    def hold(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Keep the inputs of a forward, and the values of the model before its first forward."""
+        inner = unwrap_module(module)
+        self._held[id(inner)] = (module, args, kwargs)
+        if id(inner) not in self._initial:
+            self._initial[id(inner)] = _clone(_tensors(inner))
+
+    def evaluation_begins(self, module: nn.Module, step: int) -> None:
+        """Keep the values of a model that is evaluated."""
+        inner = unwrap_module(module)
+        kept = self._evaluated.setdefault(id(inner), [])
+        kept.append((step, _clone(_tensors(inner))))
+        del kept[:-_MAX_SNAPSHOTS]
+
+    def check(self, path: str, step: int) -> dict[str, Any] | None:
+        """Load the file at ``path``, and return the difference of the outputs; None if the file is a part, or of no model.
+
+        A script may have several models with these names, such as an average beside the trained model. The file is that of the
+        nearest one.
+
+        Mutates: the parameters and buffers of these models, which get their values back.
+        """
+        exported = self._read(Path(path))
+        results = [self._compare(exported, step, *model) for model in self._models_of(exported)]
+        if not results:
+            return None
+        return {"path": Path(path).name} | min(results, key=lambda result: result["error"])
+
+    def _compare(self, exported: Values, step: int, module: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:
+        inner = unwrap_module(module)
+        own = _tensors(inner)
+        aliases = parameters_by_fqn(inner)[1]
+        found: dict[str, Tensor] = {}
+        shapes: list[str] = []
+        for name, tensor in exported.items():
+            known = matching_name(name, [*own, *aliases])
+            known = aliases.get(known or "", known)
+            if known is not None and own[known].shape == tensor.shape:
+                found[known] = tensor
+            elif known is not None:
+                shapes.append(f"{name} has the shape {list(tensor.shape)} instead of {list(own[known].shape)}")
+        snapshots = self._evaluated.get(id(inner), [])
+        references = [values for _, values in reversed(snapshots)]
+        if not snapshots or snapshots[-1][0] != step:
+            references.insert(0, _clone(own))
+        with self._borrowed(inner, own):
+            _fill(own, self._initial[id(inner)])
+            _fill(own, found)
+            outputs = _run(module, args, kwargs)
+            errors = []
+            for values in references:
+                # The dtype of the file is checked elsewhere.
+                _fill(own, {name: value.to(found[name].dtype) if name in found else value for name, value in values.items()})
+                errors.append(_relative(_run(module, args, kwargs), outputs))
+        needed = {*parameters_by_fqn(inner)[0], *buffers_by_fqn(inner, persistent_only=True)}
+        missing = sorted(needed - set(found))
+        return {"error": min(errors), "missing": missing, "shapes": shapes}
+
+    def _read(self, path: Path) -> Values:
+        part = _SHARD.search(path.name)
+        # torch.save writes zip files, whatever their name, and wrote other files before.
+        if zipfile.is_zipfile(path) or path.suffix in (".pt", ".pth", ".bin"):
+            loaded = torch.load(path, map_location="cpu", weights_only=True)
+            return {name: tensor for name, tensor in loaded.items() if isinstance(tensor, Tensor)}
+        tensors = safetensors.torch.load_file(path)
+        if part is None:
+            return tensors
+        whole = self._shards.setdefault(path.parent, {})
+        whole.update(tensors)
+        return whole if part[1] == part[2] else {}
+
+    def _models_of(self, exported: Values) -> list[tuple[nn.Module, Any, Any]]:
+        """Return the models that have the most tensors of a file by name and shape, else by name alone, with inputs."""
+        most = (0, 0)
+        models: list[tuple[nn.Module, Any, Any]] = []
+        for module, args, kwargs in self._held.values():
+            inner = unwrap_module(module)
+            own, aliases = _tensors(inner), parameters_by_fqn(inner)[1]
+            if any(tensor.is_meta for tensor in own.values()):
+                continue
+            known = {name: matching_name(name, [*own, *aliases]) for name in exported}
+            shapes = {name: own[aliases.get(other, other)].shape for name, other in known.items() if other is not None}
+            count = sum(exported[name].shape == shape for name, shape in shapes.items()), len(shapes)
+            if count > most:
+                most, models = count, []
+            if count == most > (0, 0):
+                models.append((module, args, kwargs))
+        return models
+
+    @contextmanager
+    def _borrowed(self, model: nn.Module, own: Values) -> Iterator[None]:
+        """Restore values, modes and random numbers of a model at the end. Sets evaluation mode."""
+        before, modes = _clone(own), {module: module.training for module in model.modules()}
+        random = torch.get_rng_state()
+        model.eval()
+        self.running = True
+        try:
+            yield
+        finally:
+            self.running = False
+            _reshard(model)
+            _fill(own, before)
+            for module, mode in modes.items():
+                module.training = mode
+            torch.set_rng_state(random)
+
+
+def _reshard(model: nn.Module) -> None:
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def _tensors(model: nn.Module) -> Values:
+    """Return the local tensors of all parameters and buffers, which on one rank are whole. Mutates: unsharded parameters."""
+    _reshard(model)
+    named = {**parameters_by_fqn(model)[0], **buffers_by_fqn(model)}
+    return {name: to_local(tensor.detach()) for name, tensor in named.items()}
+
+
+def _clone(values: Values) -> Values:
+    return {name: value.clone() for name, value in values.items()}
+
+
+def _fill(own: Values, values: Values) -> None:
+    with torch.no_grad():
+        for name, value in values.items():
+            # A buffer that the model computes on demand may have grown.
+            if own[name].shape == value.shape:
+                own[name].copy_(value)
+
+
+def _run(module: nn.Module, args: Any, kwargs: Any) -> Tensor:
+    _reshard(module)
+    with torch.no_grad():
+        output = module(*args, **kwargs)
+    tensors = [tensor for tensor in list_tensors([output]) if tensor.is_floating_point()]
+    return torch.cat([tensor.detach().double().reshape(-1) for tensor in tensors])
+
+
+def _relative(reference: Tensor, other: Tensor) -> float:
+    if reference.shape != other.shape:
+        return 1.0
+    norm = float(torch.linalg.vector_norm(reference))
+    return float(torch.linalg.vector_norm(reference - other)) / norm if norm else float(other.any())

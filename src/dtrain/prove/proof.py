@@ -1,4 +1,7 @@
-"""Run a script in several ways and compare the runs: ``prove``."""
+"""Run a script in several ways and compare the runs (``prove``), and show the result (``ProveReport``).
+
+The answer has the table of runs, the first difference of each, its cause, and the verdict.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +10,15 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any, Literal
 
-from dtrain.prove.causes import explain
-from dtrain.prove.checks import check_record
-from dtrain.prove.compare import Comparison, Difference, compare_records, unstable_keys
-from dtrain.prove.proof_report import Finding, ProveReport, RunRow
-from dtrain.prove.rounding import ModuleError, compare_precision, computed_samples, module_errors, rounding_of
-from dtrain.prove.run_plan import (
+from dtrain.arguments import format_count
+from dtrain.prove.causes import Cause, explain
+from dtrain.prove.checks import FAR, ModuleError, check_record, compare_precision, computed_samples, module_errors, rounding_of
+from dtrain.prove.compare import Comparison, Difference, compare_records, label, unstable_keys
+from dtrain.prove.run_config import (
     AGAIN,
     BASE,
     FLOAT32,
@@ -26,13 +30,24 @@ from dtrain.prove.run_plan import (
     ProveOptions,
     first_runs,
     next_runs,
-    resumed_config,
 )
 from dtrain.prove.run_records import KINDS, RunRecord, read_record
 from dtrain.prove.runs import RunOutcome, copy_work_folder, run_all
 
 # Facts that do not depend on the random numbers of a step.
 _DATA_KINDS = ("initial", "ties", "samples", "lr", "evaluation")
+_MAX_MODULES = 20
+
+RowVerdict = Literal["bitwise", "tolerance", "differs", "failed", "ran", "not run"]
+
+_WORDS: Mapping[str, str] = {
+    "bitwise": "equal bit for bit",
+    "tolerance": "equal within rounding",
+    "differs": "DIFFERS",
+    "failed": "FAILED",
+    "ran": "no contradiction",
+    "not run": "not compared",
+}
 
 
 def prove(
@@ -145,9 +160,8 @@ class _Proof:
         killed = self._outcomes[str(run.after)].config
         shutil.copytree(killed.work_folder, run.config.work_folder, symlinks=True)
         saves = [row["step"] for row in self._records[str(run.after)].rows("saved")]
-        return PlannedRun(
-            config=resumed_config(run.config, saves), against=run.against, same_layout=run.same_layout, after=run.after
-        )
+        # In a loop that does not use dtrain's step, the steps of the resumed run count from the last save.
+        return replace(run, config=replace(run.config, first_step=max(saves, default=0)))
 
     def _add_row(self, run: PlannedRun) -> None:
         name = run.config.name
@@ -219,7 +233,7 @@ class _Proof:
             candidates.append(comparison.first)
         numbers = []
         for difference in candidates:
-            cause = explain(difference, record, reference, comparison, run.config, run.after is not None)
+            cause = explain(difference, record, reference, run.config, run.after is not None)
             known = next((n for n, each in enumerate(self._findings) if each.cause.code == cause.code), None)
             if known is None:
                 known = len(self._findings)
@@ -246,3 +260,214 @@ class _Proof:
                 row["cpu_s"] for each in self._records.values() for rows in each.ranks for row in rows if row["kind"] == "end"
             ),
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunRow:
+    """A run of the table.
+
+    Args:
+        name: name of the run.
+        against: name of the run that it was compared with.
+        verdict: result of the comparison.
+        largest: largest relative difference.
+        findings: numbers of the findings, from 0.
+        text: error of a run that failed.
+    """
+
+    name: str
+    against: str
+    verdict: RowVerdict
+    largest: float | None = None
+    findings: tuple[int, ...] = ()
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """The first difference of a run, with its likely cause."""
+
+    run: str
+    against: str
+    difference: Difference
+    cause: Cause
+
+    @property
+    def subject(self) -> str:
+        """Step and name of the fact that differs, as in ``"step 0, gradient of head.weight"``."""
+        return f"step {self.difference.step}, {label(self.difference)}"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the finding as plain data."""
+        difference = self.difference
+        return {
+            "run": self.run,
+            "against": self.against,
+            "step": difference.step,
+            "kind": difference.kind,
+            "name": difference.name,
+            "text": difference.text,
+            "relative": difference.relative,
+            "ranks": list(difference.ranks),
+            "cause": self.cause.code,
+            "sentence": self.cause.sentence,
+            "page": self.cause.page,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProveReport:
+    """Result of ``prove``.
+
+    Args:
+        script: path of the script.
+        steps: number of steps of each run.
+        rows: runs, in the order of the table.
+        findings: differences with their causes.
+        notes: what the script does that was changed or could not be seen.
+        plain: if True, the loop does not use dtrain's step.
+        modules: errors of the script's dtypes, in the order of the program.
+        rounding: largest difference that counts as rounding, as measured; None for the tolerance of float64.
+        keep_precision: if True, the runs computed in the script's own dtypes.
+        seconds: duration of the proof.
+        cpu_seconds: processor time of all ranks that were not killed.
+    """
+
+    script: str
+    steps: int
+    rows: tuple[RunRow, ...]
+    findings: tuple[Finding, ...]
+    notes: tuple[Mapping[str, Any], ...] = field(default=(), repr=False)
+    plain: bool = False
+    modules: tuple[ModuleError, ...] = field(default=(), repr=False)
+    rounding: float | None = None
+    keep_precision: bool = False
+    seconds: float = 0.0
+    cpu_seconds: float = 0.0
+
+    @property
+    def passed(self) -> bool:
+        """True if no run differs or failed."""
+        return bool(self.rows) and not self.findings and not any(row.verdict in ("differs", "failed") for row in self.rows)
+
+    def remarks(self) -> list[str]:
+        """Return what was changed, and what was not seen, in sentences."""
+        codes = {note["code"] for note in self.notes}
+        remarks = []
+        if self.plain:
+            remarks.append(
+                "The loop does not use dtrain's step: weights of losses and microbatch sizes were not seen or changed."
+            )
+        else:
+            if "sharding" not in codes:
+                remarks.append("The model is not sharded by shard_model, so no other strategy was run.")
+            if by_hand := sorted({note["optimizer"] for note in self.notes if note["code"] == "update_by_hand"}):
+                remarks.append(f"Updates of {' and '.join(by_hand)} outside of dtrain's step were not compared.")
+        if files := sorted({note["path"] for note in self.notes if note["code"] == "overwrite"}):
+            remarks.append(
+                f"The script writes {' and '.join(files)}, which the current folder has already. If it reads them, the runs "
+                "did not begin at the first step. Run it in a folder without its results."
+            )
+        if "frozen_statistics" in codes:
+            remarks.append("Batch norm ran with its initial statistics, because those of a batch depend on the layout.")
+        if names := sorted({note["name"] for note in self.notes if note["code"] == "transform_draws"}):
+            remarks.append(f"{', '.join(names)} draws numbers per rank, so losses were not compared between numbers of ranks.")
+        for note in self.notes:
+            if note["code"] == "export_not_run":
+                why = note["error"] or "no model of the script has the names of its tensors"
+                remarks.append(f"{note['path']} was not loaded again: {why}.")
+        if self.rounding is not None:
+            remarks.append(
+                f"Differences within a measured tolerance count as rounding, of at most {self.rounding:.1g}: "
+                f"{FAR:.0f} times the effect of one more rounding of each module's output."
+            )
+        if "loop_cut" in codes:
+            remarks.append("The loop could not be shortened and was ended, so the code after it did not run.")
+        if not any("killed" in row.name for row in self.rows):
+            remarks.append("No checkpoint was saved before the last step, so no resume was checked.")
+        return remarks
+
+    def text(self) -> str:
+        """Return the answer as text."""
+        width = max([len(row.name) for row in self.rows] + [3])
+        lines = [f"{'run':{width}}  result"]
+        for row in self.rows:
+            numbers = f" ({', '.join(str(number + 1) for number in row.findings)})" if row.findings else ""
+            size = f", {row.largest:.0e} of the norm" if row.verdict == "tolerance" and row.largest else ""
+            lines.append(f"{row.name:{width}}  {_WORDS[row.verdict]}{size}{numbers}{': ' + row.text if row.text else ''}")
+        for number, finding in enumerate(self.findings, start=1):
+            difference = finding.difference
+            ranks = f" (ranks {', '.join(map(str, difference.ranks))})" if difference.ranks else ""
+            against = f" against {finding.against}" if finding.against else ""
+            lines += [
+                "",
+                f"{number}. {finding.run}{against}: {finding.subject} {difference.text}{ranks}",
+                f"   {finding.cause.sentence}",
+                f'   See the page "{finding.cause.page}" of the documentation ({finding.cause.code}).',
+            ]
+        if remarks := self.remarks():
+            lines += ["", *remarks]
+        if self.keep_precision:
+            lines += self._module_lines()
+        failed = sum(row.verdict == "failed" for row in self.rows)
+        differs = f"{format_count(len(self.findings), 'difference')}, {format_count(failed, 'failed run')}"
+        verdict = "all runs agree" if self.passed else differs
+        lines += ["", f"prove: {verdict} ({format_count(len(self.rows), 'run')} of {self.steps} steps, {self.seconds:.0f} s)"]
+        return "\n".join(lines)
+
+    def _module_lines(self) -> list[str]:
+        """Return the table of modules, the largest error first, and the first module that rounding does not explain."""
+        if not self.modules:
+            return ["", "No module computes in fewer bits than float32."]
+        shown = sorted(self.modules, key=lambda module: -module.output)[:_MAX_MODULES]
+        width = max(len(module.name or "model") for module in shown)
+        lines = ["", f"{'module':{width}}  dtype     output   gradient  rounding  (first step, relative to float32)"]
+        for module in shown:
+            gradient = "-" if module.gradient is None else f"{module.gradient:.1e}"
+            lines.append(
+                f"{module.name or 'model':{width}}  {module.dtype:8}  {module.output:.1e}  {gradient:8}  {module.rounding:.1e}"
+                f"{'  FAR' if module.is_far else ''}"
+            )
+        first = next((module for module in self.modules if module.is_far and module.leaf), None)
+        if len(self.modules) > len(shown):
+            more = format_count(len(self.modules) - len(shown), "more module")
+            lines.append(f"and {more}, with smaller errors")
+        if first is not None:
+            lines.append(f"The first module in the program whose error rounding does not explain: {first.name} ({first.kind}).")
+        return lines
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the report as plain data."""
+        return {
+            "script": self.script,
+            "steps": self.steps,
+            "passed": self.passed,
+            "seconds": round(self.seconds, 1),
+            "cpu_seconds": round(self.cpu_seconds, 1),
+            "runs": [
+                {
+                    "name": row.name,
+                    "against": row.against,
+                    "verdict": row.verdict,
+                    "largest": row.largest,
+                    "findings": list(row.findings),
+                    "error": row.text,
+                }
+                for row in self.rows
+            ],
+            "findings": [finding.as_dict() for finding in self.findings],
+            "modules": [
+                {
+                    "name": module.name,
+                    "class": module.kind,
+                    "dtype": module.dtype,
+                    "output": module.output,
+                    "gradient": module.gradient,
+                    "rounding": module.rounding,
+                    "far": module.is_far,
+                }
+                for module in self.modules
+            ],
+            "rounding": self.rounding,
+            "remarks": self.remarks(),
+        }

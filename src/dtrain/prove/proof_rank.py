@@ -64,7 +64,7 @@ def _run(config: RunConfig, rank: int) -> int:
     import numpy as np
     import torch
 
-    from dtrain.dist.context import current_context
+    from dtrain.prove.dtrain_hooks import observe_dtrain
     from dtrain.prove.recording import RankRecorder
     from dtrain.prove.torch_hooks import observe_torch
 
@@ -72,7 +72,7 @@ def _run(config: RunConfig, rank: int) -> int:
     torch.default_generator.seed()
     np.random.seed()
     recorder = RankRecorder(config, rank)
-    current_context().recorder = recorder
+    observe_dtrain(recorder)
     observe_torch(recorder)
     path = os.path.abspath(config.script)
     sys.argv = [config.script, *config.args]

@@ -1,18 +1,20 @@
-"""Describe one run of a proof: what the command changes in the script from outside (``RunConfig``)."""
+"""Describe the runs of a proof (``RunConfig``), and choose them from what the first run of the script has shown."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+import random
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+from dtrain.arguments import check_int
+from dtrain.errors import ConfigError
+from dtrain.prove.run_records import BITS, RunRecord
 from dtrain.typing import Plain
 
 Dtype = Literal["fp64", "fp32", "as written"]
-
-CONFIG_VARIABLE = "DTRAIN_PROVE"
-"""Environment variable with the path of a rank's ``RunConfig``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,3 +83,158 @@ SAVE_INTERVAL = 2
 
 SKETCH_SIZE = 2048
 """Largest number of numbers that represent a recorded tensor; see ``run_log``."""
+
+
+BASE, AGAIN, EVEN = "1 rank", "1 rank, again", "1 rank, even random numbers"
+FLOAT32, WRITTEN = "1 rank, float32", "1 rank, as written"
+ROUNDED, ROUNDED_AGAIN = "1 rank, other rounding", "1 rank, other rounding, again"
+SERVING = (EVEN, FLOAT32, ROUNDED, ROUNDED_AGAIN)
+"""Runs that are not rows of the answer."""
+_STRATEGIES = ("full_shard", "shard_grad_op", "replicate")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProveOptions:
+    """Script of ``prove``, and the runs to make of it.
+
+    Args:
+        script: path of the script.
+        args: arguments of the script.
+        steps: number of steps of each run.
+        ranks: numbers of ranks that are compared with one rank.
+        keep_precision: if True, runs compute in the script's own dtypes.
+        seed: seed of the step after which a run is killed.
+        timeout_s: seconds after which a run is ended.
+    """
+
+    script: Path
+    args: tuple[str, ...] = ()
+    steps: int = 4
+    ranks: tuple[int, ...] = (2, 3)
+    keep_precision: bool = False
+    seed: int = 0
+    timeout_s: float = 300.0
+
+    def __post_init__(self) -> None:
+        check_int("prove", "steps", self.steps, minimum=2)
+        for count in self.ranks:
+            check_int("prove", "world_sizes", count, minimum=2)
+        if not self.script.is_file():
+            raise ConfigError(f"prove: script must be a Python file, got {str(self.script)!r}. Check the path.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedRun:
+    """A run, and the run that it is compared with.
+
+    Args:
+        config: the run.
+        against: name of the other run; empty for a run that only serves others.
+        same_layout: if True, also random state and variables must agree.
+        after: name of the killed run whose folder this run continues; None otherwise.
+        optional: if True, the script may not support what the run changes, so a failure shows nothing.
+    """
+
+    config: RunConfig
+    against: str = ""
+    same_layout: bool = False
+    after: str | None = None
+    optional: bool = False
+
+
+def first_runs(options: ProveOptions, folder: Path) -> list[PlannedRun]:
+    """Return the run on one rank, and its repetition."""
+    base = RunConfig(
+        name=BASE,
+        folder=str(folder / "base"),
+        work_folder=str(folder / "base" / "work"),
+        script=str(options.script),
+        args=options.args,
+        steps=options.steps,
+        dtype="as written" if options.keep_precision else "fp64",
+        activations=options.keep_precision,
+        check_exports=True,
+    )
+    return [
+        PlannedRun(config=base),
+        PlannedRun(config=_variant(base, folder, "again", name=AGAIN), against=BASE, same_layout=True),
+    ]
+
+
+def next_runs(options: ProveOptions, folder: Path, base: RunConfig, record: RunRecord) -> list[PlannedRun]:
+    """Return the runs that the first run of the script makes possible."""
+    base = replace(base, has_dtrain_loop=bool(record.rows("layout")))
+    draws = record.note("draws") is not None or record.note("frozen_statistics") is not None
+    reference, runs = EVEN if draws else BASE, list[PlannedRun]()
+
+    def plan(name: str, place: str, changes: Mapping[str, object], against: str = "", **comparison: Any) -> None:
+        runs.append(PlannedRun(config=_variant(base, folder, place, name=name, **changes), against=against, **comparison))
+
+    if draws:
+        plan(EVEN, "even", {"even_random": True})
+    written = record.note("sharding")
+    for position, ranks in enumerate(options.ranks):
+        layout = {"ranks": ranks, "even_random": draws}
+        plan(f"{ranks} ranks", f"ranks-{ranks}", layout, reference)
+        if position == 0 and written is not None and written["strategy"] in (*_STRATEGIES, "no_shard"):
+            for strategy in _STRATEGIES:
+                if strategy != written["strategy"].replace("no_shard", "replicate"):
+                    changes = {**layout, "strategy": strategy}
+                    plan(f"{ranks} ranks, {strategy}", f"ranks-{ranks}-{strategy}", changes, reference, optional=True)
+    size = other_microbatch_size(record)
+    if size is not None:
+        changes = {"microbatch_size": size, "even_random": draws}
+        plan(f"microbatches of {size}", "microbatch", changes, reference, optional=True)
+    if record.note("recompute") is not None:
+        off = {"recompute": False}
+        plan("activation checkpointing off", "recompute", off, BASE, same_layout=True, optional=True)
+    # Random numbers in float64 are others, so the reference of low precision is a run in float32.
+    low = record.note("low_precision") is not None or any(
+        BITS.get(row["dtype"], 64) < BITS["float32"] for row in record.rows("activation")
+    )
+    as_written: dict[str, object] = {"dtype": "as written"}
+    if options.keep_precision or low:
+        plan(ROUNDED, "rounded", {**as_written, "activations": True, "perturb": True})
+    if options.keep_precision:
+        # The change of one number, such as a loss, may be small by chance.
+        plan(ROUNDED_AGAIN, "rounded-2", {**as_written, "perturb": True, "perturb_seed": 1})
+    if low:
+        plan(FLOAT32, "float32", {"dtype": "fp32", "activations": True})
+    if not options.keep_precision and (low or record.rows("exported")):
+        plan(WRITTEN, "written", {**as_written, "activations": True}, FLOAT32 if low else "")
+    kill_after = choose_kill(record, options.seed)
+    if kill_after is not None:
+        killed = f"killed after step {kill_after}"
+        plan(killed, "killed", {"kill_after": kill_after})
+        plan(f"{killed}, resumed", "resumed", {}, BASE, same_layout=True, after=killed)
+        # With draws, the steps before the kill drew other random numbers, so the parameters differ.
+        for ranks in () if draws else options.ranks[:1]:
+            plan(f"{killed}, resumed on {ranks} ranks", f"resumed-{ranks}", {"ranks": ranks}, BASE, after=killed)
+    return runs
+
+
+def other_microbatch_size(record: RunRecord) -> int | None:
+    """Return another microbatch size than that of the record, which leaves a smaller last microbatch; None if there is none."""
+    note, rows = record.note("microbatches"), record.rows("step")
+    if note is None or not rows:
+        return None
+    count = len(rows[0]["samples"])
+    size = max(1, round(count * 0.4))
+    if note["size"] == size:
+        size -= 1
+    return size if 0 < size < count else None
+
+
+def choose_kill(record: RunRecord, seed: int) -> int | None:
+    """Return a random step at which a run can be killed and go on from a checkpoint; None without such a checkpoint."""
+    last = max(record.steps, default=0) + 1
+    saves = sorted({row["step"] for row in record.rows("saved") if row["step"] < last})
+    if not saves:
+        return None
+    return random.Random(seed).randint(saves[0], last - 1)
+
+
+def _variant(base: RunConfig, folder: Path, place: str, **changes: object) -> RunConfig:
+    only_base = {"activations": False, "check_exports": False}
+    changes = {**only_base, "folder": str(folder / place), "work_folder": str(folder / place / "work"), **changes}
+    return replace(base, **changes)  # type: ignore[arg-type]

@@ -9,8 +9,10 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -164,59 +166,40 @@ def read_record(name: str, folder: Path) -> RunRecord:
     """Read the record of a run from its folder. A killed rank may have left half a line, which is skipped."""
     ranks: list[list[Row]] = []
     while (path := folder / f"rank-{len(ranks)}.jsonl").exists():
-        ranks.append(_without_preparation(list(_read_rows(path))))
+        rows: list[Row] = []
+        for line in path.read_text(encoding="utf-8").split("\n"):
+            with suppress(ValueError):
+                rows.append(json.loads(line))
+        # A loop by hand before the start of dtrain's loop prepares the training, and only the first run records it.
+        start = next((place for place, row in enumerate(rows) if row["kind"] == "loop_starts"), 0)
+        ranks.append([row for place, row in enumerate(rows) if place >= start or row["kind"] not in _OF_UPDATES])
     numbers_path = folder / "rank-0.f64"
     whole = numbers_path.stat().st_size // 8 if numbers_path.exists() else 0
     numbers = np.fromfile(numbers_path, count=whole) if whole else np.empty(0)
-    facts = sorted(_facts(ranks, numbers), key=lambda fact: (fact.step, fact.part, KINDS.index(fact.kind), fact.order))
+    facts = [*_facts_of_rank_0(ranks, numbers), *_facts_of_steps(ranks), *_facts_of_evaluations(ranks)] if ranks else []
+    facts.sort(key=lambda fact: (fact.step, fact.part, KINDS.index(fact.kind), fact.order))
     notes = [row for rows in ranks[:1] for row in rows if row["kind"] == "note"]
     return RunRecord(name=name, ranks=ranks, facts={fact.key: fact for fact in facts}, notes=notes, numbers=numbers)
 
 
-def _read_rows(path: Path) -> Iterator[Row]:
-    for line in path.read_text(encoding="utf-8").split("\n"):
-        try:
-            yield json.loads(line)
-        except ValueError:
-            continue
+def _fact(row: Row, kind: str, name: str, value: Any, *, by_rank: Iterable[Any] = (), order: int = 0) -> Fact:
+    part = row.get("part", 0)
+    return Fact(step=row["step"], part=part, kind=kind, name=name, value=value, by_rank=tuple(by_rank), order=order)
 
 
-def _without_preparation(rows: list[Row]) -> list[Row]:
-    """Drop the updates of a loop by hand before the start of dtrain's loop. Only the first run records them."""
-    start = next((place for place, row in enumerate(rows) if row["kind"] == "loop_starts"), 0)
-    return [row for place, row in enumerate(rows) if place >= start or row["kind"] not in _OF_UPDATES]
-
-
-def _facts(ranks: list[list[Row]], numbers: Any) -> Iterator[Fact]:
-    if not ranks:
-        return
-    yield from _tensor_facts(ranks, numbers)
-    yield from _step_facts(ranks)
-    yield from _variable_facts(ranks[0])
-    yield from _metric_facts(ranks[0])
-    yield from _evaluation_facts(ranks)
-
-
-def _tensor_facts(ranks: list[list[Row]], numbers: Any) -> Iterator[Fact]:
-    others: dict[tuple[Any, ...], dict[int, str]] = {}
+def _facts_of_rank_0(ranks: list[list[Row]], numbers: Any) -> Iterator[Fact]:
+    """Yield tensors, variables, metrics and the states of optimizers, which rank 0 writes."""
+    digests: dict[tuple[Any, ...], dict[int, str]] = {}
     for rank, rows in enumerate(ranks):
         for row in rows:
             if row["kind"] in TENSORS:
-                others.setdefault((row["kind"], row["step"], row.get("part", 0), row["name"]), {})[rank] = row["digest"]
+                digests.setdefault((row["kind"], row["step"], row.get("part", 0), row["name"]), {})[rank] = row["digest"]
+    seen: Counter[tuple[int, int, str]] = Counter()
     for place, row in enumerate(ranks[0]):
-        if row["kind"] not in TENSORS or row["sketch"] is None:
-            continue
-        begin, count = row["sketch"]
-        part = row.get("part", 0)
-        # Backward reaches the last parameters first.
-        order = -row["order"] if row["kind"] == "gradient" else place
-        digests = others[row["kind"], row["step"], part, row["name"]]
-        yield Fact(
-            step=row["step"],
-            part=part,
-            kind=row["kind"],
-            name=row["name"],
-            value=TensorFact(
+        kind = row["kind"]
+        if kind in TENSORS and row["sketch"] is not None:
+            begin, count = row["sketch"]
+            tensor = TensorFact(
                 norm=float(row["norm"]),
                 digest=row["digest"],
                 shape=tuple(row["shape"]),
@@ -224,113 +207,81 @@ def _tensor_facts(ranks: list[list[Row]], numbers: Any) -> Iterator[Fact]:
                 sketch=numbers[begin : begin + count],
                 trains=row.get("trains", True),
                 is_buffer=row.get("buffer", False),
-            ),
-            by_rank=tuple(digests.get(rank) for rank in range(len(ranks))),
-            order=order,
-        )
+            )
+            by_rank = digests[kind, row["step"], row.get("part", 0), row["name"]]
+            # Backward reaches the last parameters first.
+            order = -row["order"] if kind == "gradient" else place
+            yield _fact(row, kind, row["name"], tensor, by_rank=map(by_rank.get, range(len(ranks))), order=order)
+        elif kind == "variable":
+            yield _fact(row, "generator" if row["type"] == "generator" else "variable", row["name"], row, order=place)
+        elif kind == "optimizer_state":
+            yield _fact(row, kind, "", (row["tensors"], float(row["norm"])))
+        for name, value in _read_metrics(row):
+            key = row["step"], row.get("part", 0), name
+            seen[key] += 1
+            label = name if seen[key] == 1 else f"{name}, {seen[key]}"
+            yield _fact(row, "metric", label, value, by_rank=(row,), order=place)
 
 
-def _step_facts(ranks: list[list[Row]]) -> Iterator[Fact]:
+def _read_metrics(row: Row) -> Iterator[tuple[str, Any]]:
+    """Yield the numbers of a row by name: of a logger or ``reduce_metrics``, or those in a printed line."""
+    if row["kind"] == "metrics":
+        prefix = "" if row["source"] == "log" else f"{row['source']}: "
+        yield from ((prefix + name, value) for name, value in row["numbers"].items())
+    elif row["kind"] == "printed":
+        skeleton = _DECIMALS.sub("#", row["text"]).strip()
+        yield from ((f"printed: {skeleton} ({number})", text) for number, text in enumerate(_DECIMALS.findall(row["text"]), 1))
+
+
+def _facts_of_steps(ranks: list[list[Row]]) -> Iterator[Fact]:
+    """Yield samples, random state, loss, rates and tied parameters, joined over ranks."""
     by_step: dict[tuple[int, int], list[Row]] = {}
-    layouts = [next((row for row in rows if row["kind"] == "layout"), None) for rows in ranks]
-    # Ranks that share a batch have its samples and losses once.
-    counted = [
-        rank
-        for rank, layout in enumerate(layouts)
-        if layout is None or layout["data_rank"] not in [other["data_rank"] for other in layouts[:rank] if other is not None]
-    ]
+    data_ranks = [next((row["data_rank"] for row in rows if row["kind"] == "layout"), None) for rows in ranks]
     for rank, rows in enumerate(ranks):
-        for row in rows:
-            if row["kind"] == "step" and rank in counted:
-                by_step.setdefault((row["step"], row["part"]), []).append(row)
-    for (step, part), rows in by_step.items():
-        samples = [tuple(row["samples"]) for row in rows]
-        yield Fact(
-            step=step,
-            part=part,
-            kind="samples",
-            name="",
-            value=Counter(s for each in samples for s in each),
-            by_rank=tuple(samples),
-        )
-        yield Fact(step=step, part=part, kind="rng", name="", value=rows[0]["rng"], by_rank=tuple(row["rng"] for row in rows))
-        losses = [loss for row in rows for loss in row["losses"]]
+        # Ranks that share a batch have its samples and losses once.
+        if data_ranks[rank] is None or data_ranks[rank] not in data_ranks[:rank]:
+            for row in rows:
+                if row["kind"] == "step":
+                    by_step.setdefault((row["step"], row["part"]), []).append(row)
+    for rows in by_step.values():
+        first, losses = rows[0], [loss for row in rows for loss in row["losses"]]
         weights = [weight for _, weight in losses]
-        weight = None if not weights or None in weights else float(sum(weights))
-        yield Fact(
-            step=step,
-            part=part,
-            kind="loss",
-            name="",
-            value=LossFact(total=float(sum(total for total, _ in losses)), weight=weight, count=len(losses)),
-            by_rank=tuple(sum(total for total, _ in row["losses"]) for row in rows),
+        loss = LossFact(
+            total=float(sum(total for total, _ in losses)),
+            weight=None if not weights or None in weights else float(sum(weights)),
+            count=len(losses),
         )
-        yield Fact(
-            step=step, part=part, kind="lr", name="", value=tuple(rows[0]["lr"]), by_rank=tuple(tuple(r["lr"]) for r in rows)
-        )
-        yield Fact(step=step, part=part, kind="ties", name="", value=tuple(rows[0]["ties"]))
-    for row in ranks[0]:
-        if row["kind"] == "optimizer_state":
-            value = (row["tensors"], float(row["norm"]))
-            yield Fact(step=row["step"], part=row["part"], kind="optimizer_state", name="", value=value)
+        samples = [tuple(row["samples"]) for row in rows]
+        yield _fact(first, "samples", "", Counter(chain.from_iterable(samples)), by_rank=samples)
+        yield _fact(first, "rng", "", first["rng"], by_rank=(row["rng"] for row in rows))
+        yield _fact(first, "loss", "", loss, by_rank=(sum(total for total, _ in row["losses"]) for row in rows))
+        yield _fact(first, "lr", "", tuple(first["lr"]), by_rank=(tuple(row["lr"]) for row in rows))
+        yield _fact(first, "ties", "", tuple(first["ties"]))
 
 
-def _variable_facts(rows: Sequence[Row]) -> Iterator[Fact]:
-    for place, row in enumerate(rows):
-        if row["kind"] == "variable":
-            kind = "generator" if row["type"] == "generator" else "variable"
-            yield Fact(step=row["step"], part=0, kind=kind, name=row["name"], value=row, order=place)
-
-
-def _metric_facts(rows: Sequence[Row]) -> Iterator[Fact]:
-    seen: Counter[tuple[int, int, str]] = Counter()
-    for place, row in enumerate(rows):
-        if row["kind"] == "metrics":
-            values = {
-                f"{'' if row['source'] == 'log' else row['source'] + ': '}{name}": v for name, v in row["numbers"].items()
-            }
-        elif row["kind"] == "printed":
-            skeleton = _DECIMALS.sub("#", row["text"]).strip()
-            texts = _DECIMALS.findall(row["text"])
-            values = {f"printed: {skeleton} ({index + 1})": text for index, text in enumerate(texts)}
-        else:
-            continue
-        for name, value in values.items():
-            step, part = row["step"], row.get("part", 0)
-            seen[step, part, name] += 1
-            number = seen[step, part, name]
-            label = name if number == 1 else f"{name}, {number}"
-            yield Fact(step=step, part=part, kind="metric", name=label, value=value, by_rank=(row,), order=place)
-
-
-def _evaluation_facts(ranks: list[list[Row]]) -> Iterator[Fact]:
+def _facts_of_evaluations(ranks: list[list[Row]]) -> Iterator[Fact]:
     # An evaluation that only some ranks run, such as that of a codec which rank 0 trains, must not shift the others.
-    per_rank = [_evaluations_by_place(rows) for rows in ranks]
-    for index, (step, part, number) in enumerate(per_rank[0]):
-        rows = [found for evaluations in per_rank if (found := evaluations.get((step, part, number))) is not None]
-        by_rank = [[tuple(samples) for samples in each["batches"]] for each in rows]
+    per_rank: list[dict[tuple[int, int, int], Row]] = []
+    for rows in ranks:
+        seen, evaluations = Counter[tuple[int, int]](), dict[tuple[int, int, int], Row]()
+        for row in rows:
+            if row["kind"] == "evaluation":
+                step, part = row["step"], row.get("part", 0)
+                seen[step, part] += 1
+                evaluations[step, part, seen[step, part]] = row
+        per_rank.append(evaluations)
+    for index, (place, first) in enumerate(per_rank[0].items()):
+        by_rank = [
+            [tuple(samples) for samples in evaluations[place]["batches"]] for evaluations in per_rank if place in evaluations
+        ]
         # Ranks that all run the same batch repeat it, for example to generate text.
         repeated = Counter(by_rank[0]) if len(by_rank) > 1 else Counter()
         for batches in by_rank[1:]:
             repeated &= Counter(batches)
-        everything = Counter(sample for batches in by_rank for samples in batches for sample in samples)
+        lists = [tuple(chain.from_iterable(batches)) for batches in by_rank]
         extra = Counter({batch: count * (len(by_rank) - 1) for batch, count in repeated.items()})
-        value = everything - Counter(sample for batch in extra.elements() for sample in batch)
-        lists = tuple(tuple(sample for samples in batches for sample in samples) for batches in by_rank)
-        name = f"evaluation {number}"
-        yield Fact(step=step, part=part, kind="evaluation", name=name, value=value, by_rank=lists, order=index)
-
-
-def _evaluations_by_place(rows: Sequence[Row]) -> dict[tuple[int, int, int], Row]:
-    """Return the evaluations of a rank by step, part, and number among those of the step."""
-    seen: Counter[tuple[int, int]] = Counter()
-    found = {}
-    for row in rows:
-        if row["kind"] == "evaluation":
-            place = row["step"], row.get("part", 0)
-            seen[place] += 1
-            found[*place, seen[place]] = row
-    return found
+        value = Counter(chain.from_iterable(lists)) - Counter(chain.from_iterable(extra.elements()))
+        yield _fact(first, "evaluation", f"evaluation {place[2]}", value, by_rank=lists, order=index)
 
 
 def matching_name(name: str, known: Collection[str]) -> str | None:

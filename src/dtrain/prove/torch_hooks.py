@@ -1,7 +1,7 @@
 """Observe torch: forwards of whole models, backwards, optimizers, loaders, collectives and saved files (``observe_torch``).
 
-A loop that does not use dtrain's step is recorded by these hooks alone. They are installed in the processes of a proof, before
-the script runs, and stay until the process ends.
+A loop that does not use dtrain's step is recorded by these hooks alone (``PlainLoop``). They are installed in the processes of
+a proof, before the script runs, and stay until the process ends.
 """
 
 from __future__ import annotations
@@ -19,18 +19,15 @@ import safetensors.torch
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader
 
 from dtrain.checkpoint.conversion import convert as conversion
 from dtrain.data.batch import list_tensors
 from dtrain.dist import collectives
 from dtrain.prove.overrides import cast_floats, observe_recompute
-from dtrain.prove.plain_loop import PlainLoop
-from dtrain.prove.recording import EndOfProof, RankRecorder
-from dtrain.prove.run_log import count_samples
-from dtrain.prove.script_variables import script_frames
-from dtrain.step import compose
-from dtrain.transforms import combinators
+from dtrain.prove.recording import EndOfProof, RankRecorder, StepFacts, UpdateObserver
+from dtrain.prove.run_log import count_samples, sample_hashes, script_frames
 
 # Passes of a training loader without a batch, after which the script waits for steps that never come.
 _MAX_EMPTY_PASSES = 1000
@@ -46,7 +43,6 @@ def observe_torch(recorder: RankRecorder) -> None:
     _observe_events(recorder)
     _observe_files(recorder)
     _observe_print(recorder)
-    _observe_transforms(recorder)
     observe_recompute(partial(recorder.note, "recompute"), active=recorder.config.recompute)
 
 
@@ -85,15 +81,17 @@ class _Forwards:
         inputs = [tensor for tensor in list_tensors([list(args), kwargs]) if isinstance(tensor, Tensor)]
         if self._exports is not None:
             self._exports.hold(module, args, kwargs)
-        alone = not recorder.in_step
+        alone, of_cache = not recorder.in_step, module is recorder.cached_model
         if alone:
             self._observe(module, inputs)
+        elif of_cache:
+            recorder.forward_begins([args, kwargs])
         self._depth += 1
         try:
             output = call(module, *args, **kwargs)
         finally:
             self._depth -= 1
-            if alone and not called_from("dtrain.step.evaluate"):
+            if of_cache or (alone and not called_from("dtrain.step.evaluate")):
                 recorder.random.end()
         return self._after(module, output)
 
@@ -224,25 +222,6 @@ def _observe_events(recorder: RankRecorder) -> None:
         wrap(torch.amp.GradScaler, name, event)
 
 
-def _observe_transforms(recorder: RankRecorder) -> None:
-    """Observe transforms that draw per rank, such as mixup, whose result depends on the layout by design."""
-    make: Any = getattr(compose, "make_step_context")  # noqa: B009 - the module imports the name for itself
-    made: list[tuple[str, torch.Generator, Tensor]] = []
-
-    def observed(state: Any, name: str) -> Any:
-        for other, generator, before in made:
-            if not torch.equal(generator.get_state(), before):
-                recorder.note("transform_draws", name=other)
-        # A transform has one generator in a step.
-        made[:] = [each for each in made if each[0] != name]
-        context = make(state, name)
-        made.append((name, context.generator, context.generator.get_state()))
-        return context
-
-    for module in (compose, combinators):
-        setattr(module, "make_step_context", observed)  # noqa: B010
-
-
 def _observe_print(recorder: RankRecorder) -> None:
     """Observe lines that the script prints, which are metrics of many loops."""
     write = builtins.print
@@ -307,3 +286,79 @@ def _state_dict(value: Any) -> dict[str, Tensor]:
         return {}
     tensors = {name: item for name, item in value.items() if isinstance(item, Tensor)}
     return tensors if len(tensors) == len(value) else {}
+
+
+class PlainLoop(UpdateObserver):
+    """Steps of a loop by hand: a step is everything between two updates of an optimizer.
+
+    Args:
+        recorder: recorder of this rank.
+
+    Mutates: torch's hooks of all optimizers.
+    """
+
+    def __init__(self, recorder: RankRecorder) -> None:
+        self._recorder = recorder
+        self._loaded: tuple[int, int] | None = None
+        self._batch: Any = None
+        self._training_loaders: set[int] = set()
+        register_optimizer_step_pre_hook(self._update_begins)
+        register_optimizer_step_post_hook(self._update_ends)
+
+    def forward(self, inputs: list[Tensor]) -> None:
+        """Observe a forward with gradient of a whole model."""
+        recorder = self._recorder
+        if not recorder.facts.forwards:
+            recorder.stop_if_done(0)
+            recorder.flush_evaluation()
+            recorder.facts.rng = recorder.rng_digest()
+        facts = recorder.facts
+        facts.forwards += 1
+        # A model may get a part of each sample that depends on the padding, such as all tokens but the last.
+        is_whole = bool(inputs) and count_samples(self._batch) == count_samples(inputs)
+        facts.samples += sample_hashes(self._batch if is_whole else inputs)
+        facts.shapes += [list(tensor.shape[1:]) for tensor in inputs[:1]]
+        if self._loaded is not None:
+            facts.epochs.append(self._loaded[1])
+
+    def backward(self, loss: Tensor) -> None:
+        """Observe a backward."""
+        facts = self._recorder.facts
+        facts.backwards += 1
+        if loss.numel() == 1:
+            facts.losses.append((float(loss.detach()), None))
+
+    def batch_loaded(self, loader: Any, number: int, batch: Any) -> None:
+        """Observe a batch of a loader of torch, in its pass ``number``."""
+        self._loaded, self._batch = (id(loader), number), batch
+
+    def is_over(self, loader: Any) -> bool:
+        """Return True if a loader of training batches must end, because the run has all its steps."""
+        if self._recorder.steps_of_dtrain:
+            return False
+        return id(loader) in self._training_loaders and self._recorder.updates_done() >= self._recorder.config.steps
+
+    def _update_begins(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        recorder = self._recorder
+        recorder.note("update_by_hand", optimizer=type(optimizer).__name__)
+        if recorder.steps_of_dtrain:
+            return
+        part = recorder.part = recorder.part_of(optimizer)
+        recorder.step = recorder.updates.setdefault(part, recorder.config.first_step)
+        if self._loaded is not None:
+            self._training_loaders.add(self._loaded[0])
+        if recorder.records_updates(part):
+            recorder.write_initial(optimizer, part)
+            recorder.write_step(optimizer)
+            recorder.write_gradients(optimizer)
+        recorder.facts = StepFacts()
+
+    def _update_ends(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        recorder = self._recorder
+        if recorder.steps_of_dtrain:
+            return
+        part = recorder.part_of(optimizer)
+        if recorder.records_updates(part):
+            recorder.write_parameters(part)
+        recorder.updates[part] += 1
+        recorder.step = recorder.updates[part]

@@ -52,49 +52,13 @@ class Clock:
     samples: int = 0
     tokens: int = 0
     seconds: float = 0.0
-    # Clock that ``crossed`` compares with: one tick ago, for epochs before the batch.
+    # Counts that ``crossed`` compares with: one tick ago, and for epochs at the start of the batch.
     _previous: Clock | None = None
     run_length: RunLength | None = None
-    # Position at the start of the last step, if batches passed without a step since ``previous``.
+    # Position at the start of the last step, if batches passed without a step before it.
     _step_start: EpochPosition | None = None
-    # The same for a clock inside of a step, the position that ``crossed`` will compare with.
-    _batch_start: EpochPosition | None = None
     # Reason why the last batch has no position. If set, all durations in epochs raise.
     _no_epochs_reason: str | None = field(default=None, compare=False)
-
-    @property
-    def _position(self) -> EpochPosition:
-        """Position in the loader's data."""
-        return EpochPosition(self.epoch, self.step_in_epoch)
-
-    def _begin_batch(self, begin: EpochPosition, *, repeated: bool = False) -> Clock:
-        """Return the clock at the start of a step whose batch begins at ``begin``.
-
-        Args:
-            begin: position before the batch. Without a number of batches, the clock has counted the batches.
-            repeated: if True, the last step was on the same batch, so ``crossed`` still compares with the start of that batch.
-        """
-        past = self._previous._position if repeated and self._previous is not None else self._batch_start or self._position
-        counted = past.batch if begin.epoch == past.epoch else 0
-        here = EpochPosition(begin.epoch, counted if begin.batch is None else begin.batch)
-        previous = self._previous
-        if self._step_start is not None and previous is not None:
-            previous = previous._counts_at(self._step_start)
-        if here == self._position == past and not (self._step_start or self._batch_start or self._no_epochs_reason):
-            return self
-        batch_start = past if past != here else None
-        return self._replace(
-            epoch=here.epoch,
-            step_in_epoch=here.batch or 0,
-            _previous=previous,
-            _step_start=None,
-            _batch_start=batch_start,
-            _no_epochs_reason=None,
-        )
-
-    def _without_epochs(self, reason: str) -> Clock:
-        """Return the clock at the start of a step whose batch has no position in a loader."""
-        return self if self._no_epochs_reason == reason else self._replace(_no_epochs_reason=reason)
 
     def tick(self, *, samples: int, tokens: int, seconds: float, position: EpochPosition | None = None) -> Clock:
         """Return the clock after one step over ``samples`` and ``tokens`` that took ``seconds``.
@@ -105,34 +69,58 @@ class Clock:
             seconds: rank 0's time.
             position: position in the loader's data after the batch; None if no loader returned the batch.
         """
-        after = self._position if position is None else position
-        counted = after.batch if after.batch is not None else (self.step_in_epoch + 1) * (after.epoch == self.epoch)
+        end = self._position if position is None else position
+        counted = end.batch if end.batch is not None else (self.step_in_epoch + 1) * (end.epoch == self.epoch)
         return self._replace(
             step=self.step + 1,
-            epoch=after.epoch,
+            epoch=end.epoch,
             step_in_epoch=counted,
             samples=self.samples + samples,
             tokens=self.tokens + tokens,
             seconds=self.seconds + seconds,
-            _previous=self._counts_at(self._batch_start),
-            _step_start=None if self._batch_start is None else self._position,
-            _batch_start=None,
+            _previous=self._counts_at(self._position),
+            _step_start=None,
             _no_epochs_reason=(self._no_epochs_reason or _NO_LOADER_REASON) if position is None else None,
         )
 
-    def _counts_at(self, position: EpochPosition | None) -> Clock:
-        """Return the counts at ``position`` (None keeps the own), without ``previous``, so that old clocks are freed."""
-        if position is None and not (self._previous or self._step_start or self._batch_start or self._no_epochs_reason):
-            return self
-        at = self._position if position is None else position
+    @property
+    def _position(self) -> EpochPosition:
+        """Position in the loader's data."""
+        return EpochPosition(self.epoch, self.step_in_epoch)
+
+    def _counts_at(self, position: EpochPosition) -> Clock:
+        """Return the counts at ``position``, without the previous clock, so that old clocks are freed."""
         return self._replace(
-            epoch=at.epoch,
-            step_in_epoch=at.batch or 0,
-            _previous=None,
-            _step_start=None,
-            _batch_start=None,
-            _no_epochs_reason=None,
+            epoch=position.epoch, step_in_epoch=position.batch or 0, _previous=None, _step_start=None, _no_epochs_reason=None
         )
+
+    def _start_of_batch(self, *, repeated: bool) -> EpochPosition:
+        """Return the position before the next batch; if ``repeated``, before the batch of the last step."""
+        return self._previous._position if repeated and self._previous is not None else self._position
+
+    def _crossing_from(self, position: EpochPosition) -> Clock:
+        """Return the clock after a step, whose ``crossed`` counts epochs from ``position`` instead of from the step's start."""
+        if self._previous is None or self._previous._position == position:
+            return self
+        return self._replace(_previous=self._previous._counts_at(position), _step_start=self._previous._position)
+
+    def _begin_step(self, start: EpochPosition) -> Clock:
+        """Return the clock at the start of a step whose batch begins at ``start``.
+
+        Inside of a step, ``crossed`` compares the starts of two steps.
+        """
+        if start == self._position and self._step_start is None and self._no_epochs_reason is None:
+            return self
+        previous = self._previous
+        if previous is not None and self._step_start is not None:
+            previous = previous._counts_at(self._step_start)
+        return self._replace(
+            epoch=start.epoch, step_in_epoch=start.batch or 0, _previous=previous, _step_start=None, _no_epochs_reason=None
+        )
+
+    def _without_epochs(self, reason: str) -> Clock:
+        """Return the clock at the start of a step whose batch has no position in a loader."""
+        return self if self._no_epochs_reason == reason else self._replace(_no_epochs_reason=reason)
 
     def _replace(self, **changes: Any) -> Clock:
         """Return this clock with ``changes``; faster than ``dataclasses.replace``."""

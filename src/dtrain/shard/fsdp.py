@@ -22,7 +22,6 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from dtrain import spans
 from dtrain.arguments import check_choice, check_int, explain_arguments
 from dtrain.dist.collectives import all_gather_json, raise_if_any_failed
-from dtrain.dist.context import current_context
 from dtrain.dist.dtensor import is_dtensor
 from dtrain.dist.init import get_dist_info
 from dtrain.dist.mesh import axis_size, data_rank, data_shape, get_mesh, tp_rank
@@ -163,8 +162,6 @@ def shard_model(
         PeerError: another rank raised.
     """
     error: Exception | None = None
-    if (recorder := current_context().recorder) is not None:
-        strategy, precision = recorder.sharding(model, strategy, precision, buffers)  # type: ignore[assignment]
     try:
         resolved = _check_arguments(model, mesh, precision, strategy, accumulate)
         check_buffer_choices(model, buffers)

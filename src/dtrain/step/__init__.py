@@ -16,8 +16,8 @@ from dtrain.lazy_imports import attach
 if TYPE_CHECKING:
     from dtrain.step.auto_microbatch import MicrobatchSearchResult as MicrobatchSearchResult
     from dtrain.step.auto_microbatch import find_microbatch_size as find_microbatch_size
-    from dtrain.step.backward_update import optimizer_in_backward as optimizer_in_backward
     from dtrain.step.compose import Step as Step
+    from dtrain.step.compose import optimizer_in_backward as optimizer_in_backward
     from dtrain.step.evaluate import auto_batch_eval as auto_batch_eval
     from dtrain.step.grad_cache import grad_cache_step as grad_cache_step
     from dtrain.step.metrics import add_metrics as add_metrics

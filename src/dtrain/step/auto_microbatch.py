@@ -16,17 +16,15 @@ from dtrain.arguments import check_int, check_number
 from dtrain.data.batch import BatchSpec
 from dtrain.device import device_name
 from dtrain.dist.collectives import all_gather_json, all_gather_numbers
-from dtrain.dist.context import current_context
 from dtrain.dist.init import get_dist_info
 from dtrain.errors import ConfigError
 from dtrain.memory.device_memory import write_snapshot
 from dtrain.schedules.durations import Duration
 from dtrain.state import TrainState
 from dtrain.step.compose import bind_grad_options
-from dtrain.step.microbatch_probe import MicrobatchProber, has_unknown_state, make_prober, reserve_optimizer_state
 from dtrain.step.microbatch_search import ProbeResult, SizeBounds, next_size, split_by_fit
 from dtrain.step.microbatch_step import microbatch_step
-from dtrain.step.oom_guard import raise_does_not_fit
+from dtrain.step.oom_guard import MicrobatchProber, has_unknown_state, make_prober, raise_does_not_fit, reserve_optimizer_state
 from dtrain.step.transform import GradFn, GradStep, Transform
 from dtrain.typing import Batch, LossFn, Metrics, Plain, TransformState
 
@@ -107,9 +105,6 @@ def auto_microbatch(
                     f"auto_microbatch: microbatch_size must be None, got {microbatch_size} from another transform. Leave out "
                     "one of the two transforms."
                 )
-            recorder = current_context().recorder
-            if recorder is not None and recorder.microbatch_size(None) is not None:
-                return inner(state, batch)
             cache = state._run_context.transform_cache
             kept: _Kept = cache.get(_NAME) or cache.setdefault(_NAME, _Kept(prober=make_prober(state)))
             try:
@@ -143,17 +138,9 @@ class _Kept:
 
 
 def _run_until_fits(search: _Search, kept: _Kept) -> tuple[TrainState, Metrics]:
-    state, prober, config = search.state, search.prober, search.config
-    saved = state.transform_states[_NAME]
-    size: int | None = None if saved["whole"] else saved["size"] or None
-    if not kept.found_on or saved["found_on"] != kept.found_on:
-        size = _first_size(search, kept, size)
-    elif kept.barely_fits:
-        size = search.shrink(size)
-        kept.state_assumed = False
-    elif config.grow_every is not None and not saved["whole"] and (kept.state_assumed or state.crossed(config.grow_every)):
-        size = search.grow(size)
-        kept.state_assumed = False
+    """Run the step with the largest size that fits; search a smaller size as often as it runs out of memory."""
+    state, prober = search.state, search.prober
+    size = _choose_size(search, kept)
     while True:
         reassign = spans.reassign_later("step")
         result = prober.run_guarded(search.inner, search.state, search.batch, size)
@@ -167,12 +154,29 @@ def _run_until_fits(search: _Search, kept: _Kept) -> tuple[TrainState, Metrics]:
         search.probes = [*(t for t in search.probes if t.size < failed), ProbeResult(size=failed, fits=False)]
         size = search.run()
     kept.barely_fits = result.allocator_retried
-    state, metrics = result.output
+    saved, (state, metrics) = state.transform_states[_NAME], result.output
     current = {"size": size or 0, "whole": int(size is None), "found_on": kept.found_on}
     return (state if current == saved else state.with_transform_state(_NAME, current)), metrics
 
 
-def _first_size(search: _Search, kept: _Kept, saved_size: int | None) -> int | None:
+def _choose_size(search: _Search, kept: _Kept) -> int | None:
+    """Return the size to begin with: that of the last step, unless it barely fits, or a larger one is due to be searched.
+
+    Mutates: ``kept``.
+    """
+    state, config = search.state, search.config
+    saved = state.transform_states[_NAME]
+    size: int | None = None if saved["whole"] else saved["size"] or None
+    if not kept.found_on or saved["found_on"] != kept.found_on:
+        return _choose_first_size(search, kept, size)
+    is_due = config.grow_every is not None and (kept.state_assumed or state.crossed(config.grow_every))
+    if not kept.barely_fits and (saved["whole"] or not is_due):
+        return size
+    kept.state_assumed = False
+    return search.shrink(size) if kept.barely_fits else search.grow(size)
+
+
+def _choose_first_size(search: _Search, kept: _Kept, saved_size: int | None) -> int | None:
     """Return the size of the first step of a state in this process: from a checkpoint, else ``initial``, else by a search.
 
     Collective: one small record, and one exchange of JSON. Mutates: ``kept``, which reserves optimizer state.

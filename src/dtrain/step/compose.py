@@ -1,33 +1,49 @@
-"""Compose a training step from a loss function, a list of transforms, a gradient function and an update function."""
+"""Compose a training step from a loss function, a list of transforms, a gradient function and an update function.
+
+``optimizer_in_backward`` composes a step that runs the optimizer on each unit's gradient during backward, so that few gradients
+are in memory at once. Transforms that wrap the update wrap the whole step there, and see no gradient before or after. This is
+correct for a learning rate or an average of parameters. Transforms that need the whole gradient are refused.
+"""
 
 from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from dtrain import spans
 from dtrain.arguments import check_int, explain_arguments
 from dtrain.data.batch import BatchSpec, FailedBatch
+from dtrain.device import use_on_current_stream
 from dtrain.dist.context import current_context
+from dtrain.dist.dtensor import is_dtensor, to_local
 from dtrain.dist.init import get_dist_info
 from dtrain.errors import ConfigError, StepError
 from dtrain.schedules.durations import RunLength
 from dtrain.schedules.hyperparameters import check_over_run
 from dtrain.shard.activations import time_compilation
+from dtrain.shard.grad_sync import grad_sync_of
+from dtrain.shard.params import check_no_hooks
 from dtrain.state import TrainState, check_state, init_state
 from dtrain.step.microbatch_step import microbatch_step
 from dtrain.step.microbatches import BatchWatch, check_first_run
-from dtrain.step.optimizer import DelayedInterrupt, apply_gradients, tick
+from dtrain.step.optimizer import DelayedInterrupt, apply_gradients, step_optimizer, tick
+from dtrain.step.optimizer_state import check_update
 from dtrain.step.step_clock import begin_step
 from dtrain.step.transform import GradFn, GradStep, Transform, UpdateFn, check_transform, make_step_context
 from dtrain.typing import Batch, LossFn, Metrics, TransformState
+
+_STATE_LOST = (
+    "optimizer_in_backward: the optimizer had already run on some of the parameters, so this step can be neither finished nor "
+    "repeated. Build a new state and load the last checkpoint."
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
@@ -105,12 +121,15 @@ class Step:
         state = init_state(
             model, optimizer, seed=seed, run_length=run_length, missing_ok=missing_ok, loader=loader, stateful=stateful
         )
-        _check_schedules(self.transforms, run_length)
+        for hyper in (hyper for transform in self.transforms for hyper in transform.hyperparameters):
+            warning = check_over_run(hyper, run_length)
+            if warning is not None and get_dist_info().rank == 0:
+                warnings.warn(warning, stacklevel=3)
         state._run_context.replica_check_every = check_int("init", "replica_check_every", replica_check_every, minimum=0)
         if allow_equal_batches:
             state._run_context.monitor.equal_batches.steps_left = 0
         init_transforms = self._init_transform_states
-        return state._replace(transform_states=init_transforms(state), _init_transform_states=init_transforms)
+        return state._replace(transform_states=init_transforms(state), _init_transform_states=init_transforms)._recorded()
 
     def _init_transform_states(self, state: TrainState) -> dict[str, TransformState]:
         states = [(t, t.init(state)) for t in self.transforms]
@@ -148,13 +167,6 @@ class Step:
 
     def __repr__(self) -> str:
         return f"Step({', '.join(t.name for t in self.transforms)})"
-
-
-def _check_schedules(transforms: Sequence[Transform], run_length: RunLength | None) -> None:
-    for hyper in (hyper for transform in transforms for hyper in transform.hyperparameters):
-        warning = check_over_run(hyper, run_length)
-        if warning is not None and get_dist_info().rank == 0:
-            warnings.warn(warning, stacklevel=4)
 
 
 @explain_arguments
@@ -343,3 +355,143 @@ def _compute_watched(state: TrainState, batch: Batch, grad: GradFn) -> tuple[Tra
         return grad(state, batch)
     finally:
         watch.record(state)
+
+
+def optimizer_in_backward(
+    loss_fn: LossFn,
+    transforms: Sequence[Transform] = (),
+    *,
+    batch_spec: BatchSpec,
+    microbatch_size: int | None = None,
+) -> Step:
+    """Compose a step like ``compose_step``, with the same result, that keeps the gradients of one unit instead of all.
+
+    In the backward of the last microbatch, a unit's gradient is applied and dropped after its reduction; in a plain model
+    this happens per parameter. The step saves the memory of this rank's gradients, and of the optimizer's temporary tensors,
+    whose ``foreach`` form needs the size of the gradients once more. Under ``"shard_grad_op"`` the peak is at least the
+    gathered parameters, which are freed as gradients arrive. With several microbatches, gradients that wait for the last
+    microbatch use memory as usual (``accumulate="local"``: full gradients; ``"sharded"``: shards).
+
+    The optimizer must update every parameter independently, as torch's optimizers do. Its ``step`` and the hooks
+    of ``step`` run once per unit. Three kinds are updated after backward: parameters that this rank's samples did not
+    reach, ignored parameters, and units with a forward but no backward.
+
+    An error before backward leaves the state unchanged. A later error (in the model's backward, on another rank, or a loss with
+    another weight than declared) leaves some parameters updated. The error has a note that says so, and the state is spent.
+
+    Args:
+        loss_fn: ``(model, microbatch) -> LossSum``.
+        transforms: transforms that do not read the gradient: ``scale_lr``, ``ema``, ``on_batch``, transforms that wrap the
+            loss, and any transform with ``uses_grad=False``. They wrap the whole step as its update, without earlier metrics.
+        batch_spec: description of the batch. Its ``weight`` is required before the first backward, because the gradient cannot
+            be divided afterwards.
+        microbatch_size: as in ``microbatch_step``.
+
+    Example:
+        spec = dt.batch_spec(weight=lambda batch: len(batch["labels"]))
+        step = dt.step.optimizer_in_backward(loss_fn, batch_spec=spec, microbatch_size=8)
+        state = step.init(model, optimizer)
+        for batch in loader:
+            state, metrics = step(state, batch)
+
+    Raises:
+        ConfigError: a ``batch_spec`` without ``weight``, a transform that needs the gradient, or arguments that
+            ``compose_step`` refuses; in a step, a model with tensor or context parallelism, or a gradient hook of a parameter.
+        StepError: in a step, a unit whose gradient arrived in several parts.
+    """
+    check_step_parts("optimizer_in_backward", loss_fn, transforms, microbatch_step, apply_gradients)
+    if not isinstance(batch_spec, BatchSpec) or batch_spec.weight is None:
+        raise ConfigError(
+            f"optimizer_in_backward: batch_spec must have a weight, got {batch_spec!r}. Pass "
+            "dt.batch_spec(weight=...), because the gradient is applied before the weight of the losses is known."
+        )
+    for transform in transforms:
+        if transform.grad_step or (transform.uses_grad and (transform.grad or transform.update)):
+            raise ConfigError(
+                f"optimizer_in_backward: the transform {transform.name!r} may need the gradient, which is never complete here. "
+                "Use dt.compose_step, or leave it out. A transform that does not read .grad sets Transform(uses_grad=False)."
+            )
+    grad = partial(microbatch_step, batch_spec=batch_spec, microbatch_size=microbatch_size)
+    compute = wrap_grad(loss_fn, transforms, grad)
+
+    def update_all(state: TrainState, batch: Batch, *, microbatch_size: int | None = None) -> tuple[TrainState, Metrics]:
+        def update_fn(state: TrainState, metrics: Metrics) -> tuple[TrainState, Metrics]:
+            return _compute_and_apply(state, metrics, lambda: compute(state, batch))
+
+        return wrap_update(transforms, update_fn)(state, {})
+
+    return Step(
+        transforms=tuple(transforms),
+        grad=update_all,
+        update=lambda state, metrics: (state, metrics),
+        updates_in_backward=True,
+    )
+
+
+def _compute_and_apply(
+    state: TrainState, metrics: Metrics, compute: Callable[[], tuple[TrainState, Metrics]]
+) -> tuple[TrainState, Metrics]:
+    if state.spec.ranks_per_batch > 1:
+        raise ConfigError("optimizer_in_backward: tensor and context parallelism are not supported. Use dt.compose_step.")
+    check_no_hooks(state.params, "optimizer_in_backward")
+    done: set[int] = set()
+    try:
+        with grad_sync_of(state.model).on_grad_ready(list(state.params.values()), partial(apply_gradients_of, state, done)):
+            state, step_metrics = compute()
+        remaining = [param for param in state.params.values() if param.grad is not None]
+        # A forward outside of the step left parameters unsharded, as in apply_gradients.
+        grad_sync_of(state.model).reshard()
+        # The foreach form of an optimizer accepts no mix of DTensors and plain tensors.
+        for kind in (True, False):
+            apply_gradients_of(state, done, [param for param in remaining if is_dtensor(param) == kind])
+        if not state._run_context.optimizer_checked:
+            check_update(state, lambda: None, caller="optimizer_in_backward")
+    except BaseException as error:
+        # The optimizer has run on some parameters.
+        if done:
+            state._run_context.interrupted_write = _STATE_LOST
+            error.add_note(_STATE_LOST)
+        raise
+    return state._next(), {**metrics, **step_metrics}
+
+
+def apply_gradients_of(state: TrainState, done: set[int], params: Sequence[Tensor]) -> None:
+    """Run the optimizer on ``params`` alone, and drop their gradients.
+
+    Mutates: ``params``, their optimizer state and ``.grad``, ``done``.
+    """
+    if not done.isdisjoint(map(id, params)):
+        raise StepError(
+            "optimizer_in_backward: a parameter got a second gradient after the optimizer had run on it, because it is used "
+            "outside of its unit. Use dt.compose_step."
+        )
+    if not params:
+        return
+    done.update(map(id, params))
+    grads = [to_local(param.grad) for param in params if param.grad is not None]
+    with _restrict_optimizer_to(state.optimizer, {id(param) for param in params}) as nonempty:
+        if nonempty:
+            step_optimizer(state.optimizer)
+    for param, grad in zip(params, grads, strict=True):
+        # FSDP2 may have allocated the gradient in another stream, which would reuse the memory too early.
+        use_on_current_stream(grad)
+        param.grad = None
+
+
+@contextmanager
+def _restrict_optimizer_to(optimizer: torch.optim.Optimizer, chosen: set[int]) -> Iterator[bool]:
+    """Restrict ``optimizer`` to the ``chosen`` parameters inside a context; yield True if the optimizer has any of them.
+
+    Mutates: ``optimizer.param_groups`` and the ``params`` of each group, inside the context.
+    """
+    groups = optimizer.param_groups
+    all_params = [group["params"] for group in groups]
+    try:
+        for group, params in zip(groups, all_params, strict=True):
+            group["params"] = [param for param in params if id(param) in chosen]
+        optimizer.param_groups = [group for group in groups if group["params"]]
+        yield bool(optimizer.param_groups)
+    finally:
+        optimizer.param_groups = groups
+        for group, params in zip(groups, all_params, strict=True):
+            group["params"] = params

@@ -18,7 +18,6 @@ from dtrain.arguments import check_int, explain_arguments
 from dtrain.data.batch import BatchSpec, count_samples_and_tokens, get_batch_infos, narrow_batch, to_device
 from dtrain.dist.collective_replay import TraceCache
 from dtrain.dist.collectives import all_gather_json, all_gather_numbers
-from dtrain.dist.context import current_context
 from dtrain.dist.incident import report_missing_ranks
 from dtrain.dist.init import get_dist_info
 from dtrain.dist.rng import RNGSnapshot
@@ -72,7 +71,7 @@ def evaluate(
     if not isinstance(model, nn.Module):
         advice = "Pass state.model." if hasattr(model, "model") else "Pass the model."
         raise ConfigError(f"evaluate: model must be a torch.nn.Module, got {type(model).__name__}. {advice}")
-    started, recorder = time.monotonic(), current_context().recorder
+    started = time.monotonic()
     with spans.span("evaluate"):
         device = get_device(model)
         sums, any_batch = MetricAccumulator(device), False
@@ -82,8 +81,6 @@ def evaluate(
             run_parts = auto_batch_eval(loss_fn, initial_size=first, batch_spec=batch_spec)
         with report_missing_ranks("evaluate"), eval_mode(model):
             for batch, real in pad_to_longest_rank(loader, partial(count_samples_and_tokens, batch_spec=batch_spec)):
-                if recorder is not None:
-                    recorder.evaluation_batch(batch if real else None)
                 any_batch = True
                 for result in run_parts(model, batch) if run_parts else [loss_fn(model, to_device(batch, device))]:
                     loss = check_loss(result, caller="evaluate")
@@ -212,7 +209,10 @@ class _AutoBatchEval(Generic[T]):
         results, watch, retries = list[T](), BatchWatch(batch), False
         with spans.outermost_span("evaluate"), report_missing_ranks(_AUTO_BATCH_EVAL), eval_mode(model):
             while True:
-                plan = _make_plan(model, rest, self.size)
+                # The collectives of a part depend on the model, and under tp and cp on the shapes.
+                plan: object = id(model)
+                if get_spec(model).ranks_per_batch > 1:
+                    plan = id(model), str(tensor_shapes(rest.batch)), rest.consumed, self.size
                 error = watch.find_error(_AUTO_BATCH_EVAL, "fn") if retries else None
                 remaining = self._agree_on_part(rest.remaining, plan, error, multi_rank=multi_rank)
                 if remaining == 0:
@@ -362,13 +362,6 @@ def _raise_if_peer_failed(rows: list[list[float]], column: int, problem: str) ->
     failed = [rank for rank, row in enumerate(rows) if row[column]]
     if failed:
         raise PeerError(f"{_AUTO_BATCH_EVAL}: rank {failed[0]} {problem}. See its own error.")
-
-
-def _make_plan(model: nn.Module, rest: _RemainingSamples, size: int | None) -> object:
-    """Return the facts that decide the collectives of the next part on this rank: the model, and under tp and cp the shapes."""
-    if get_spec(model).ranks_per_batch == 1:
-        return id(model)
-    return id(model), str(tensor_shapes(rest.batch)), rest.consumed, size
 
 
 def _gather_statuses(guard: StepGuard, *, exchange: bool) -> BackwardSync:

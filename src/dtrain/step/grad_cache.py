@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from typing import Any, cast
 
@@ -25,7 +26,6 @@ from dtrain.data.batch import (
     narrow_batch,
     to_device,
 )
-from dtrain.dist.context import current_context
 from dtrain.dist.incident import is_collective_error
 from dtrain.dist.rng import RNGSnapshot
 from dtrain.errors import ConfigError
@@ -33,9 +33,9 @@ from dtrain.memory.device_memory import is_out_of_memory
 from dtrain.shard.buffers import restore_buffers
 from dtrain.shard.grad_sync import grad_sync_of
 from dtrain.state import TrainState
-from dtrain.step.gradient_run import GradientRun
+from dtrain.step.gradient_run import GradientRun, gradient_run
 from dtrain.step.microbatches import BatchWatch, Microbatches
-from dtrain.step.normalization import MetricAccumulator, check_loss, declared_weights
+from dtrain.step.normalization import check_loss, declared_weights
 from dtrain.step.sanity_checks import check_not_mean
 from dtrain.typing import Batch, LossFn, Metrics
 
@@ -98,31 +98,30 @@ def grad_cache_step(
 
     Source: Gao et al. 2021, arXiv:2101.06983, section 3.2 (called GradCache there).
     """
-    with GradientRun(state, batch, _NAME) as run:
+
+    def prepare() -> tuple[Microbatches, Mapping[str, Tensor | float]]:
         # The number of gathers depends on the number of microbatches, so traces cannot be replayed.
-        if run.guard is not None:
-            run.guard.traces.always_check = True
-        run.synchronize(lambda: (_count_microbatches(batch, microbatch_size, batch_spec), declared_weights(batch_spec, batch)))
-        with run.guarded():
-            _accumulate(loss_fn, run)
-        return run.finish()
+        if state._guard is not None:
+            state._guard.traces.always_check = True
+        if isinstance(batch, FailedBatch):
+            raise batch.error
+        samples, tokens = count_samples_and_tokens(batch, batch_spec)
+        if microbatch_size is not None:
+            check_microbatch_size(microbatch_size)
+        # The model's inputs are split later, when the loss calls the model.
+        starts = range(0, samples, microbatch_size or max(samples, 1))
+        counted = Microbatches(batch=batch, batches=starts, samples=samples, tokens=tokens)
+        return counted, declared_weights(batch_spec, batch)
 
-
-def _count_microbatches(batch: Batch, microbatch_size: int | None, batch_spec: BatchSpec | None) -> Microbatches:
-    """Count ``batch`` and its microbatches. The model's inputs are split later, when the loss calls the model."""
-    if isinstance(batch, FailedBatch):
-        raise batch.error
-    samples, tokens = count_samples_and_tokens(batch, batch_spec)
-    if microbatch_size is not None:
-        check_microbatch_size(microbatch_size)
-    starts = range(0, samples, microbatch_size or max(samples, 1))
-    return Microbatches(batch=batch, batches=starts, samples=samples, tokens=tokens)
+    with gradient_run(state, batch, _NAME, prepare) as run:
+        _accumulate(loss_fn, run)
+    return run.result
 
 
 def _accumulate(loss_fn: LossFn, run: GradientRun) -> None:
     """Run the three passes. A probe runs the first two completely, because they need the memory of the whole batch."""
     state, grad_sync, guard, microbatches = run.state, run.grad_sync, run.guard, run.microbatches
-    normalizer, own = run.begin_forwards(), len(microbatches.batches)
+    own = len(microbatches.batches)
     # Replicas take part in no forward of the others.
     needed = run.required_microbatches if grad_sync.needs_all_microbatches else max(own, 1)
     records_units = own > 0 and run.is_uneven and grad_sync.needs_all_microbatches
@@ -133,9 +132,7 @@ def _accumulate(loss_fn: LossFn, run: GradientRun) -> None:
     check_loss(loss, caller=_NAME)
     if state.step == 0:
         check_not_mean(loss, _NAME, state=state, batch=microbatches.batch, loss_fn=None)
-    if (recorder := current_context().recorder) is not None:
-        recorder.loss(loss)
-    param_grads = _compute_output_grads(state, cache, normalizer.scaled_loss(loss, loss.total))
+    param_grads = _compute_output_grads(state, cache, run.normalizer.scaled_loss(loss, loss.total))
     # Forwards without a backward left parameters unsharded.
     if cache.recomputes:
         grad_sync.begin_step(state.params, within_replica=state.spec.replica_info is not None)
@@ -159,9 +156,7 @@ def _accumulate(loss_fn: LossFn, run: GradientRun) -> None:
             pairs.append((empty, torch.ones_like(empty)))
         if pairs:
             torch.autograd.backward([tensor for tensor, _ in pairs], [grad for _, grad in pairs])
-    sums = MetricAccumulator(state.device)
-    sums.add(loss)
-    run.end_backwards(sums)
+    run.sums.add(loss)
 
 
 def _compute_output_grads(state: TrainState, cache: ForwardCache, objective: Tensor) -> list[tuple[Tensor, Tensor]]:
@@ -259,7 +254,15 @@ class ForwardCache:
                 "and compute everything that is split into microbatches inside the model."
             )
         row_ranges = self._split_rows(inputs)
-        autocast = _capture_autocast(list_tensors(inputs)[0].device)
+        kind = list_tensors(inputs)[0].device.type
+        # The cache of autocast would hold weights that were cast without a graph.
+        autocast = partial(
+            torch.autocast,
+            kind,
+            dtype=torch.get_autocast_dtype(kind),
+            enabled=torch.is_autocast_enabled(kind),
+            cache_enabled=False,
+        )
         call = _CachedForward(inputs=inputs, row_ranges=row_ranges, autocast=autocast, watch=BatchWatch(inputs))
         own, empty = list[list[Any]](), list[Any]()
         for index in range(self._microbatches):
@@ -273,9 +276,15 @@ class ForwardCache:
                 empty = [leaf.detach()[:0] if isinstance(leaf, Tensor) else leaf for leaf in flat]
             if not self.recomputes:
                 call.outputs = flat
-        joined = [_concatenate(leaves) for leaves in zip(*(own or [empty]), strict=True)]
+        joined = [
+            torch.cat(list(leaves)) if len(leaves) > 1 and isinstance(leaves[0], Tensor) else leaves[0]
+            for leaves in zip(*(own or [empty]), strict=True)
+        ]
         if needs_grad:
-            call.leaves = {at: leaf.requires_grad_() for at, leaf in enumerate(joined) if _is_differentiable(leaf)}
+            floats = [
+                (index, leaf) for index, leaf in enumerate(joined) if isinstance(leaf, Tensor) and leaf.is_floating_point()
+            ]
+            call.leaves = {index: leaf.requires_grad_() for index, leaf in floats}
             self._calls.append(call)
         return tree_unflatten(joined, tree)
 
@@ -353,9 +362,6 @@ class ModelProxy:
 def _forward(model: nn.Module, call: _CachedForward, index: int) -> tuple[list[Any], TreeSpec]:
     args, kwargs = call.microbatch_inputs(index)
     rows = count_samples([args, kwargs])
-    recorder = current_context().recorder
-    if recorder is not None:
-        recorder.forward_begins([args, kwargs])
     try:
         with call.autocast():
             flat, tree = tree_flatten(model(*args, **kwargs))
@@ -366,9 +372,6 @@ def _forward(model: nn.Module, call: _CachedForward, index: int) -> tuple[list[A
         raise ConfigError(
             f"{_NAME}: the model must accept no rows on a rank without samples, got {got}. Give each rank one."
         ) from error
-    finally:
-        if recorder is not None:
-            recorder.forward_ends()
     for leaf in flat:
         if not isinstance(leaf, (Tensor, *_PLAIN_TYPES)) or (isinstance(leaf, Tensor) and leaf.shape[:1] != (rows,)):
             got = f"shape {list(leaf.shape)}" if isinstance(leaf, Tensor) else f"a {type(leaf).__name__}"
@@ -377,18 +380,3 @@ def _forward(model: nn.Module, call: _CachedForward, index: int) -> tuple[list[A
                 "and compute the loss of them in loss_fn."
             )
     return flat, tree
-
-
-def _concatenate(leaves: Sequence[Any]) -> Any:
-    return torch.cat(list(leaves)) if len(leaves) > 1 and isinstance(leaves[0], Tensor) else leaves[0]
-
-
-def _is_differentiable(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.is_floating_point()
-
-
-def _capture_autocast(device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
-    """Return a function that creates contexts with the current autocast, without its cache of weights cast without a graph."""
-    kind = device.type
-    enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
-    return lambda: torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from types import TracebackType
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -51,144 +51,138 @@ from dtrain.step.sanity_checks import hash_first_batch, warn_if_equal_batches
 from dtrain.step.step_clock import begin_step, with_agreed_position
 from dtrain.typing import Batch, Metrics
 
+PrepareFn = Callable[[], tuple[Microbatches, Mapping[str, Tensor | float]]]
 _NO_MICROBATCHES = Microbatches(batch=None)
+_USED_OUTSIDE = (
+    "the loss, or a forward, must not compute with a sharded parameter outside of the forward of its unit. Compute in the "
+    "forward of the block that owns the parameter, or name the parameter in ignored_params. Add the gradient of a weight "
+    "penalty to .grad in the update of a transform."
+)
 
 
-class GradientRun:
-    """Context of one gradient: ranks synchronize before forward and after backward; gradients are reduced and normalized.
+@contextmanager
+def gradient_run(
+    state: TrainState, batch: Batch, caller: str, prepare: PrepareFn, *, records_units: bool = False
+) -> Iterator[GradientRun]:
+    """Run the forwards and backwards of the context between the synchronizations that all gradient functions share.
 
-        with GradientRun(state, batch, "microbatch_step") as run:
-            run.synchronize(prepare)
-            with run.guarded():
-                ...  # forwards and backwards, between run.begin_forwards and run.end_backwards
-            return run.finish()
+        with gradient_run(state, batch, "microbatch_step", prepare) as run:
+            ...  # forwards and backwards; their losses go to run.sums
+        return run.result
 
-    An exception drops the gradients. If the step is guarded, ``guarded`` ends at an out-of-memory error, and ``finish`` rolls
-    the step back on all ranks.
+    Ranks agree on the step, and earlier gradients are dropped. After the context gradients are reduced and normalized, and
+    ``run.result`` is the state with its counts, and the metrics. An exception drops the gradients. If the step is guarded, an
+    out-of-memory error ends the context, and the step is rolled back on all ranks.
 
     Args:
         state: state whose gradient is computed.
         batch: this rank's samples, with their position in the loader.
         caller: name of the gradient function, for messages.
+        prepare: function that counts and splits this batch, and returns its declared weights. Its errors reach all ranks.
         records_units: if True, a rank without a microbatch calls the recorded units of the model empty.
 
-    Attributes:
-        microbatches: this rank's microbatches, after ``synchronize``.
-        num_microbatches: number of forwards and backwards, equal on all ranks, after ``begin_forwards``.
+    Collective: one record before the context; in the context one all-reduce of the declared weights, if there are any, and the
+    reductions of plain parameters (``replicate``) that the last backward has not begun; after the context one record, for a
+    sharded model on several ranks or a guarded step, and the reductions of gradients that FSDP2 does not reduce, of buffers,
+    and of weights.
+
+    Raises:
+        StepAborted: a guarded step failed on some rank, and is rolled back on all ranks.
     """
-
-    grad_sync: GradSync
-    _buffers: BufferSync
-
-    __slots__ = (
-        "_batch",
-        "_buffers",
-        "_caller",
-        "_checked",
-        "_counts",
-        "_loss",
-        "_metrics",
-        "_normalizer",
-        "_records_units",
-        "_report",
-        "_synchronized",
-        "_uneven_plan",
-        "_watch",
-        "_weights",
-        "grad_sync",
-        "guard",
-        "microbatches",
-        "num_microbatches",
-        "state",
-    )
-
-    def __init__(self, state: TrainState, batch: Batch, caller: str, *, records_units: bool = False) -> None:
-        self.state, self._batch, self._caller, self._records_units = state, batch, caller, records_units
-        self.microbatches = _NO_MICROBATCHES
-        self.num_microbatches = 0
-        self._metrics: Metrics = {}
-        self._weights: Mapping[str, Tensor | float] = {}
-        self._loss: tuple[Tensor | float, Tensor | float] = (0, 0)
-        self._normalizer = SUM_NORMALIZER
-        self._synchronized = False
-        self._watch: BatchWatch | None = None
-        self._checked: CheckedGuard | None = None
-        self._uneven_plan: tuple[object, ...] | None = None
-
-    def __enter__(self) -> GradientRun:
-        spans.begin("step", 0)
-        try:
-            self._check_state()
-        except BaseException:
-            spans.end("step")
-            raise
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        try:
-            if self._synchronized and self._report is not None:
-                self._report.__exit__(kind, error, trace)
-        finally:
-            if self._watch is not None:
-                self._watch.record(self.state)
-            if self._synchronized and error is not None:
-                self.grad_sync.abort()
-                self.state.drop_gradients()
-                mesh = self.state.spec.mesh
-                # torch has no class for this error. Under tensor parallelism it may have another cause.
-                if mesh is not None and axis_size(mesh, "tp") == 1 and type(error) is RuntimeError and "DTensor" in str(error):
-                    raise StepError(f"{self._caller}: {_USED_OUTSIDE} torch says: {format_error_line(error)}") from error
-            spans.end("step")
-
-    def _check_state(self) -> None:
-        """Check the state, and find the batch's position in its loader, unless a composed step has found it."""
-        state, caller = self.state, self._caller
-        if not isinstance(state, TrainState):
-            check_state(state, caller, f"state, metrics = dt.{caller}(state, batch, loss_fn=loss_fn)")
-        # A composed step has begun the batch, and has checked the state before.
-        if state._step_batch is None or state._step_counts is not None:
-            state._check_not_stale(caller)
-        if state._step_batch is None:
-            self.state = state = begin_step(state, self._batch)
-        if state.spec.mesh is None and (world_size := get_dist_info().world_size) > 1:
-            raise ConfigError(
-                f"{caller}: {world_size} ranks run, but the model is on no mesh, so gradients would not be reduced. Call "
-                "dt.shard_model before Step.init."
-            )
-        self.guard: StepGuard | None = state._guard
-        context = state._run_context
-        if context.model_syncs is None:
-            context.model_syncs = grad_sync_of(state.model), buffer_sync_of(state.model)
-        self.grad_sync, self._buffers = context.model_syncs
-        self._report = None if state.spec.mesh is None else report_missing_ranks(caller)
-
-    def synchronize(self, prepare: Callable[[], tuple[Microbatches, Mapping[str, Tensor | float]]]) -> None:
-        """Agree with all ranks on the step that is about to run, and drop earlier gradients.
-
-        Args:
-            prepare: function that counts and splits this rank's batch, and returns its declared weights. Its errors reach all
-                ranks.
-
-        Collective: one record.
-        """
+    spans.begin("step", 0)
+    watch: BatchWatch | None = None
+    try:
+        run = _begin_run(state, batch, caller, records_units)
         error: Exception | None = None
         try:
-            self.microbatches, self._weights = prepare()
+            run.microbatches, run.weights = prepare()
             # A batch that only the user can split may have no tensors of its own.
-            tensors = list_tensors(self._batch) or list_tensors(self.microbatches.batches)
-            check_first_run(self.state, tensors)
-            self._watch = BatchWatch(tensors)
+            tensors = list_tensors(batch) or list_tensors(run.microbatches.batches)
+            check_first_run(run.state, tensors)
+            watch = BatchWatch(tensors)
         # User functions may raise any exception; it is raised below, on all ranks.
         except Exception as problem:  # noqa: BLE001
             error = problem
-        self._counts = self._sync_before_forward(error)
-        self.state.drop_gradients()
-        if self._report is not None:
-            self._report.__enter__()
-        # From here on an exception must restore what begin_step takes away, such as the gradient hooks.
-        self._synchronized = True
-        self.grad_sync.begin_step(self.state.params, within_replica=self.state.spec.replica_info is not None)
-        self._buffers.begin_step()
+        run.counts = run._sync_before_forward(error)
+        run.state.drop_gradients()
+        try:
+            with report_missing_ranks(caller) if run.state.spec.mesh is not None else nullcontext():
+                run.grad_sync.begin_step(run.state.params, within_replica=run.state.spec.replica_info is not None)
+                run.buffers.begin_step()
+                with run._guarded() as run.checked:
+                    run._begin_forwards()
+                    yield run
+                    run._end_backwards()
+                run.result = run._finish()
+        except BaseException as failure:
+            run.grad_sync.abort()
+            run.state.drop_gradients()
+            mesh = run.state.spec.mesh
+            # torch has no class for this error. Under tensor parallelism it may have another cause.
+            of_dtensor = type(failure) is RuntimeError and "DTensor" in str(failure)
+            if of_dtensor and mesh is not None and axis_size(mesh, "tp") == 1:
+                raise StepError(f"{caller}: {_USED_OUTSIDE} torch says: {format_error_line(failure)}") from failure
+            raise
+    finally:
+        if watch is not None:
+            watch.record(state)
+        spans.end("step")
+
+
+def _begin_run(state: TrainState, batch: Batch, caller: str, records_units: bool) -> GradientRun:
+    """Check the state, and find the batch's position in its loader, unless a composed step has found it."""
+    if not isinstance(state, TrainState):
+        check_state(state, caller, f"state, metrics = dt.{caller}(state, batch, loss_fn=loss_fn)")
+    # A composed step has begun the batch, and has checked the state before.
+    if state._step_batch is None or state._step_counts is not None:
+        state._check_not_stale(caller)
+    if state._step_batch is None:
+        state = begin_step(state, batch)
+    if state.spec.mesh is None and (world_size := get_dist_info().world_size) > 1:
+        raise ConfigError(
+            f"{caller}: {world_size} ranks run, but the model is on no mesh, so gradients would not be reduced. Call "
+            "dt.shard_model before Step.init."
+        )
+    context = state._run_context
+    if context.model_syncs is None:
+        context.model_syncs = grad_sync_of(state.model), buffer_sync_of(state.model)
+    grad_sync, buffers = context.model_syncs
+    return GradientRun(state=state, caller=caller, records_units=records_units, grad_sync=grad_sync, buffers=buffers)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class GradientRun:
+    """One gradient in progress; see ``gradient_run``.
+
+    Args:
+        state: state whose gradient is computed, with the position of its batch.
+        caller: name of the gradient function.
+        records_units: as in ``gradient_run``.
+        grad_sync: synchronization of the model's gradients.
+        buffers: synchronization of the model's buffers.
+        microbatches: this rank's microbatches.
+        weights: declared weights of this rank by term.
+        counts: counts that ranks agreed on.
+        normalizer: normalizer of the losses.
+        sums: sums of the losses, which the gradient function adds up.
+        checked: guard that compares the collectives of the first step with different numbers of microbatches.
+        uneven_plan: facts of a step in which ranks have different numbers of microbatches; None after its first success.
+        result: state and metrics; the context completes them at its end.
+    """
+
+    state: TrainState
+    caller: str
+    records_units: bool
+    grad_sync: GradSync
+    buffers: BufferSync
+    microbatches: Microbatches = _NO_MICROBATCHES
+    weights: Mapping[str, Tensor | float] = field(default_factory=dict)
+    counts: StepCounts = field(init=False)
+    normalizer: LossNormalizer = SUM_NORMALIZER
+    sums: MetricAccumulator = field(init=False)
+    checked: CheckedGuard | None = None
+    uneven_plan: tuple[object, ...] | None = None
+    result: tuple[TrainState, Metrics] = field(init=False)
 
     def _sync_before_forward(self, error: Exception | None) -> StepCounts:
         state, microbatches, guard = self.state, self.microbatches, self.guard
@@ -208,7 +202,14 @@ class GradientRun:
             samples=microbatches.samples,
             tokens=microbatches.tokens,
             microbatches=len(microbatches.batches),
-            late_failure=-1 if weightless else 0 if first_nonfinite is None else first_nonfinite + 1,
+            zero_weight_seen=weightless,
+            diverged_at=0 if first_nonfinite is None else first_nonfinite + 1,
+            nonfinite_limit=monitor.nonfinite_losses.limit or 0,
+            loss_terms=list(self.weights),
+            error=error,
+            run_key=id(state._run_context),
+            step=state.step,
+            ranks_per_batch=spec.ranks_per_batch,
             rng_hash=hash_rng_state(state.device) if spec.ranks_per_batch > 1 else 0,
             batch_hash=batch_hash,
             plan_digest=0 if guard is None else guard.traces.digest(*self.replay_conditions(), guard.max_microbatches or 0),
@@ -234,102 +235,95 @@ class GradientRun:
         # A second call for one step (a retry, a method with two gradients) adds its time to the time of the first call.
         return counts._replace(seconds=counts.seconds + state._step_counts.seconds) if state._step_counts else counts
 
-    def guarded(self) -> AbstractContextManager[object]:
-        """Return the context of all forwards and backwards, which ends at an out-of-memory error of a guarded step."""
-        guard, required = self.guard, self.required_microbatches
-        if self.is_uneven:
-            conditions = self.replay_conditions()
-            plan = (self._caller, *conditions)
-            is_known = not self._records_units or self.grad_sync.knows_order(conditions)
-            is_checked = is_known and plan in self.state._run_context.monitor.uneven_plans
-            self._uneven_plan = None if is_checked else plan
-        if guard is None:
-            return nullcontext() if self._uneven_plan is None else self._check_collectives()
-        guard.samples = self.microbatches.samples
-        # The plan holds only facts that ranks agree on: ranks with different plans would run in different modes.
-        run = min(required, guard.max_microbatches or required)
-        run_plan = (run, self._counts.shapes_hash, *self.replay_conditions())
-        # A rank without a microbatch is led through the units by records, which a trace lacks.
-        return guard.attempt(run_plan, traced=self._uneven_plan is None)
-
-    @contextmanager
-    def _check_collectives(self) -> Iterator[None]:
-        """Check the first step in which ranks have different numbers of microbatches."""
-        with check_collectives(self._caller, EQUAL_MICROBATCHES_ADVICE) as self._checked:
-            yield
-
     @property
-    def exchange_events(self) -> ExchangeFn | None:
-        """Function by which ranks with a microbatch lead the others through the units, in the first step of its kind."""
-        guard = self._checked if self.guard is None else self.guard.collective_guard
-        return guard.exchange_event if self._uneven_plan is not None and isinstance(guard, CheckedGuard) else None
+    def guard(self) -> StepGuard | None:
+        """Guard of the step; None unless ``auto_microbatch`` has set one."""
+        guard: StepGuard | None = self.state._guard
+        return guard
 
     @property
     def required_microbatches(self) -> int:
         """Number of microbatches of the rank with the most microbatches."""
-        return self._counts.microbatches
+        return self.counts.microbatches
+
+    @property
+    def num_microbatches(self) -> int:
+        """Number of forwards and backwards, equal on all ranks: fewer in a probe."""
+        return self.required_microbatches if self.guard is None else self.guard.limit_microbatches(self.required_microbatches)
 
     @property
     def is_uneven(self) -> bool:
         """True if ranks have different numbers of microbatches."""
-        return self._counts.fewest_microbatches < self._counts.microbatches
+        return self.counts.fewest_microbatches < self.counts.microbatches
 
     def replay_conditions(self) -> tuple[int, ...]:
         """Return the facts that decide the collectives of a step: the mode of the model and the frozen parameters."""
         state, frozen = self.state, (param.requires_grad for param in self.state.params.values())
         return (state.model.training, state.spec.replica_info is not None, *frozen)
 
-    def begin_forwards(self) -> LossNormalizer:
-        """Return the normalizer of the losses. Collective: one all-reduce of the declared weights, if there are any."""
-        guard, required = self.guard, self.required_microbatches
-        if guard is not None and guard.prepare is not None:
-            guard.prepare()
-        self.num_microbatches = required if guard is None else guard.limit_microbatches(required)
-        if self._weights:
-            self._normalizer = build_normalizer(self._weights, self.state.device, self.state.spec)
-        return self._normalizer
+    @property
+    def exchange_events(self) -> ExchangeFn | None:
+        """Function by which ranks with a microbatch lead the others through the units, in the first step of its kind."""
+        guard = self.checked if self.guard is None else self.guard.collective_guard
+        return guard.exchange_event if self.uneven_plan is not None and isinstance(guard, CheckedGuard) else None
 
-    def end_backwards(self, sums: MetricAccumulator) -> None:
-        """End the forwards and backwards, with the sums of their losses.
+    def _guarded(self) -> AbstractContextManager[CheckedGuard | None]:
+        """Return the context of all forwards and backwards, which ends at an out-of-memory error of a guarded step."""
+        guard = self.guard
+        if guard is None and not self.is_uneven:
+            return nullcontext()
+        conditions = self.replay_conditions()
+        if self.is_uneven:
+            plan = (self.caller, *conditions)
+            is_known = not self.records_units or self.grad_sync.knows_order(conditions)
+            self.uneven_plan = None if is_known and plan in self.state._run_context.monitor.uneven_plans else plan
+        if guard is None:
+            return check_collectives(self.caller, EQUAL_MICROBATCHES_ADVICE) if self.uneven_plan is not None else nullcontext()
+        guard.samples = self.microbatches.samples
+        # The plan holds only facts that ranks agree on: ranks with different plans would run in different modes.
+        run_plan = (self.num_microbatches, self.counts.shapes_hash, *conditions)
+        # A rank without a microbatch is led through the units by records, which a trace lacks.
+        return guard.attempt(run_plan, traced=self.uneven_plan is None)
 
-        Collective: the reductions of plain parameters (``replicate``) that the last backward has not begun.
-        """
+    def _begin_forwards(self) -> None:
+        if self.guard is not None and self.guard.prepare is not None:
+            self.guard.prepare()
+        if self.weights:
+            self.normalizer = build_normalizer(self.weights, self.state.device, self.state.spec)
+        self.sums = MetricAccumulator(self.state.device)
+
+    def _end_backwards(self) -> None:
         self.grad_sync.finish_backwards(self.state.params.values())
-        sums.add_names(self._weights)
-        self._metrics, self._loss = sums.metrics(), sums.loss()
+        self.sums.add_names(self.weights)
+        self.result = self.state, self.sums.metrics()
         if self.guard is not None:
-            _check_reduction_memory(self.state, self._buffers.num_bytes)
+            _check_reduction_memory(self.state, self.buffers.num_bytes)
 
-    def finish(self) -> tuple[TrainState, Metrics]:
-        """Synchronize after backward, reduce and normalize the gradients; return the state with its counts, and the metrics.
-
-        Collective: one record, for a sharded model on several ranks or a guarded step; the reductions of
-        gradients that FSDP2 does not reduce, of buffers, and of weights.
-
-        Raises:
-            StepAborted: a guarded step failed on some rank, and is rolled back on all ranks.
-        """
-        guard, state, metrics = self.guard, self.state, self._metrics
+    def _finish(self) -> tuple[TrainState, Metrics]:
+        """Synchronize after backward, reduce and normalize the gradients; return the state with its counts, and the metrics."""
+        guard, state = self.guard, self.state
         if guard is not None and guard.failed:
             guard.roll_back(self._free_memory)
         outcome = self._sync_after_backward()
+        metrics = self.result[1]
         raise_if_hooks_differ(outcome.param_facts)
         raise_if_written(outcome.param_facts, state.spec.strategy, uneven=self.is_uneven)
         self.grad_sync.confirm_order()
-        if self._uneven_plan is not None:
-            state._run_context.monitor.uneven_plans.add(self._uneven_plan)
-        if guard is None or guard.max_microbatches is None:
+        if self.uneven_plan is not None:
+            state._run_context.monitor.uneven_plans.add(self.uneven_plan)
+        is_probe = guard is not None and guard.max_microbatches is not None
+        if not is_probe:
             if state.spec.ranks_per_batch > 1:
-                check_rng_in_sync(self._counts, state.device)
+                check_rng_in_sync(self.counts, state.device)
             self._reduce_and_normalize(outcome)
-            if not self._counts.fewest_microbatches:
+            if not self.counts.fewest_microbatches:
                 metrics = add_names_of_peers(metrics, state.device)
-            state._run_context.monitor.nonfinite_losses.record(state.step, self._loss[0])
+            state._run_context.monitor.nonfinite_losses.record(state.step, self.sums.loss()[0])
         self.grad_sync.end_step()
-        if self.grad_sync.hooks.exist and (guard is None or guard.max_microbatches is None):
+        if self.grad_sync.hooks.exist and not is_probe:
             with seeded_rng(state.seed, "param hooks", state.step) if state.spec.mesh else nullcontext():
                 self.grad_sync.hooks.run_(state.params)
-        return with_agreed_position(state._replace(_step_counts=self._counts)), metrics
+        return with_agreed_position(state._replace(_step_counts=self.counts)), metrics
 
     def _free_memory(self) -> None:
         self.grad_sync.abort_all()
@@ -342,15 +336,15 @@ class GradientRun:
         status = RankStatus.OK if guard is None else guard.status
         # A probe has not run all microbatches that the weights belong to.
         complete = guard is None or (guard.max_microbatches is None and not guard.failed)
-        mismatch = complete and self._normalizer.weights_mismatch(state, self._metrics)
-        weight = host_weight(state, self._loss[1]) if complete and self._normalizer.global_weight is None else None
+        mismatch = complete and self.normalizer.weights_mismatch(state, self.result[1])
+        weight = host_weight(state, self.sums.loss()[1]) if complete and self.normalizer.global_weight is None else None
         if state.spec.mesh is None and not mismatch:
             outcome = BackwardSync(weight=weight, statuses=[status])
         else:
             outcome = sync_after_backward(
                 unit_order=self.grad_sync.reduction_order,
                 params_without_grad=self.grad_sync.params_without_grad(state),
-                changed_buffers=self._buffers.changed_modules(),
+                changed_buffers=self.buffers.changed_modules(),
                 weights_mismatch=mismatch,
                 param_facts=self.grad_sync.describe_params(uneven=self.is_uneven),
                 status=status,
@@ -358,7 +352,7 @@ class GradientRun:
                 weight=weight,
             )
         if guard is not None:
-            guard.raise_if_failed(outcome, self._counts)
+            guard.raise_if_failed(outcome, self.counts)
         return outcome
 
     def _reduce_and_normalize(self, outcome: BackwardSync) -> None:
@@ -367,20 +361,18 @@ class GradientRun:
         for name in outcome.unused_params:
             state.params[name].grad = None
         if state.spec.mesh is not None:
-            _reduce_ignored_params(state, outcome.unused_params)
-            has_samples = None if self._counts.fewest_microbatches else bool(self.microbatches.batches)
-            self._buffers.sync_(outcome.changed_buffers, ranks_differ=outcome.buffers_differ, has_samples=has_samples)
+            used = [state.params[name] for name in state.spec.ignored_params if name not in outcome.unused_params]
+            ignored = [param for param in used if param.requires_grad]
+            for param in ignored:
+                if param.grad is None:
+                    param.grad = torch.zeros_like(param)
+            all_reduce_grads_([param.grad for param in ignored if param.grad is not None], state.spec)
+            has_samples = None if self.counts.fewest_microbatches else bool(self.microbatches.batches)
+            self.buffers.sync_(outcome.changed_buffers, ranks_differ=outcome.buffers_differ, has_samples=has_samples)
         grads = [grad for param in state.params.values() if (grad := param.grad) is not None]
         if not grads and not self.grad_sync.grads_taken:
             raise StepError("microbatch_step: no parameter got a gradient. Make the loss depend on a trainable parameter.")
-        normalize_grads_(grads, state, self._normalizer, self._metrics, global_weight=outcome.weight)
-
-
-_USED_OUTSIDE = (
-    "the loss, or a forward, must not compute with a sharded parameter outside of the forward of its unit. Compute in the "
-    "forward of the block that owns the parameter, or name the parameter in ignored_params. Add the gradient of a weight "
-    "penalty to .grad in the update of a transform."
-)
+        normalize_grads_(grads, state, self.normalizer, self.result[1], global_weight=outcome.weight)
 
 
 def _check_reduction_memory(state: TrainState, buffer_bytes: int) -> None:
@@ -391,12 +383,3 @@ def _check_reduction_memory(state: TrainState, buffer_bytes: int) -> None:
         largest = max(2 * sum(param.numel() * param.element_size() for param in ignored), 3 * buffer_bytes)
         flat = torch.empty(largest, dtype=torch.uint8, device=state.device)
         del missing, flat
-
-
-def _reduce_ignored_params(state: TrainState, unused: Sequence[str]) -> None:
-    ignored = [state.params[name] for name in state.spec.ignored_params if name not in unused]
-    params = [param for param in ignored if param.requires_grad]
-    for param in params:
-        if param.grad is None:
-            param.grad = torch.zeros_like(param)
-    all_reduce_grads_([param.grad for param in params if param.grad is not None], state.spec)

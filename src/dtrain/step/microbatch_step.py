@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+from torch import Tensor
+
 from dtrain.data.batch import BatchSpec, to_device
-from dtrain.dist.context import current_context
 from dtrain.errors import ConfigError
 from dtrain.shard.precision import LOW_PRECISION_DTYPES
 from dtrain.state import TrainState
-from dtrain.step.gradient_run import GradientRun
-from dtrain.step.microbatches import check_graph, split_microbatches
-from dtrain.step.normalization import MetricAccumulator, check_loss, declared_weights
+from dtrain.step.gradient_run import GradientRun, gradient_run
+from dtrain.step.microbatches import Microbatches, check_graph, split_microbatches
+from dtrain.step.normalization import check_loss, declared_weights
 from dtrain.step.sanity_checks import check_not_mean
 from dtrain.typing import Batch, LossFn, Metrics
 
@@ -81,29 +84,22 @@ def microbatch_step(
             terms, or the global weight is zero. On a GPU the weight reaches the host late: the gradient of such a step is zero,
             and the next step raises.
     """
-    if (recorder := current_context().recorder) is not None:
-        microbatch_size = recorder.microbatch_size(microbatch_size)
-    with GradientRun(state, batch, "microbatch_step", records_units=True) as run:
-        run.synchronize(
-            lambda: (
-                check_graph(split_microbatches(batch, microbatch_size, batch_spec)),
-                declared_weights(batch_spec, batch),
-            )
-        )
-        with run.guarded():
-            _accumulate(loss_fn, run)
-        return run.finish()
+
+    def prepare() -> tuple[Microbatches, Mapping[str, Tensor | float]]:
+        return check_graph(split_microbatches(batch, microbatch_size, batch_spec)), declared_weights(batch_spec, batch)
+
+    with gradient_run(state, batch, "microbatch_step", prepare, records_units=True) as run:
+        _accumulate(loss_fn, run)
+    return run.result
 
 
 def _accumulate(loss_fn: LossFn, run: GradientRun) -> None:
     """Run forward and backward for every microbatch. A rank without a further one takes part in the collectives alone."""
-    state, grad_sync, guard, recorder = run.state, run.grad_sync, run.guard, current_context().recorder
-    normalizer = run.begin_forwards()
+    state, grad_sync, guard = run.state, run.grad_sync, run.guard
     own, device = run.microbatches.batches, state.device
     needs_all = grad_sync.needs_all_microbatches or grad_sync.follows_other_models
     count = run.num_microbatches if needs_all else min(run.num_microbatches, max(len(own), 1))
     needs_copy = not run.microbatches.is_on(device)
-    sums = MetricAccumulator(device)
     params = list(state.params.values())
     low_precision = [param for param in params if param.dtype in LOW_PRECISION_DTYPES]
     compare = guard is None or not guard.multi_rank
@@ -118,8 +114,6 @@ def _accumulate(loss_fn: LossFn, run: GradientRun) -> None:
         if guard is not None and index == 0:
             guard.begin_first_forward()
         microbatch = to_device(own[index], device) if needs_copy else own[index]
-        if recorder is not None:
-            recorder.forward_begins(microbatch)
         loss = loss_fn(state.model, microbatch)
         # The first loss is checked; later losses come from the same function.
         if index == 0:
@@ -128,11 +122,8 @@ def _accumulate(loss_fn: LossFn, run: GradientRun) -> None:
                 raise ConfigError(_BACKWARD_CALLED)
             if state.step == 0:
                 check_not_mean(loss, "microbatch_step", state=state, batch=microbatch, loss_fn=loss_fn)
-        objective = normalizer.scaled_loss(loss, grad_sync.complete_forward(loss.total))
+        objective = run.normalizer.scaled_loss(loss, grad_sync.complete_forward(loss.total))
         if guard is not None and index == 0:
             guard.end_first_forward()
-        if recorder is not None:
-            recorder.loss(loss)
         objective.backward()
-        sums.add(loss)
-    run.end_backwards(sums)
+        run.sums.add(loss)

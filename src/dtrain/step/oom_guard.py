@@ -1,27 +1,57 @@
-"""Run one gradient step so that an out-of-memory error on any rank undoes the step on all ranks.
+"""Run one gradient step so that an out-of-memory error on any rank undoes the step on all ranks (``StepGuard``).
 
-``raise_does_not_fit`` reports a minimum size that does not fit, with suggestions.
+``MicrobatchProber`` runs such steps, and measures their memory. Optimizer state is reserved before the optimizer allocates it,
+so that a search accounts for it. ``raise_does_not_fit`` reports a minimum size that does not fit, with suggestions.
 """
 
 from __future__ import annotations
 
 import gc
+import time
 import traceback
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import NoReturn, cast
+from typing import Any, NoReturn, cast
 
 import torch
+from torch import Tensor
 
+from dtrain import spans
+from dtrain.data.batch import count_samples
+from dtrain.device import backend_function, counts_memory, is_accelerator
 from dtrain.dist.collective_replay import CollectiveGuard, CollectivesChanged, PeerFailed, TraceCache, open_guard
-from dtrain.dist.collectives import all_gather_json
+from dtrain.dist.collectives import all_gather_json, all_gather_numbers
+from dtrain.dist.dtensor import to_local
 from dtrain.dist.incident import is_collective_error
 from dtrain.dist.init import get_dist_info
+from dtrain.dist.rng import RNGSnapshot
 from dtrain.dist.step_sync import BackwardSync, RankStatus, StepCounts
 from dtrain.errors import OutOfMemoryError, PeerError
-from dtrain.memory.device_memory import get_device_memory, is_out_of_memory
-from dtrain.typing import Plain
+from dtrain.memory.device_memory import DeviceMemory, get_device_memory, is_out_of_memory
+from dtrain.shard.buffers import BufferSnapshot
+from dtrain.state import TrainState
+from dtrain.step.microbatch_search import ProbeResult, RankMemory
+from dtrain.step.transform import GradFn
+from dtrain.typing import Batch, Metrics, Plain
+
+# In the order of their cost: (remedy, strategies that it replaces; none means that it always applies).
+_REMEDIES = (
+    ("strategy='shard_grad_op'", ("none", "replicate")),
+    ("strategy='full_shard'", ("none", "replicate", "shard_grad_op", "hybrid_shard")),
+    ("activation checkpointing (dt.shard.checkpoint_activations)", ()),
+    ("CPU offload (shard_model(offload='params'))", ()),
+    ("a smaller model", ()),
+)
+# The smallest shape that optimizers for matrices accept, too.
+_PROBE_SHAPE = (2, 2)
+# Optimizers of these modules change only state and parameters in a step.
+_KNOWN_MODULES = ("torch.optim.", "dtrain.")
+# State tensors per parameter of any other optimizer: as many as Adam has.
+_ASSUMED_STATE_TENSORS = 2
+# A step calls neither of these methods.
+_IGNORED_METHODS = {"__init__", "__repr__"}
 
 
 # Only the modules of this package see this error; no user catches it.
@@ -142,7 +172,16 @@ class StepGuard:
         gc.collect()
         undo()
         if self.collective_guard is not None:
-            _issue_remaining(self.collective_guard)
+            try:
+                self.collective_guard.issue_remaining()
+            except Exception as error:
+                if is_collective_error(error) or not is_out_of_memory(error):
+                    raise
+                raise OutOfMemoryError(
+                    f"step: rank {get_dist_info().rank} is out of memory and cannot issue the collectives that the other "
+                    f"ranks wait in ({error}), so it leaves them. Find what uses the memory, and start again from the last "
+                    "checkpoint."
+                ) from error
             self.collectives_issued = self.collective_guard.collective_index
 
     def record_failure(self, error: Exception) -> None:
@@ -197,34 +236,12 @@ class StepGuard:
         raise StepAborted(counts, self.statuses)
 
 
-def _issue_remaining(guard: CollectiveGuard) -> None:
-    try:
-        guard.issue_remaining()
-    except Exception as error:
-        if is_collective_error(error) or not is_out_of_memory(error):
-            raise
-        raise OutOfMemoryError(
-            f"step: rank {get_dist_info().rank} is out of memory and cannot issue the collectives that the other ranks wait in "
-            f"({error}), so it leaves them. Find what uses the memory, and start again from the last checkpoint."
-        ) from error
-
-
 def _free_frames(error: BaseException) -> None:
     """Free the tensors in the frames of ``error``, even if the error is kept. Mutates: ``error`` and its causes."""
     chain: BaseException | None = error
     while chain is not None:
         traceback.clear_frames(chain.__traceback__)
         chain.__traceback__, chain = None, chain.__cause__ or chain.__context__
-
-
-# In the order of their cost: (remedy, strategies that it replaces; none means that it always applies).
-_REMEDIES = (
-    ("strategy='shard_grad_op'", ("none", "replicate")),
-    ("strategy='full_shard'", ("none", "replicate", "shard_grad_op", "hybrid_shard")),
-    ("activation checkpointing (dt.shard.checkpoint_activations)", ()),
-    ("CPU offload (shard_model(offload='params'))", ()),
-    ("a smaller model", ()),
-)
 
 
 def raise_does_not_fit(prefix: str, *, device: torch.device, strategy: str, oom_message: str, subject: str) -> NoReturn:
@@ -266,3 +283,272 @@ def raise_does_not_fit(prefix: str, *, device: torch.device, strategy: str, oom_
 
 def _format_mib(value: Plain) -> str:
     return f"{float(cast('int', value)) / 2**20:,.1f} MiB"
+
+
+@dataclass(slots=True, eq=False)
+class MicrobatchProber:
+    """Runner of guarded steps, shared by the steps of one run. Checkpoints do not contain the prober.
+
+    Args:
+        traces: traces of the model's collectives.
+        buffers: snapshot of the model's buffers, for the rollback.
+        device: device whose memory is measured.
+        on_oom: function called on a rank that runs out of memory, before any memory is freed.
+        allocator_retries: last count of the allocator's retries.
+        samples: this rank's samples in the last step.
+        largest_batch: samples of the rank with the most samples, when last measured.
+        measurable: if True, every rank can measure its memory.
+        oom_message: message of this rank's allocator in the last step; empty if the step fitted.
+    """
+
+    traces: TraceCache
+    buffers: BufferSnapshot
+    device: torch.device
+    on_oom: Callable[[], object] | None = None
+    allocator_retries: int = 0
+    samples: int = 0
+    largest_batch: int = 0
+    measurable: bool = False
+    oom_message: str = ""
+
+    @property
+    def device_memory(self) -> DeviceMemory | None:
+        """Device memory; None if the memory of the device cannot be measured."""
+        return get_device_memory(self.device)
+
+    def run_guarded(
+        self, inner: GradFn, state: TrainState, batch: Batch, size: int | None, *, max_microbatches: int | None = None
+    ) -> GuardedStepResult:
+        """Run a step with microbatches of ``size`` samples (None: the whole local batch).
+
+        If the collectives differ from their trace, the step runs once more, and ranks check each collective.
+
+        Args:
+            inner: function that leaves the gradient; called once per run.
+            max_microbatches: number of microbatches of a probe, which is always rolled back; None runs a full step.
+
+        Mutates: as ``inner``; nothing by a probe or a failure on any rank.
+        Collective: as ``inner``, and the exchange of statuses.
+
+        Raises:
+            StepError: the step must run again, and its loss function wrote into the batch; on all ranks.
+        """
+        multi_rank = state.spec.mesh is not None and get_dist_info().world_size > 1
+        rng_snapshot = RNGSnapshot()
+        if not multi_rank:
+            self.buffers.capture()
+        memory = self.device_memory
+        guard = StepGuard(
+            traces=self.traces,
+            multi_rank=multi_rank,
+            max_microbatches=max_microbatches,
+            prepare=self.buffers.capture if multi_rank else None,
+            on_oom=self.on_oom,
+            allocator_retried=self.allocator_retried,
+            read_live_bytes=None if max_microbatches is None or memory is None else lambda: memory.read().live,
+        )
+        started, output = time.monotonic(), None
+        try:
+            after, metrics = inner(state._replace(_guard=guard), batch, **({} if size is None else {"microbatch_size": size}))
+            counts = after._step_counts
+            output = after._replace(_guard=None), metrics
+        except StepAborted as aborted:
+            counts = aborted.counts
+        except Exception as error:
+            if multi_rank or not is_out_of_memory(error):
+                self._restore(state, rng_snapshot)
+                raise
+            # The user's own grad function does not use the guard; a single rank needs no agreement.
+            counts = state._step_counts
+            guard.record_failure(error)
+            guard.samples = count_samples(batch)
+        result = GuardedStepResult(
+            fits=output is not None,
+            output=output if max_microbatches is None else None,
+            guard=guard,
+            state=state._replace(_step_counts=counts),
+            seconds=time.monotonic() - started,
+        )
+        self.oom_message, self.samples = guard.oom_message, guard.samples
+        if result.output is None:
+            self._restore(state, rng_snapshot)
+        if guard.retry:
+            # The trace was dropped, so the next run has no trace to differ from.
+            return self.run_guarded(inner, result.state, batch, size, max_microbatches=max_microbatches)
+        return result
+
+    def _restore(self, state: TrainState, rng_snapshot: RNGSnapshot) -> None:
+        state.drop_gradients()
+        self.buffers.restore()
+        rng_snapshot.restore()
+
+    def probe(
+        self, inner: GradFn, state: TrainState, batch: Batch, size: int | None, *, microbatches: int
+    ) -> tuple[ProbeResult, TrainState]:
+        """Measure the memory of a step with ``size``, and if it fits; the returned state includes the time of the probe.
+
+        Mutates: the device's peak memory statistics start again.
+        Collective: as a step, and one record on the control channel.
+        """
+        reassign, before = spans.reassign_later("step"), 0
+        if (memory := self.device_memory) is not None:
+            memory.reset()
+            before = memory.read().live
+        result = self.run_guarded(inner, state, batch, size, max_microbatches=microbatches)
+        reassign("search")
+        ranks = self.gather_memory(before, result.guard.forward_bytes)
+        probe = ProbeResult(
+            size=self.largest_batch if size is None else min(size, self.largest_batch),
+            fits=result.fits,
+            rank_memory=ranks if result.fits else (),
+            seconds=result.seconds,
+        )
+        return probe, result.state
+
+    def gather_memory(self, before: int, forward_bytes: int = 0) -> tuple[RankMemory, ...]:
+        """Return the measurements of every rank since the last reset; empty if one rank cannot measure.
+
+        Collective: one record on the control channel. Mutates: ``largest_batch``.
+        """
+        stats = memory.read() if (memory := self.device_memory) is not None else None
+        row = [
+            self.samples,
+            stats is not None,
+            forward_bytes,
+            before,
+            stats.peak if stats else 0,
+            stats.capacity if stats else 0,
+        ]
+        rows = all_gather_numbers(row, caller="auto_microbatch")
+        self.largest_batch = int(max(row[0] for row in rows))
+        if not all(row[1] for row in rows):
+            return ()
+        return tuple(
+            RankMemory(forward_bytes=int(row[2]), before=int(row[3]), peak=int(row[4]), capacity=int(row[5])) for row in rows
+        )
+
+    def gather_largest_batch(self) -> None:
+        """Update ``largest_batch``. Collective: one record on the control channel. Mutates: ``largest_batch``."""
+        self.largest_batch = int(max(row[0] for row in all_gather_numbers([self.samples], caller="auto_microbatch")))
+
+    def allocator_retried(self) -> bool:
+        """Return True if this rank's allocator flushed its cache since the last call."""
+        if not (is_accelerator(self.device) and counts_memory(self.device.type)):
+            return False
+        # DeviceMemory.read() and torch.accelerator.memory_stats() take longer, because they make a flat dict of all statistics.
+        read_stats = backend_function(self.device, "memory_stats_as_nested_dict") or torch.accelerator.memory_stats
+        retries = int(read_stats(self.device).get("num_alloc_retries", 0))
+        retried, self.allocator_retries = retries > self.allocator_retries, retries
+        return retried
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class GuardedStepResult:
+    """Outcome of a guarded step: ``output`` if the step fits and is not a probe, and ``state`` for the next run."""
+
+    fits: bool
+    output: tuple[TrainState, Metrics] | None
+    guard: StepGuard
+    state: TrainState
+    seconds: float
+
+    @property
+    def allocator_retried(self) -> bool:
+        """Return True if the step fits on some rank only because its allocator freed cached memory."""
+        return any(RankStatus.ALLOCATOR_RETRIED in status for status in self.guard.statuses)
+
+
+def make_prober(state: TrainState) -> MicrobatchProber:
+    """Return the prober of a new run."""
+    prober = MicrobatchProber(traces=TraceCache(), buffers=BufferSnapshot(state.model), device=state.device)
+    # Earlier retries of the allocator do not count.
+    prober.allocator_retried()
+    return prober
+
+
+def reserve_optimizer_state(prefix: str, state: TrainState) -> list[Tensor]:
+    """Allocate tensors as large as the missing optimizer state, on every rank or on no rank.
+
+    Assumed state that does not fit is left out, because the optimizer may need less.
+
+    Collective: one small record.
+
+    Raises:
+        OutOfMemoryError: the state does not fit; on all ranks.
+    """
+    reserved, oom_message = [], ""
+    try:
+        reserved = allocate_missing_state(state.optimizer)
+    except Exception as problem:
+        if not is_out_of_memory(problem):
+            raise
+        oom_message = str(problem) or type(problem).__name__
+    if any(row[0] for row in all_gather_numbers([bool(oom_message)], caller=prefix.partition(":")[0])):
+        reserved.clear()
+        if has_unknown_state(state.optimizer):
+            return reserved
+        raise_does_not_fit(
+            prefix,
+            device=state.device,
+            strategy=state.spec.strategy,
+            oom_message=oom_message,
+            subject="the optimizer's state",
+        )
+    return reserved
+
+
+def allocate_missing_state(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Return tensors as large as the state that ``optimizer`` does not have yet.
+
+    For an optimizer of torch or dtrain, a copy of the optimizer runs a step on a parameter of four numbers. The optimizer
+    itself does not change: state of zeros differs from no state if the first step is special (SGD with dampening). A step of
+    any other optimizer may change objects outside of the optimizer, so two tensors are assumed for each parameter.
+
+    Raises:
+        torch.OutOfMemoryError: the tensors do not fit.
+    """
+    reserved: list[Tensor] = []
+    for group in optimizer.param_groups:
+        new = [param for param in group["params"] if param.requires_grad and not optimizer.state.get(param)]
+        dtypes = {
+            param.dtype: [param.dtype] * _ASSUMED_STATE_TENSORS
+            if has_unknown_state(optimizer)
+            else _probe_state_dtypes(optimizer, group, param)
+            for param in {param.dtype: param for param in new}.values()
+        }
+        for param in new:
+            shard = to_local(param)
+            reserved += [torch.empty_like(shard, dtype=dtype) for dtype in dtypes[param.dtype]]
+    return reserved
+
+
+def has_unknown_state(optimizer: torch.optim.Optimizer) -> bool:
+    """Return True if the state of ``optimizer`` is unknown before its first step, because the user defines its methods."""
+    for base in type(optimizer).__mro__:
+        if base.__module__.startswith(_KNOWN_MODULES):
+            return False
+        if any(callable(value) and name not in _IGNORED_METHODS for name, value in vars(base).items()):
+            return True
+    return True
+
+
+def _probe_state_dtypes(optimizer: torch.optim.Optimizer, group: dict[str, Any], param: Tensor) -> list[torch.dtype]:
+    """Return the dtypes of the state tensors that have a parameter's shape, for a parameter like ``param``."""
+    probe = torch.nn.Parameter(torch.zeros(_PROBE_SHAPE, dtype=param.dtype, device=to_local(param).device))
+    probe.grad = torch.zeros_like(probe)
+    twin = object.__new__(type(optimizer))
+    twin.__dict__.update(optimizer.__dict__, state=defaultdict(dict), param_groups=[{**group, "params": [probe]}])
+    # The undecorated method runs no hooks, because this is no step of the run.
+    step: Any = type(optimizer).step
+    step = getattr(step, "__wrapped__", step)
+    # An optimizer may use random numbers.
+    rng_snapshot = RNGSnapshot()
+    try:
+        with torch.no_grad():
+            step(twin)
+    # The state of an optimizer that cannot run this step is unknown.
+    except Exception:  # noqa: BLE001
+        return []
+    finally:
+        rng_snapshot.restore()
+    return [value.dtype for value in twin.state[probe].values() if isinstance(value, Tensor) and value.shape == probe.shape]

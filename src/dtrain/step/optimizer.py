@@ -1,6 +1,9 @@
 """Apply gradients: clip them, run the optimizer, advance the clock, set the learning rate.
 
 Ctrl-C is delayed while an update runs, so that an interrupt finds the state before the update or after it.
+
+``step_optimizer`` runs an optimizer on the local shards of its parameters, without the dispatch of DTensor, which takes some
+20 us for each operation. An optimizer that updates each element by itself computes on a DTensor what it computes on the shard.
 """
 
 from __future__ import annotations
@@ -10,31 +13,60 @@ import math
 import signal
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from types import FrameType, TracebackType
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from dtrain import spans
 from dtrain.arguments import check_choice
 from dtrain.dist.context import current_context
-from dtrain.dist.dtensor import global_norm, scale_, to_local
+from dtrain.dist.dtensor import (
+    chunks_per_dim,
+    dtensor_dispatcher,
+    from_local_like,
+    global_norm,
+    is_dtensor,
+    is_placed_like,
+    replicate_like,
+    scale_,
+    to_local,
+)
 from dtrain.dist.incident import report_missing_ranks
 from dtrain.dist.init import get_dist_info
 from dtrain.errors import ConfigError, NonFiniteError, StepError
 from dtrain.shard.grad_sync import grad_sync_of
 from dtrain.shard.params import check_dense
+from dtrain.shard.replicate import is_reducer_hook
 from dtrain.state import TrainState, check_state, mark_interrupted_write
 from dtrain.step.metrics import make_metric
 from dtrain.step.optimizer_state import check_update
-from dtrain.step.shard_update import step_optimizer
 from dtrain.step.step_clock import next_clock
 from dtrain.step.transform import UpdateFn
 from dtrain.typing import Metrics, Params, TransformState
+
+# The C functions behind ``signal``. The wrappers in Python look for every handler in an enum, which takes 30 us per step.
+_c_signal = importlib.import_module("_signal")
+_get_handler: Callable[[int], object] = _c_signal.getsignal
+_set_handler: Callable[[int, Callable[[int, FrameType | None], object]], object] = _c_signal.signal
+_NAMES = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
+_ELEMENTWISE = frozenset(getattr(torch.optim, name) for name in _NAMES)
+_aten = torch.ops.aten
+_READ_NUMBER = _aten._local_scalar_dense.default
+# The value of an empty shard does not exist, so torch raises on the ranks that have no row of a small parameter.
+_UNDEFINED_IF_EMPTY = (
+    _aten.max.default,
+    _aten.min.default,
+    _aten.amax.default,
+    _aten.amin.default,
+    _aten.linalg_vector_norm.default,
+)
 
 
 def clip_grad_norm_(params: Params, max_norm: float, *, eps: float = 1e-6) -> Tensor:
@@ -125,51 +157,49 @@ def apply_gradients(
         grad_sync = grad_sync_of(state.model) if syncs is None else syncs[0]
         if grad_sync.reducer is not None:
             grad_sync.reducer.check_no_local_grads("apply_gradients")
-        if nonfinite != "allow":
-            check_choice("apply_gradients", "nonfinite", nonfinite, ("allow", "raise", "skip"))
-        broken = nonfinite != "allow" and not all_finite(grads, state.device, caller="apply_gradients")
-        if broken and nonfinite == "raise":
-            names = nonfinite_param_names(state.params)
-            state.drop_gradients()
-            raise NonFiniteError(
-                f"apply_gradients: step {state.step}: a gradient is not finite (on this rank: {names}). Lower the learning "
-                "rate, clip, or pass nonfinite='skip'."
-            )
-        if nonfinite == "skip":
-            _count_skipped_update(state, broken=broken)
+        is_skipped = nonfinite != "allow" and _skips_update(state, grads, nonfinite)
         # A forward outside of the step left parameters unsharded; free them so stale copies are not reused.
         if state.spec.mesh is not None:
             grad_sync.reshard()
-        recorder = current_context().recorder
-        if recorder is not None:
-            recorder.update_begins(state)
         with DelayedInterrupt() as interrupt:
             interrupt.begin()
-            if not broken:
+            if not is_skipped:
                 with mark_interrupted_write(state, "the update"):
                     run = state.optimizer.step if state.spec.mesh is None else partial(step_optimizer, state.optimizer)
-                    if not state._run_context.optimizer_checked:
-                        check_update(state, run, caller="apply_gradients")
-                    else:
+                    if state._run_context.optimizer_checked:
                         run()
-            if recorder is not None:
-                recorder.update_ends()
+                    else:
+                        check_update(state, run, caller="apply_gradients")
             state.drop_gradients()
             if nonfinite == "skip":
-                metrics = {**metrics, "skipped": make_metric(float(broken), 1.0, state.device)}
+                metrics = {**metrics, "skipped": make_metric(float(is_skipped), 1.0, state.device)}
             return state._next(), metrics
     finally:
         spans.end("step")
 
 
-def _count_skipped_update(state: TrainState, *, broken: bool) -> None:
+def _skips_update(state: TrainState, grads: Sequence[Tensor], nonfinite: str) -> bool:
+    """Return True if a gradient is not finite and the update is skipped. Mutates: the count of skipped updates in a row.
+
+    Raises:
+        NonFiniteError: a gradient is not finite, and ``nonfinite`` is "raise", or the last updates were skipped, too.
+    """
+    check_choice("apply_gradients", "nonfinite", nonfinite, ("allow", "raise", "skip"))
+    is_broken = not all_finite(grads, state.device, caller="apply_gradients")
     counter = state._run_context.monitor.nonfinite_losses
-    counter.skipped_updates = counter.skipped_updates + 1 if broken else 0
-    if counter.limit is None or counter.skipped_updates < counter.limit:
-        return
+    if nonfinite == "skip":
+        counter.skipped_updates = counter.skipped_updates + 1 if is_broken else 0
+    limit_reached = counter.limit is not None and counter.skipped_updates >= counter.limit
+    if not is_broken or (nonfinite == "skip" and not limit_reached):
+        return is_broken
     names, skipped = nonfinite_param_names(state.params), counter.skipped_updates
-    counter.reset()
     state.drop_gradients()
+    if nonfinite == "raise":
+        raise NonFiniteError(
+            f"apply_gradients: step {state.step}: a gradient is not finite (on this rank: {names}). Lower the learning "
+            "rate, clip, or pass nonfinite='skip'."
+        )
+    counter.reset()
     raise NonFiniteError(
         f"apply_gradients: step {state.step}: a gradient is not finite, {skipped} steps in a row (on this rank: {names}). The "
         "updates were skipped, so the parameters are intact. Lower the learning rate, clip, or look at the batches."
@@ -252,10 +282,7 @@ def tick(state: TrainState) -> TrainState:
         context.untracked_steps += 1
         history = history.after_untracked_step(context.issuing_loader)
     context.issuing_loader = None
-    state = state._next(clock=clock, _step_counts=None, _step_batch=None, _loader_history=history)
-    if (recorder := context.recorder) is not None:
-        recorder.step_ends(state)
-    return state
+    return state._next(clock=clock, _step_counts=None, _step_batch=None, _loader_history=history)
 
 
 def optimizer_step(state: TrainState, metrics: Metrics) -> tuple[TrainState, Metrics]:
@@ -287,12 +314,6 @@ def set_lr_(optimizer: torch.optim.Optimizer, lr: float) -> None:
     """
     for group in optimizer.param_groups:
         group["lr"] = lr
-
-
-# The C functions behind ``signal``. The wrappers in Python look for every handler in an enum, which takes 30 us per step.
-_c_signal = importlib.import_module("_signal")
-_get_handler: Callable[[int], object] = _c_signal.getsignal
-_set_handler: Callable[[int, Callable[[int, FrameType | None], object]], object] = _c_signal.signal
 
 
 class DelayedInterrupt:
@@ -328,3 +349,136 @@ class DelayedInterrupt:
             _set_handler(signal.SIGINT, signal.default_int_handler)
         if self._received and not isinstance(error, KeyboardInterrupt):
             raise KeyboardInterrupt
+
+
+def step_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Run ``optimizer.step()``, on local shards where that gives the same result.
+
+    Shards are used for torch's elementwise optimizers and for classes with ``updates_elementwise = True``, if each gradient is
+    placed as its parameter. A subclass, hooks of ``step``, a replaced ``step`` and ``differentiable`` may look at the
+    parameters, so they get the DTensors. The optimizer's state stays made of DTensors.
+
+    A DTensor that the optimizer reads as a Python number (``float(param.norm())``, ``if grad.abs().max() > c``) is reduced to
+    the number of the whole tensor, as in one process. torch would return the number of this rank's part.
+
+    Mutates: parameters, and the optimizer's state. Collective: those of the optimizer, and one for each number that it reads;
+    none on shards.
+    """
+    if _can_use_shards(optimizer):
+        with torch.no_grad():
+            shards = _ShardViews(optimizer)
+        with shards.in_place():
+            optimizer.step()
+        shards.store_new_state()
+        return
+    # ``item``, ``float``, ``int`` and ``bool`` of a tensor all are one operation. A handler costs other operations nothing.
+    handlers: dict[Any, Any] = dtensor_dispatcher()._custom_op_handlers
+    before = {**handlers}
+    handlers[_READ_NUMBER] = _read_whole_number
+    handlers.update(dict.fromkeys(_UNDEFINED_IF_EMPTY, _reduce_whole))
+    try:
+        optimizer.step()
+    finally:
+        handlers.clear()
+        handlers.update(before)
+
+
+def _read_whole_number(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    with torch.no_grad():
+        return args[0].full_tensor().item()
+
+
+def _reduce_whole(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a reduction on the whole tensor if a rank has an empty shard, which is a small tensor; else as torch does."""
+    tensor, *others = args
+    rows = {dim: -(-tensor.shape[dim] // pieces) for dim, pieces in chunks_per_dim(tensor).items()}
+    has_empty_shard = any(rows[dim] * (pieces - 1) >= tensor.shape[dim] for dim, pieces in chunks_per_dim(tensor).items())
+    if tensor.numel() and has_empty_shard:
+        return replicate_like(tensor, operation(tensor.full_tensor(), *others, **kwargs))
+    handlers = dtensor_dispatcher()._custom_op_handlers
+    handler = handlers.pop(operation)
+    try:
+        return operation(*args, **kwargs)
+    finally:
+        handlers[operation] = handler
+
+
+def _can_use_shards(optimizer: torch.optim.Optimizer) -> bool:
+    kind = type(optimizer)
+    if kind not in _ELEMENTWISE and not vars(kind).get("updates_elementwise"):
+        return False
+    # Schedulers of torch replace ``step`` by a function that only counts calls.
+    replaced = vars(optimizer).get("step")
+    if replaced is not None and not hasattr(replaced, "_wrapped_by_lr_sched"):
+        return False
+    own_hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    if own_hooks or _global_optimizer_post_hooks or not all(map(is_reducer_hook, _global_optimizer_pre_hooks.values())):
+        return False
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        return False
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    return any(map(is_dtensor, params)) and all(param.grad is None or is_placed_like(param.grad, param) for param in params)
+
+
+class _ShardViews:
+    """Views of the shards of an optimizer's parameters, with the shards of their gradients and of their state."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._params: list[list[Tensor]] = [group["params"] for group in optimizer.param_groups]
+        self._shards = [[_view_with_grad(param) for param in params] for params in self._params]
+        self._state: defaultdict[Tensor, dict[str, Any]] = defaultdict(dict)
+        for param, shard in self._pairs():
+            if param in optimizer.state:
+                self._state[shard] = {
+                    key: to_local(value) if isinstance(value, Tensor) else value
+                    for key, value in optimizer.state[param].items()
+                }
+
+    def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for params, shards in zip(self._params, self._shards, strict=True):
+            yield from zip(params, shards, strict=True)
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Put the shards in the place of the parameters. Mutates: the optimizer, inside the context."""
+        optimizer, groups, state = self._optimizer, self._optimizer.param_groups, self._optimizer.state
+        # torch runs the plain implementation on DTensors. The foreach implementation would need more memory.
+        chosen = [group for group in groups if "foreach" in group and group["foreach"] is None and not group.get("fused")]
+        try:
+            optimizer.state = self._state
+            for group, shards in zip(groups, self._shards, strict=True):
+                group["params"] = shards
+            for group in chosen:
+                group["foreach"] = False
+            yield
+        finally:
+            optimizer.state = state
+            for group, params in zip(groups, self._params, strict=True):
+                group["params"] = params
+            for group in chosen:
+                group["foreach"] = None
+
+    def store_new_state(self) -> None:
+        """Store what the optimizer has made in this step. Mutates: the optimizer's state."""
+        for param, shard in self._pairs():
+            if shard not in self._state:
+                continue
+            state = self._optimizer.state[param]
+            for key, value in self._state[shard].items():
+                # Most values were updated in place.
+                if key in state and (state[key] is value or (is_dtensor(state[key]) and state[key]._local_tensor is value)):
+                    continue
+                sharded = isinstance(value, Tensor) and value.ndim and value.shape == shard.shape
+                state[key] = from_local_like(param, value) if sharded else value
+
+
+def _view_with_grad(param: Tensor) -> Tensor:
+    """Return a view of the parameter's shard, whose gradient is the shard of the gradient; a plain parameter is its own."""
+    if not is_dtensor(param):
+        return param
+    # A view, so that the shard itself never has a gradient.
+    view = to_local(param).detach()
+    if param.grad is not None:
+        view.grad = to_local(param.grad)
+    return view

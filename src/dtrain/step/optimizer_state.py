@@ -44,13 +44,13 @@ def stored_options(group: Mapping[str, Any]) -> dict[str, Any]:
 
     A dtype, a device, a class or a function is code of the script: a resumed run keeps its own.
     """
-    return {key: value for key, value in group.items() if key not in _NOT_STORED and not _is_code(value)}
-
-
-def _is_code(value: object) -> bool:
-    return isinstance(value, torch.dtype | torch.device | type) or (
-        callable(value) and not isinstance(value, nn.Module | Tensor)
-    )
+    stored = {key: value for key, value in group.items() if key not in _NOT_STORED}
+    is_code = {
+        key: isinstance(value, torch.dtype | torch.device | type)
+        or (callable(value) and not isinstance(value, nn.Module | Tensor))
+        for key, value in stored.items()
+    }
+    return {key: value for key, value in stored.items() if not is_code[key]}
 
 
 def state_by_owner(state: TrainState) -> dict[str, dict[str, Any]]:

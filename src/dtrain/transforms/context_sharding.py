@@ -15,7 +15,7 @@ from dtrain.errors import ConfigError
 from dtrain.fqn import buffers_by_fqn, compile_patterns
 from dtrain.shard.model_parallel import ring_attention
 from dtrain.state import TrainState
-from dtrain.step.sequence_check import SequenceCheck
+from dtrain.step.sanity_checks import SequenceCheck
 from dtrain.step.transform import GradStep, Transform
 from dtrain.typing import Batch, LossFn, Metrics
 

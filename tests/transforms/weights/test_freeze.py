@@ -12,7 +12,7 @@ from dtrain.dist.init import get_dist_info
 from dtrain.errors import ConfigError, StepError
 from dtrain.schedules.durations import RunLength
 from dtrain.step.auto_microbatch import auto_microbatch
-from dtrain.step.backward_update import optimizer_in_backward
+from dtrain.step.compose import optimizer_in_backward
 from dtrain.testing import count_collectives
 from dtrain.transforms.combinators import between
 from dtrain.transforms.weights.freeze import freeze, freeze_layers

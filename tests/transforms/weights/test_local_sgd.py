@@ -22,8 +22,7 @@ from dtrain.errors import ConfigError, StaleStateError, StepError
 from dtrain.monitors.reduce_metrics import reduce_metrics
 from dtrain.shard.fsdp import shard_model
 from dtrain.step.auto_microbatch import auto_microbatch
-from dtrain.step.backward_update import optimizer_in_backward
-from dtrain.step.compose import compose_step
+from dtrain.step.compose import compose_step, optimizer_in_backward
 from dtrain.step.microbatch_step import microbatch_step
 from dtrain.step.optimizer import apply_gradients
 from dtrain.testing.counters import count_collectives, count_host_syncs

@@ -146,7 +146,7 @@ def split_replicas(state: TrainState) -> TrainState:
     if state.spec.replica_info is not None:
         return state
     replicas = _find_replicas(state.spec)
-    return state if replicas is None else state._replace(spec=replace(state.spec, replica_info=replicas))
+    return state if replicas is None else state._replace(spec=replace(state.spec, replica_info=replicas))._recorded()
 
 
 def join_replicas(state: TrainState) -> TrainState:
