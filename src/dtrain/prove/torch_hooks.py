@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 
 from dtrain.checkpoint.conversion import convert as conversion
 from dtrain.data.batch import list_tensors
-from dtrain.dist import reduce
+from dtrain.dist import collectives
 from dtrain.prove.overrides import cast_floats, observe_recompute
 from dtrain.prove.plain_loop import PlainLoop
 from dtrain.prove.recording import EndOfProof, RankRecorder
@@ -218,7 +218,7 @@ def _observe_events(recorder: RankRecorder) -> None:
     for name in _COLLECTIVES:
         wrap(dist, name, name, of_script=True)
     for name in ("reduce_sum", "reduce_mean"):
-        wrap(reduce, name, name)
+        wrap(collectives, name, name)
     wrap(torch.nn.utils, "clip_grad_norm_", "clip")
     for name, event in (("scale", "scale"), ("unscale_", "unscale")):
         wrap(torch.amp.GradScaler, name, event)
