@@ -8,8 +8,8 @@ import resource
 from pathlib import Path
 
 import pytest
-from dtrain.launch import job_output as files_module
 
+from dtrain.launch import job_output as files_module
 from dtrain.launch.job_output import LogFiles
 
 FULL = Path("/dev/full")

@@ -10,8 +10,8 @@ import subprocess
 import sys
 
 import pytest
-from dtrain.launch import terminal as outlet_module
 
+from dtrain.launch import terminal as outlet_module
 from dtrain.launch.terminal import NonBlockingWriter, flush_writers
 
 

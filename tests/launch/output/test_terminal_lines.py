@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 
 import pytest
-from dtrain.launch import terminal as lines_module
 
+from dtrain.launch import terminal as lines_module
 from dtrain.launch.terminal import LinePrefixer, PlainStream, escape_controls
 
 
