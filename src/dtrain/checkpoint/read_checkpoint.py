@@ -243,7 +243,7 @@ class TensorReads:
 
     reads: list[ReadItem] = field(default_factory=list)
     sizes: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    refs: dict[str, tree_json.TensorRef] = field(default_factory=dict)
+    refs: dict[str, layout.TensorRef] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:

@@ -75,7 +75,7 @@ class _BlockDigester:
         ends: the byte after each block.
     """
 
-    def __init__(self, ends: Sequence[int]) -> None:
+    def __init__(self, ends: list[int]) -> None:
         self.ends, self.digests = ends, ""
         self._current, self._at, self._number = xxhash.xxh3_128(), 0, 0
 
@@ -158,7 +158,7 @@ def _shared_values(weights: WeightStream, keys: Mapping[str, str], step: int) ->
 
 def _build_indexes(file_layout: FileLayout, shared: dict[str, Any], blocks: Blocks) -> tuple[RankIndex, RunIndex]:
     """Build the indexes of a step of one rank, without the list of files."""
-    refs: dict[str, tree_json.TensorRef] = {}
+    refs: dict[str, layout.TensorRef] = {}
     for section, values in shared.items():
         refs |= tree_json.tensor_refs(values, section)
     stored = {slot.key: (0, (0,) * len(slot.size), slot.size) for slot in file_layout.slots if slot.nbytes}
