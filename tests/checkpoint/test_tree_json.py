@@ -46,7 +46,7 @@ def test_tensors_round_trip_by_path():
     assert sorted(tensors) == ["extra/x/a/b/0", "extra/x/a/~0", "extra/x/a~1b"]
     back = round_trip(tree)
     assert back["a"]["b"][0] is tree["a"]["b"][0]
-    assert tree_json.tensor_refs(tree_json.encode(tree, "x")[0], "x")["x/a/b/0"] == tree_json.TensorRef(
+    assert tree_json.tensor_refs(tree_json.encode(tree, "x")[0], "x")["x/a/b/0"] == layout.TensorRef(
         dtype="BF16", shape=(3,), distributed=False
     )
 

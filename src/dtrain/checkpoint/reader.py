@@ -154,7 +154,7 @@ class CheckpointReader:
     folder: AnyPath
     manifest: Manifest
     index: RunIndex
-    refs: Mapping[str, tree_json.TensorRef]
+    refs: Mapping[str, layout.TensorRef]
     shared: Mapping[str, Any]
     structures: Mapping[str, Any]
     ranks: RankFilesReader
@@ -304,9 +304,9 @@ def open_checkpoint(folder: AnyPath, *, check_files: bool = True) -> CheckpointR
             raise CorruptCheckpointError(f"{min(missing or foreign)}: {problem}")
         _check_sizes(sizes, expected)
     shared = _check_shared(index.shared, manifest)
-    refs: dict[str, tree_json.TensorRef] = {}
+    refs: dict[str, layout.TensorRef] = {}
 
-    def placeholder(key: str, ref: tree_json.TensorRef) -> tree_json.TensorPlaceholder:
+    def placeholder(key: str, ref: layout.TensorRef) -> tree_json.TensorPlaceholder:
         refs[key] = ref
         return tree_json.TensorPlaceholder(key, ref)
 
@@ -347,7 +347,7 @@ def _check_shared(shared: Any, manifest: Manifest) -> dict[str, Any]:
     return sections
 
 
-def _check_kinds(index: RunIndex, refs: Mapping[str, tree_json.TensorRef]) -> None:
+def _check_kinds(index: RunIndex, refs: Mapping[str, layout.TensorRef]) -> None:
     """Check that the kind of each tensor agrees with the tensor that the shared values name."""
     if len(index.tensors) != len(refs):
         raise CorruptCheckpointError(f"{layout.INDEX}: tensors: must have {len(refs)} numbers, got {len(index.tensors)}")
@@ -365,8 +365,8 @@ def _check_kinds(index: RunIndex, refs: Mapping[str, tree_json.TensorRef]) -> No
         agreeing.add((id(ref), number))
 
 
-def _place_inline(index: RunIndex, refs: Mapping[str, tree_json.TensorRef]) -> dict[str, StoredShard]:
-    """Return the shards of the tensors in the index of the run, by key."""
+def _place_inline(index: RunIndex, refs: Mapping[str, layout.TensorRef]) -> dict[int, StoredShard]:
+    """Return the shards of the tensors in the index of the run, by number."""
     dtypes = {key: ref.dtype for (key, ref), number in zip(refs.items(), index.tensors, strict=True) if not number}
     placed, begin = {}, 0
     for key in inline_order(dtypes):

@@ -161,7 +161,7 @@ def build_run_index(write_plan: RankWritePlan, inline: SerializedFile | None, re
     files = tuple(layout.convert(of_rank, RankFiles, "rank files") for of_rank, _ in reports)
     parts = [RankParts.decode(of_rank) for _, of_rank in reports]
     assert write_plan.shared is not None, "only rank 0 has the values of the run"
-    refs: dict[str, tree_json.TensorRef] = {}
+    refs: dict[str, layout.TensorRef] = {}
     for section, values in write_plan.shared.items():
         refs |= tree_json.tensor_refs(values, section)
     assert tuple(refs) == write_plan.keys, "values name the tensors in the order in which they were collected"
