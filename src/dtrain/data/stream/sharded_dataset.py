@@ -168,7 +168,8 @@ class ShardedDataset:
         """Initialize the state of this process. A forked child initializes its own state."""
         # The closures hold these locals, not self, so that they do not keep the dataset alive.
         store, entries, options = self._store, self.entries, self._options
-        max_sample_bytes, decoded = self._max_sample_bytes, ByteLRU()
+        max_sample_bytes = self._max_sample_bytes
+        self._decoded = decoded = ByteLRU()
 
         def open_shard(number: int) -> tuple[Shard, int]:
             entry = entries[number]
