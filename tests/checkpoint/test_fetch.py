@@ -18,7 +18,7 @@ from dtrain.checkpoint import fetch, layout, plan
 from dtrain.checkpoint.data_file import digest_of
 from dtrain.checkpoint.index import StoredShard, shard_kind
 from dtrain.checkpoint.layout import DTYPES, Blocks, TensorRef
-from dtrain.checkpoint.plan import Region, index_shards, plan_tensors
+from dtrain.checkpoint.plan import Region, plan_tensors
 from dtrain.errors import CorruptCheckpointError
 
 

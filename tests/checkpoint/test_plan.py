@@ -13,7 +13,7 @@ from checkpoint.stored import index_shards
 from dtrain.checkpoint import data_file, layout, plan
 from dtrain.checkpoint.index import StoredShard, shard_kind
 from dtrain.checkpoint.layout import Blocks
-from dtrain.checkpoint.plan import ReadItem, Region, assign_writers, index_shards, plan_fetches, plan_reads
+from dtrain.checkpoint.plan import ReadItem, Region, assign_writers, plan_fetches, plan_reads
 from dtrain.errors import CorruptCheckpointError
 
 HEADER = 24  # the boxes do not begin at the start of the file

@@ -199,7 +199,7 @@ class CheckpointReader:
                 shards[at] = StoredShard(file, begin, part)
         return found
 
-    def section_refs(self, section: str) -> dict[str, tree_json.TensorRef]:
+    def section_refs(self, section: str) -> dict[str, layout.TensorRef]:
         """Return the tensors of a section by key."""
         return {key: ref for key, ref in self.refs.items() if key.startswith(f"{section}/")}
 
@@ -365,8 +365,8 @@ def _check_kinds(index: RunIndex, refs: Mapping[str, layout.TensorRef]) -> None:
         agreeing.add((id(ref), number))
 
 
-def _place_inline(index: RunIndex, refs: Mapping[str, layout.TensorRef]) -> dict[int, StoredShard]:
-    """Return the shards of the tensors in the index of the run, by number."""
+def _place_inline(index: RunIndex, refs: Mapping[str, layout.TensorRef]) -> dict[str, StoredShard]:
+    """Return the shards of the tensors in the index of the run, by key."""
     dtypes = {key: ref.dtype for (key, ref), number in zip(refs.items(), index.tensors, strict=True) if not number}
     placed, begin = {}, 0
     for key in inline_order(dtypes):

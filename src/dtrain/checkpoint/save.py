@@ -183,9 +183,6 @@ def start_save(
     options: SaveOptions,
 ) -> SaveHandle:
     """Save with a Checkpointer, or with the Checkpointer of a root and of the states' run. See ``save_sharded``."""
-    if (recorder := current_context().recorder) is not None:
-        root = target.root if isinstance(target, Checkpointer) else target
-        recorder.saved(max(each.step for each in _as_states(state).values()), str(root))
     started_at = time.monotonic()
     with spans.span("save"):
         with _on_all_ranks():

@@ -25,7 +25,6 @@ from dtrain.data.position import EpochBatches, LastBatch, Position, batch_indice
 from dtrain.data.sample_order import CachedOrder, SampleOrder, check_same_state, rank_positions, rank_share
 from dtrain.data.workers import Payload, WorkerBatch, WorkerConfig, load_batches
 from dtrain.dist.batch_info import BatchStatus
-from dtrain.dist.context import current_context
 from dtrain.errors import ConfigError, DataError, DtrainError
 from dtrain.launch import heartbeats
 from dtrain.schedules.durations import Duration
@@ -146,8 +145,6 @@ class MapBatchSource:
             if to_read.step != 1:
                 indices = indices[:: to_read.step]
             request = BatchRequest(at.epoch, to_read.start, indices, 1 if positions else 2)
-            if (recorder := current_context().recorder) is not None:
-                recorder.sample_ids(at.epoch, indices.tolist() if positions else [])
             at = batches.normalize(at.after_batch(stop - start))
             planned.append((at, bool(positions)))
             yield request

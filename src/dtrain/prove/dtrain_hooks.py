@@ -49,7 +49,7 @@ def observe_dtrain(recorder: RankRecorder) -> None:
     }
     _replace_everywhere({function: functools.wraps(function)(hook) for function, hook in hooks.items()})
     _observe_loaders(recorder)
-    TrainState.crossed = lambda state, every: recorder.crosses(state.step)  # type: ignore[method-assign]
+    TrainState.crossed = lambda state, every: recorder.crosses(state.step)  # type: ignore[method-assign, assignment]
 
 
 def _replace_everywhere(hooks: Mapping[Hook, Hook]) -> None:
@@ -214,10 +214,10 @@ def _observe_draws(recorder: RankRecorder) -> Hook:
 
 def _observe_loaders(recorder: RankRecorder) -> None:
     """Shorten the loops over dtrain's loaders, and observe their batches. Mutates: the class of loaders."""
-    until, one_pass, one_epoch, request = Loader.until, Loader.__iter__, Loader.one_epoch, batch_source.BatchRequest
+    until, one_pass, one_epoch, request = Loader.until, Loader.__iter__, Loader.one_epoch, vars(batch_source)["BatchRequest"]
 
     @functools.wraps(until)
-    def shortened(loader: Loader, run_length: Any, **options: Any) -> Iterator[Any]:
+    def shortened(loader: Loader, run_length: Any, **options: Any) -> Any:
         return recorded(until(loader, recorder.run_goal(loader, parse_length(run_length)), **options))
 
     @functools.wraps(one_pass)
@@ -237,5 +237,5 @@ def _observe_loaders(recorder: RankRecorder) -> None:
         return request(epoch, start, indices, repeats)
 
     Loader.until, Loader.__iter__ = shortened, cut  # type: ignore[method-assign, assignment]
-    Loader.one_epoch = functools.wraps(one_epoch)(lambda loader: recorded(one_epoch(loader)))  # type: ignore[method-assign]
-    batch_source.BatchRequest = requested  # type: ignore[misc, assignment]
+    Loader.one_epoch = functools.wraps(one_epoch)(lambda loader: recorded(one_epoch(loader)))  # type: ignore[method-assign, assignment]
+    vars(batch_source)["BatchRequest"] = requested

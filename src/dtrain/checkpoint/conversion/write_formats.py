@@ -150,17 +150,11 @@ def _step_contents(weights: WeightStream, keys: Mapping[str, str], step: int) ->
         section = keys[slot.key].partition("/")[0]
         # An expanded scalar has any shape without memory.
         tree[section][slot.key] = torch.empty((), dtype=DTYPES[slot.dtype], device="cpu").expand(slot.size)
-    return {section: tree_json.encode(part, section)[0] for section, part in tree.items()}
-
-
-def _build_indexes(file_layout: FileLayout, shared: dict[str, Any], blocks: Blocks) -> tuple[RankIndex, RunIndex]:
-    """Build the indexes of a step of one rank, without the list of files."""
-    refs: dict[str, layout.TensorRef] = {}
-    for section, values in shared.items():
-        refs |= tree_json.tensor_refs(values, section)
-    stored = {slot.key: (0, (0,) * len(slot.size), slot.size) for slot in file_layout.slots if slot.nbytes}
-    kinds, tensors = merge_parts(refs, (), [RankParts.of(list(refs), stored)])
-    begins = [file_layout.ranges[key][0] for key in refs if key in stored]
+    shared: dict[str, Any] = {}
+    tensors: dict[str, Tensor] = {}
+    for section, part in tree.items():
+        shared[section], found = tree_json.encode(part, section)
+        tensors |= found
     values = {section: tree_json.encode({}, section)[0] for section in ("buffers", "modules", "rng", "extra", "objects")}
     return CheckpointContents(shared=shared, tensors=tensors, values=values, per_rank={}, frozen=frozenset())
 
