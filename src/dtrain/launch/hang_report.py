@@ -149,7 +149,8 @@ def _find_culprits(by_rank: Mapping[int, RankEvidence], stops: Sequence[StalledC
     silent = [item.rank for item in here if item.record is None]
     # The ranks disagree about a collective.
     mismatch = next((stop for stop in stops if stop.mismatched), None)
-    minority = [] if mismatch is None else sorted(min([list(mismatch.mismatched), list(mismatch.waiting)], key=len))
+    sides: list[list[int]] = [] if mismatch is None else [list(mismatch.mismatched), list(mismatch.waiting)]
+    minority = sorted(min(sides, key=len, default=[]))
     slowest = [item.rank for item in here if item.passed == min(other.passed for other in here)]
     for ranks, reason in (
         (past_block, "did not end after init_dist's block, no progress{time}"),

@@ -190,7 +190,9 @@ def _reset_functions(module: nn.Module, model: nn.Module) -> list[Callable[[], N
     """
     resets: list[Callable[[], None]] = [reset for key in _RESET_METHODS if callable(reset := getattr(module, key, None))]
     lora_reset = getattr(module, _LORA_RESET, None)
-    configs_of_modules = (getattr(inner, "peft_config", None) for inner in model.modules()) if lora_reset else ()
+    if lora_reset is None:
+        return resets
+    configs_of_modules = (getattr(inner, "peft_config", None) for inner in model.modules())
     configs: dict[str, Any] = next((configs for configs in configs_of_modules if isinstance(configs, dict)), {})
     stores = [module._modules.get(key) for key in ("lora_A", "lora_embedding_A")]
     adapters = {name for store in stores if store is not None for name in (*store._modules, *store._parameters)}
