@@ -183,9 +183,9 @@ def _hooks_of_numbers(recorder: RankRecorder) -> dict[Hook, Hook]:
         return save(checkpointer, state, **options)
 
     FaultTolerantLogger.__call__ = logged  # type: ignore[method-assign]
-    Checkpointer.save = saved_again  # type: ignore[method-assign]
+    Checkpointer.save = saved_again  # type: ignore[method-assign, assignment]
     # Only the batches of ``evaluate`` are an evaluation; the update of batch norm pads its batches, too.
-    evaluation.pad_to_longest_rank = padded  # type: ignore[assignment]
+    evaluation.pad_to_longest_rank = padded
     return {reduce_metrics: reduced, save_sharded: saved}
 
 
