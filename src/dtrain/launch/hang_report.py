@@ -150,7 +150,8 @@ def _find_culprits(by_rank: Mapping[int, RankEvidence], stops: Sequence[StalledC
     # The ranks disagree about a collective.
     mismatch = next((stop for stop in stops if stop.mismatched), None)
     sides: list[list[int]] = [] if mismatch is None else [list(mismatch.mismatched), list(mismatch.waiting)]
-    minority = sorted(min(sides, key=len)) if sides else []
+    smaller = min(sides, key=len) if sides else []
+    minority = sorted(smaller)
     slowest = [item.rank for item in here if item.passed == min(other.passed for other in here)]
     for ranks, reason in (
         (past_block, "did not end after init_dist's block, no progress{time}"),
