@@ -27,7 +27,6 @@ PRELOADED = ["dtrain.testing.rank_worker", "torch.distributed.fsdp", "torch.test
 LEFT_BEHIND = 9  # the exit code of a run that leaves something behind
 BEFORE = pytest.StashKey[leftovers.Before]()
 LEFT = pytest.StashKey[bool]()
-WAITING = ("launch", "examples", "cli", "dist", "storage", "benchmarks")
 
 # A shell starts jobs in the background deaf to Ctrl-C, and nohup to a lost terminal, with all that they start: tests send both.
 USUAL = ((signal.SIGINT, signal.default_int_handler), (signal.SIGQUIT, signal.SIG_DFL), (signal.SIGHUP, signal.SIG_DFL))
@@ -84,8 +83,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.skip(reason="needs --slow"))
     if config.getoption("--sample"):
         sampling.deselect(config, items, sampling.read_turn())
-    # Files whose tests mostly wait for processes begin first.
-    items.sort(key=lambda item: sampling.room_of(item) not in WAITING)
+    places = sampling.spread(items)
+    items.sort(key=lambda item: places[str(item.path)])
 
 
 if on_device.DEVICE:
