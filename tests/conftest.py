@@ -44,11 +44,13 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[BEFORE] = leftovers.look()
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Fail the run when it leaves something behind; no test of its own could see that."""
+    """Fail the run when it leaves something behind; no test of its own could see that. Workers of pytest-xdist end before."""
     multiprocessing.util._run_finalizers()  # its temporary folder would be there until this process ends
-    left = leftovers.left_since(session.config.stash[BEFORE])
-    if hasattr(session.config, "workeroutput"):
+    is_worker = hasattr(session.config, "workeroutput")
+    left = leftovers.left_since(session.config.stash[BEFORE], shared_memory=not is_worker)
+    if is_worker:
         # A worker of pytest-xdist: the process that started it reports.
         session.config.workeroutput["left"] = left
     else:
