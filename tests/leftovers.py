@@ -44,8 +44,8 @@ def left_since(before: Before, *, shared_memory: bool = True) -> list[str]:
 
     Args:
         before: state before the tests.
-        shared_memory: if False, ignore shared memory. All workers of pytest-xdist use it, and semaphores of a killed process stay
-            until its worker has ended.
+        shared_memory: if False, ignore shared memory. Workers of pytest-xdist all use it, and semaphores of a killed process
+            stay until its worker has ended.
     """
     deadline = time.monotonic() + _PATIENCE_S
     while (alive := _marked(before.mark)) and time.monotonic() < deadline:
