@@ -26,7 +26,7 @@ from measure import machine
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 from helpers.pictures import read_digits, shifted
 from helpers.resnet import ARCHS, ResNet
-from train_resnet import judge, loss_fn
+from train_resnet import eval_loss_fn, loss_fn
 
 CLASSES, BATCH = 10, 64
 
@@ -115,7 +115,7 @@ def train(recipe: Recipe, epochs: int, seed: int) -> tuple[float, float, float]:
     used = time.process_time() - begun
     recipe.finish(state, loader)
     quiz = dt.build_loader(pictures.held_out, global_batch_size=256, seed=0, shuffle=False)
-    found = dt.reduce_metrics(dt.evaluate(model, quiz, judge))
+    found = dt.reduce_metrics(dt.evaluate(model, quiz, eval_loss_fn))
     return found["accuracy"], found["loss"], used
 
 

@@ -27,7 +27,6 @@ PRELOADED = ["dtrain.testing.ranks", "torch.distributed.fsdp", "torch.testing", 
 LEFT_BEHIND = 9  # the exit code of a run that leaves something behind
 BEFORE = pytest.StashKey[leftovers.Before]()
 LEFT = pytest.StashKey[bool]()
-WAITING = ("launch", "examples", "cli", "dist", "storage", "benchmarks")
 
 # A shell starts jobs in the background deaf to Ctrl-C, and nohup to a lost terminal, with all that they start: tests send both.
 USUAL = ((signal.SIGINT, signal.default_int_handler), (signal.SIGQUIT, signal.SIG_DFL), (signal.SIGHUP, signal.SIG_DFL))
@@ -45,11 +44,13 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[BEFORE] = leftovers.look()
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Fail the run when it leaves something behind; no test of its own could see that."""
+    """Fail the run when it leaves something behind; no test of its own could see that. Workers of pytest-xdist end before."""
     multiprocessing.util._run_finalizers()  # its temporary folder would be there until this process ends
-    left = leftovers.left_since(session.config.stash[BEFORE])
-    if hasattr(session.config, "workeroutput"):
+    is_worker = hasattr(session.config, "workeroutput")
+    left = leftovers.left_since(session.config.stash[BEFORE], shared_memory=not is_worker)
+    if is_worker:
         # A worker of pytest-xdist: the process that started it reports.
         session.config.workeroutput["left"] = left
     else:
@@ -84,8 +85,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.skip(reason="needs --slow"))
     if config.getoption("--sample"):
         sampling.deselect(config, items, sampling.read_turn())
-    # Files whose tests mostly wait for processes begin first.
-    items.sort(key=lambda item: sampling.room_of(item) not in WAITING)
+    places = sampling.spread(items)
+    items.sort(key=lambda item: places[str(item.path)])
 
 
 if on_device.DEVICE:

@@ -39,13 +39,20 @@ def look() -> Before:
     return Before(mark=mark, temporary=Path(temporary), shared=frozenset(_shared()))
 
 
-def left_since(before: Before) -> list[str]:
-    """List everything that is there now and was not there before, one line each."""
+def left_since(before: Before, *, shared_memory: bool = True) -> list[str]:
+    """List everything that is there now and was not there before, one line each.
+
+    Args:
+        before: state before the tests.
+        shared_memory: if False, ignore shared memory. Workers of pytest-xdist all use it, and semaphores of a killed process
+            stay until its worker has ended.
+    """
     deadline = time.monotonic() + _PATIENCE_S
     while (alive := _marked(before.mark)) and time.monotonic() < deadline:
         time.sleep(0.1)
     files = [path.name for path in before.temporary.iterdir() if not path.name.startswith(_CACHES)]
-    while (shared := _left_in_shared_memory(before)) and time.monotonic() < deadline:
+    shared: list[str] = []
+    while shared_memory and (shared := _left_in_shared_memory(before)) and time.monotonic() < deadline:
         time.sleep(0.1)  # of another program that is just ending
     return [
         *(f"process {pid} is alive: {command}" for pid, command in alive.items()),

@@ -2,7 +2,8 @@
 
 A parametrized test that runs on real ranks keeps a third of its rows, and at least two. ``@pytest.mark.sample(3)`` says another
 number. ``sample(3, by="name")`` groups the tests of a file by the value of a parameter instead of by the function, and keeps
-three tests of each value. The rows rotate with the number of commits, so that a few changes run all of them. A row with
+three tests of each value. Of the tests of a file that start jobs of the launcher (fixture ``start``) half run, and of the files
+that train an example half. The rows rotate with the number of commits, so that a few changes run all of them. A row with
 ``source("transforms/ema.py")`` stays as long as this module has changed, and all rows stay if the test's own file has changed.
 ``nox -s full`` runs all rows.
 """
@@ -24,6 +25,7 @@ import dtrain
 import public
 
 ROOT = Path(__file__).parents[1]
+EXAMPLES = ROOT / "examples"
 PACKAGE = Path(dtrain.__file__).parent
 
 
@@ -47,13 +49,13 @@ class Row:
     Args:
         name: id of the test.
         group: tests of which ``keep`` run.
-        keep: number of tests of the group that run; None for a third, and at least two.
+        keep: number of rows of the group that run, or their share, of which at least two run.
         sources: files whose change keeps the row.
     """
 
     name: str
     group: str
-    keep: int | None
+    keep: int | float
     sources: Collection[str] = ()
 
 
@@ -62,15 +64,16 @@ def choose(rows: Sequence[Row], turn: Turn) -> set[str]:
 
     Each group is a ring in the order of the hashes of its names. A turn takes the ``keep`` rows after those of the turn before.
     """
-    groups = defaultdict[str, list[Row]](list)
+    groups = defaultdict[str, dict[str, Row]](dict)
     for row in rows:
-        groups[row.group].append(row)
+        groups[row.group][row.name] = row
     kept = {row.name for row in rows if turn.changed.intersection(row.sources)}
     for name, members in groups.items():
-        ring = sorted(members, key=lambda row: crc32(row.name.encode()))
-        keep = min(members[0].keep or max(2, len(ring) // 3), len(ring))
+        ring = sorted(members, key=lambda row: crc32(row.encode()))
+        (keep,) = {row.keep for row in members.values()}
+        keep = min(keep if isinstance(keep, int) else max(2, int(keep * len(ring))), len(ring))
         first = turn.number * keep + crc32(name.encode())
-        kept |= {ring[(first + index) % len(ring)].name for index in range(keep)}
+        kept |= {ring[(first + index) % len(ring)] for index in range(keep)}
     return kept
 
 
@@ -90,37 +93,39 @@ def _git(*arguments: str) -> str:
     return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout
 
 
-def deselect(config: pytest.Config, items: list[pytest.Item], turn: Turn) -> int:
-    """Remove the rows that do not run in this turn from ``items``, and return their number.
+def deselect(config: pytest.Config, items: list[pytest.Item], turn: Turn) -> None:
+    """Remove the tests that do not run in this turn from ``items``.
 
     Mutates: ``items``.
     """
     rows = {item.nodeid: row for item in items if (row := _row_of(item)) is not None}
     kept = choose(list(rows.values()), turn)
-    left = [item for item in items if item.nodeid in rows and item.nodeid not in kept]
+    left = [item for item in items if item.nodeid in rows and rows[item.nodeid].name not in kept]
     if left:
         gone = {item.nodeid for item in left}
         items[:] = [item for item in items if item.nodeid not in gone]
         config.hook.pytest_deselected(items=left)
-    return len(left)
 
 
 def _row_of(item: pytest.Item) -> Row | None:
     """Return the row of a test; None for a test that always runs, and for one that the quick run skips anyway."""
-    callspec = getattr(item, "callspec", None)
-    if callspec is None or item.get_closest_marker("skip") is not None:
+    if item.get_closest_marker("skip") is not None:
         return None
-    mark = item.get_closest_marker("sample")
-    if mark is None and "ranks" not in getattr(item, "fixturenames", ()):
-        return None
-    by = mark.kwargs.get("by") if mark is not None else None
     path = item.path.relative_to(ROOT).as_posix()
-    return Row(
-        name=item.nodeid,
-        group=f"{path} {item.originalname if by is None else callspec.params.get(by)}",
-        keep=mark.args[0] if mark is not None else None,
-        sources=(path, *(f"src/dtrain/{source}" for mark in item.iter_markers("source") for source in mark.args)),
-    )
+    if (script := EXAMPLES / item.path.name.removeprefix("test_")).exists() and room_of(item) == "examples":
+        return Row(name=path, group="examples", keep=0.5, sources=(path, script.relative_to(ROOT).as_posix()))
+    callspec, fixtures = getattr(item, "callspec", None), getattr(item, "fixturenames", ())
+    mark = item.get_closest_marker("sample")
+    sources = (path, *(f"src/dtrain/{source}" for mark in item.iter_markers("source") for source in mark.args))
+    if mark is not None and callspec is not None:
+        by = mark.kwargs.get("by")
+        group = item.originalname if by is None else callspec.params.get(by)
+        return Row(name=item.nodeid, group=f"{path} {group}", keep=mark.args[0], sources=sources)
+    if "start" in fixtures and room_of(item) == "launch":
+        return Row(name=item.nodeid, group=f"{path} jobs", keep=0.5, sources=sources)
+    if "ranks" in fixtures and callspec is not None:
+        return Row(name=item.nodeid, group=f"{path} {item.originalname}", keep=1 / 3, sources=sources)
+    return None
 
 
 def with_sources(rows: Mapping[str, Any]) -> list[Any]:
@@ -138,3 +143,14 @@ def with_sources(rows: Mapping[str, Any]) -> list[Any]:
 def room_of(item: pytest.Item) -> str:
     """Return the folder of a test in ``tests``, or the file of a test beside the folders."""
     return item.path.relative_to(ROOT / "tests").parts[0]
+
+
+def spread(items: Sequence[pytest.Item]) -> dict[str, float]:
+    """Return the place of each file in an order in which the files of all folders alternate: a number from 0 to 1 by path.
+
+    So tests that wait for processes run beside tests that compute, during the whole run.
+    """
+    files = defaultdict[str, dict[str, None]](dict)
+    for item in items:
+        files[room_of(item)][str(item.path)] = None
+    return {path: index / len(paths) for paths in files.values() for index, path in enumerate(paths)}

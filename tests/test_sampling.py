@@ -21,8 +21,8 @@ def test_each_group_keeps_its_number_of_rows(count, keep):
 
 
 @pytest.mark.parametrize(("count", "kept"), [(24, 8), (7, 2), (4, 2), (1, 1)])
-def test_group_without_a_number_keeps_a_third_and_at_least_two(count, kept):
-    assert len(choose(rows(count, None), Turn(3))) == kept
+def test_group_with_a_share_keeps_the_share_and_at_least_two(count, kept):
+    assert len(choose(rows(count, 1 / 3), Turn(3))) == kept
 
 
 @pytest.mark.parametrize(("count", "keep"), [(10, 3), (8, 2), (5, 1)])

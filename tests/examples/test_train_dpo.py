@@ -10,7 +10,7 @@ from torch import nn
 import dtrain as dt
 from example_runs import ended, launched
 from helpers.preferences import HELD_OUT_EVERY, log_probability, pairs_in, read_pairs
-from train_dpo import LENGTH, PROMPT, preferring
+from train_dpo import LENGTH, PROMPT, dpo_loss
 
 SOURCE = b'''import os
 
@@ -94,7 +94,7 @@ def test_loss_matches_the_paper():
     chosen = torch.zeros(3, LENGTH, dtype=torch.int64)
     batch = {"chosen": chosen, "rejected": chosen + (torch.arange(LENGTH) >= PROMPT)}
     n, policy, reference = LENGTH - PROMPT, Constant(0.6), Constant(0.5)
-    loss = preferring(reference, 0.1)(policy, batch)
+    loss = dpo_loss(reference, 0.1)(policy, batch)
     margin = 0.1 * n * (math.log(0.6 / 0.5) - math.log(0.4 / 0.5))
     assert loss.total.item() == pytest.approx(3 * math.log1p(math.exp(-margin)), rel=1e-5)
     assert loss.weight == 3
@@ -102,9 +102,9 @@ def test_loss_matches_the_paper():
     loss.total.backward()
     assert policy.logits.grad.abs().sum() > 0
     assert reference.logits.grad is None
-    still = preferring(reference, 0.1)(reference, batch)
+    still = dpo_loss(reference, 0.1)(reference, batch)
     assert still.total.item() == pytest.approx(3 * math.log(2), rel=1e-5)
-    alone = preferring(None, 0.1)(policy, batch)
+    alone = dpo_loss(None, 0.1)(policy, batch)
     assert alone.total.item() == pytest.approx(3 * math.log1p(math.exp(-0.1 * n * math.log(0.6 / 0.4))), rel=1e-5)
 
 
