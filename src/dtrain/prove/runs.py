@@ -256,7 +256,7 @@ def _environment(rank: int, ranks: int, port: int) -> dict[str, str]:
         launch_protocol.LOOPBACK: "1",
         launch_protocol.GLOO_INTERFACE: "lo0" if sys.platform == "darwin" else "lo",
         launch_protocol.OMP_THREADS: "1",
-        # Compilation takes longer than the run, and changes rounding.
+        # Compilation takes longer than the run, and changes rounding. torch.compile reads the variable at each call.
         "TORCHDYNAMO_DISABLE": "1",
         "CUDA_VISIBLE_DEVICES": "",
         "PYTHONDONTWRITEBYTECODE": "1",

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from dtrain import launch_protocol
+from dtrain.dist.context import current_context
 from dtrain.dist.init import init_dist
 from dtrain.errors import ConfigError, DistError
 
@@ -85,7 +86,10 @@ def _run_task(task: dict[str, Any]) -> bytes:
         fn: Any = _load_module(Path(task["file"]))
         for part in task["name"].split("."):
             fn = getattr(fn, part)
-        return _encode_result(fn(*task["args"]), task["name"])
+        result = fn(*task["args"])
+        # A task ends as a block of ``init_dist`` does: runs, loggers and checkpointers that it has opened are closed.
+        current_context().run_shutdown_hooks(None)
+        return _encode_result(result, task["name"])
     # Every failure of a rank is reported to the caller, which raises it.
     except BaseException as error:  # noqa: BLE001
         # The time is taken first, because formatting may take a while.
