@@ -29,6 +29,23 @@ print(json.dumps({
 """
 
 
+IMPORT_OF_EVERY_MODULE = """
+import importlib, json, os, pkgutil
+import torch._dynamo  # sets a variable of its own
+import dtrain
+before, changed = dict(os.environ), {}
+for module in pkgutil.walk_packages(dtrain.__path__, "dtrain."):
+    try:
+        if not module.name.endswith("__main__"):
+            importlib.import_module(module.name)
+    except ImportError:  # an extra that is not installed
+        continue
+    if dict(os.environ) != before:
+        changed[module.name] = sorted(dict(os.environ.items() ^ before.items()))
+        before = dict(os.environ)
+print(json.dumps(changed))
+"""
+
 STEP_IMPORT = """
 import json, sys
 import torch
@@ -113,6 +130,12 @@ def test_import_has_no_side_effects():
         "hook": True,
         "lazy": ["DtrainError", "ConfigError", False],
     }
+
+
+def test_no_module_changes_the_environment_when_imported():
+    """A variable such as ``TORCHDYNAMO_DISABLE`` would change the code that runs afterwards in the same process."""
+    out = subprocess.run([sys.executable, "-c", IMPORT_OF_EVERY_MODULE], capture_output=True, text=True, check=True).stdout
+    assert json.loads(out) == {}
 
 
 def test_import_of_compose_step_loads_no_sharding_checkpoints_or_compiler():

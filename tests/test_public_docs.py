@@ -50,6 +50,23 @@ def runs_collectives(source: str) -> set[str]:
     return found
 
 
+def test_function_summaries_state_the_result_or_the_action():
+    wrong = []
+    for name, function in functions().items():
+        first = " ".join(documentation(function).split("\n\n")[0].split())
+        if not first.endswith((".", ":", "``")) or first.lower().startswith(
+            ("this function", "this method", "function ", "helper ")
+        ):
+            wrong.append(name)
+    assert wrong == []
+
+
+def test_functions_that_mutate_arguments_document_it():
+    named = {name for name in functions() if name.endswith("_")}
+    assert named
+    assert {name for name in named if "Mutates:" not in documentation(functions()[name])} == set()
+
+
 def test_functions_with_collectives_document_them():
     exchanging = {
         name: function

@@ -104,12 +104,7 @@ def check_entries(entries: Mapping[str, Any], caller: str, parameter: str) -> No
         content = unwrap(value)
         if isinstance(content, PerRank | NotSaved):
             raise ConfigError(f"{caller}: {parameter}: {name} must have one mark, got two. Leave out one of them.")
-        if (
-            is_stateful(content)
-            or isinstance(value, NotSaved)
-            or isinstance(content, Tensor)
-            or type(content) in (*DICT_TYPES, list)
-        ):
+        if is_stateful(content) or isinstance(value, NotSaved) or isinstance(content, Tensor) or type(content) in _FILLED:
             continue
         if isinstance(content, _VALUES):
             raise ConfigError(

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import dtrain as dt
 from dtrain.dist.collectives import all_gather_json, raise_if_any_failed
 from dtrain.dist.init import get_dist_info
 from dtrain.errors import ConfigError, DistError, RankError
@@ -62,6 +63,16 @@ def test_pool_reuses_processes_for_several_functions():
         pids = [r["pid"] for r in ranks.run(describe, "a")]
         assert [r["pid"] for r in ranks.run(describe, "b")] == pids
     assert not any(alive(pid) for pid in pids)
+
+
+def open_run_at(folder: str) -> str:
+    return str(dt.open_run(folder).path)
+
+
+def test_run_that_a_function_opened_is_closed_when_it_returns(tmp_path):
+    folders = [str(tmp_path / "a"), str(tmp_path / "b")]
+    with Ranks(2) as ranks:
+        assert [ranks.run(open_run_at, folder) for folder in folders] == [[folder] * 2 for folder in folders]
 
 
 @pytest.mark.parametrize(

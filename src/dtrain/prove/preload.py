@@ -1,10 +1,5 @@
 """Import what most scripts import, in the process whose forks are the ranks of a proof. Has no names of its own."""
 
-import os
-
-# Compilation takes longer than the runs of a proof. torch reads the variable when it imports its compiler.
-os.environ["TORCHDYNAMO_DISABLE"] = "1"
-
 # ruff: noqa: F401 - the modules are imported for the forks
 
 import torch._dynamo

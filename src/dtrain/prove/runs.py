@@ -135,7 +135,7 @@ def _start(config: RunConfig, timeout_s: float) -> _Running:
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(launch_protocol.OWNED_PREFIXES)}
     inherited |= {
         launch_protocol.OMP_THREADS: "1",
-        # Compilation takes longer than the run, and changes rounding.
+        # Compilation takes longer than the run, and changes rounding. torch.compile reads the variable at each call.
         "TORCHDYNAMO_DISABLE": "1",
         "CUDA_VISIBLE_DEVICES": "",
         "PYTHONDONTWRITEBYTECODE": "1",

@@ -28,6 +28,7 @@ from typing import Any
 
 from dtrain import launch_protocol
 from dtrain.arguments import check_int
+from dtrain.dist.context import current_context
 from dtrain.dist.init import init_dist
 from dtrain.errors import ConfigError, RankError
 from dtrain.launch.failure import RootCause, is_failed_exit
@@ -407,6 +408,8 @@ def _run_task(task: dict[str, Any], rank: int) -> bytes:
         for part in task["name"].split("."):
             fn = getattr(fn, part)
         result = fn(*task["args"])
+        # A task ends as a block of ``init_dist`` does: runs, loggers and checkpointers that it has opened are closed.
+        current_context().run_shutdown_hooks(None)
         try:
             return json.dumps({"result": result}).encode()
         except (TypeError, ValueError, RecursionError) as problem:
