@@ -13,7 +13,6 @@ import gc
 import warnings
 import weakref
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
@@ -22,12 +21,10 @@ from torch.utils.data import DataLoader
 
 from dtrain.checkpoint import layout, tree_json
 from dtrain.checkpoint.mismatch import ReadOnlyMemory, mismatch_error, missing_row, unexpected_row, write_problem
-from dtrain.checkpoint.model_state import set_extra_states
 from dtrain.checkpoint.tree_json import PER_RANK, SameAs, TensorPlaceholder, state_prefix
 from dtrain.dist.collectives import raise_on_all_ranks
 from dtrain.dist.dtensor import is_dtensor
 from dtrain.dist.init import get_dist_info
-from dtrain.dist.rng import rng_state, set_rng_state
 from dtrain.errors import CheckpointMismatchError, ConfigError, CorruptCheckpointError
 from dtrain.run_objects import DICT_TYPES, LOADER, NotSaved, PerRank, check_entries, is_stateful, is_tracked_loader, unwrap
 from dtrain.state import TrainState
@@ -292,47 +289,30 @@ def _kind(value: Any) -> str:
     return "a tensor" if type(value) is TensorPlaceholder else f"a {type(value).__name__}"
 
 
-def restore_objects(
-    states: Mapping[str, TrainState],
-    modules: Mapping[str, Mapping[str, Any]],
-    entries: Mapping[str, Any],
-    stored: Mapping[str, Any],
-    *,
-    caller: str,
-) -> None:
-    """Load the extra states of modules and the entries: first objects, which may refuse, then plain data.
-
-    If an object refuses its state, the random generators and the extra states of modules are restored.
+def restore_entries(entries: Mapping[str, Any], stored: Mapping[str, Any], *, caller: str) -> None:
+    """Load the entries: first objects, which may refuse their state, then plain data.
 
     Args:
-        states: states by name.
-        modules: stored extra states of the modules of each state.
         entries: entries of the states and the caller.
         stored: stored values of entries.
         caller: prefix of messages.
 
-    Mutates: modules and entries.
-    Collective: exchanges of JSON on the control group.
+    Mutates: entries.
+    Collective: one exchange of JSON on the control group.
     """
-    random = rng_state()
     # An object that states share is loaded once.
     keys = {id(unwrap(entries[key])): key for key in stored}.values()
-    with ExitStack() as undo:
-        undo.callback(set_rng_state, random)
-        for name, state in states.items():
-            undo.callback(set_extra_states(state.model, modules[name], caller=caller))
-        with raise_on_all_ranks(f"{caller}: objects of the run"):
-            for key in sorted(keys, key=lambda key: not is_stateful(entries[key])):
-                content = unwrap(entries[key])
-                try:
-                    if is_stateful(content):
-                        cast(Stateful, content).load_state_dict(stored[key])
-                    else:
-                        _Filling().fill(content, stored[key])
-                except Exception as error:
-                    error.add_note(f"{caller}: {short_key(key)} did not take its stored state.")
-                    raise
-        undo.pop_all()
+    with raise_on_all_ranks(f"{caller}: objects of the run"):
+        for key in sorted(keys, key=lambda key: not is_stateful(entries[key])):
+            content = unwrap(entries[key])
+            try:
+                if is_stateful(content):
+                    cast(Stateful, content).load_state_dict(stored[key])
+                else:
+                    _Filling().fill(content, stored[key])
+            except Exception as error:
+                error.add_note(f"{caller}: {short_key(key)} did not take its stored state.")
+                raise
 
 
 class _Filling:

@@ -24,7 +24,7 @@ from dtrain import spans, storage
 from dtrain.arguments import check_choice, explain_arguments
 from dtrain.checkpoint import layout, tree_json
 from dtrain.checkpoint.data_file import FileOpener, ReadableFile
-from dtrain.checkpoint.extra import entry_structures, restore_objects, saved_entries, short_key, stored_entries
+from dtrain.checkpoint.extra import entry_structures, restore_entries, saved_entries, short_key, stored_entries
 from dtrain.checkpoint.fetch import copy_into_, read_tensors
 from dtrain.checkpoint.load_plan import (
     OPTIMIZER,
@@ -36,7 +36,14 @@ from dtrain.checkpoint.load_plan import (
     parse_ignore,
     plan_load,
 )
-from dtrain.checkpoint.model_state import clear_optimizer_, extra_state_modules, extra_state_names, finish_load, set_optimizer_
+from dtrain.checkpoint.model_state import (
+    clear_optimizer_,
+    extra_state_modules,
+    extra_state_names,
+    finish_load,
+    set_extra_states,
+    set_optimizer_,
+)
 from dtrain.checkpoint.plan import TensorRead, full_region, group_by_size, plan_tensors
 from dtrain.checkpoint.reader import CheckpointReader, open_checkpoint, with_own_buffers
 from dtrain.checkpoint.retention import check_free_space
@@ -48,7 +55,7 @@ from dtrain.dist.batch_info import LoaderHistory
 from dtrain.dist.collectives import raise_on_all_ranks
 from dtrain.dist.dtensor import to_local
 from dtrain.dist.init import get_dist_info
-from dtrain.dist.rng import check_rng_state, seed_all, set_rng_state
+from dtrain.dist.rng import check_rng_state, rng_state, seed_all, set_rng_state
 from dtrain.errors import CheckpointError, CheckpointMismatchError, ConfigError, CorruptCheckpointError
 from dtrain.fqn import buffers_by_fqn
 from dtrain.run_context import Lineage
@@ -221,7 +228,7 @@ def _read_and_apply(
         loaded, choice = agreed.loaded, agreed.choice
         if not choice.named and not options.model_only:
             _warn_if_low_space(path, loaded.reader.manifest.bytes)
-        restore_objects(states, loaded.values.modules, entries, loaded.values.entries, caller=_CALLER)
+        _restore_objects(states, loaded.values, entries)
         new_states = _apply(loaded, choice, states, options, agreed.entry_digests)
     folder, seconds = loaded.reader.folder, time.monotonic() - started_at
     restored = Restored(step=loaded.reader.manifest.step, path=folder, seconds=seconds, ignored=loaded.ignored)
@@ -229,6 +236,16 @@ def _read_and_apply(
     parts = [f"loaded {folder} in {seconds:.2g} s", f"ignored {names}" if names else "", agreed.skipped]
     log("; ".join(filter(None, parts)))
     return {name: new_state._replace(restored=restored) for name, new_state in new_states.items()}
+
+
+def _restore_objects(states: Mapping[str, TrainState], values: StoredValues, entries: Mapping[str, Any]) -> None:
+    """Load the extra states of modules and the entries. If one refuses, generators and modules get their state back."""
+    with ExitStack() as undo:
+        undo.callback(set_rng_state, rng_state())
+        for name, state in states.items():
+            undo.callback(set_extra_states(state.model, values.modules[name], caller=_CALLER))
+        restore_entries(entries, values.entries, caller=_CALLER)
+        undo.pop_all()
 
 
 def _warn_if_low_space(root: AnyPath, needed_bytes: int) -> None:
