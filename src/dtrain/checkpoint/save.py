@@ -427,6 +427,8 @@ class Checkpointer:
         """Save ``state`` as one step under the root. See ``save_sharded``.
 
         handle = checkpoints.save(state)
+
+        Collective: as ``save_sharded``; every rank must call it.
         """
         return start_save(self, state, extra or {}, scope, dtype, self._options)
 

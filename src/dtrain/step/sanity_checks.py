@@ -32,7 +32,6 @@ from dtrain.errors import ConfigError, DtrainError, OutOfMemoryError
 from dtrain.fqn import modules_by_fqn
 from dtrain.memory.device_memory import is_out_of_memory
 from dtrain.shard.buffers import restore_buffers
-from dtrain.shard.model_parallel import count_attention_calls, ring_attention
 from dtrain.shard.unshard import eval_mode
 from dtrain.state import TrainState
 from dtrain.step.evaluate import auto_batch_eval
@@ -308,6 +307,9 @@ class SequenceCheck:
         return True
 
     def _run_parts(self, sample: dict[str, Any], outputs: _Outputs) -> dict[str, list[float]]:
+        # The import takes as long as half of torch, and only a model with a cp axis needs it.
+        from dtrain.shard.model_parallel import count_attention_calls, ring_attention
+
         def forward(model: nn.Module, _: Batch) -> LossSum:
             part = {key: value.clone() if isinstance(value, Tensor) else value for key, value in sample.items()}
             sequences = [(part[key], dim % part[key].ndim) for key, dim in self.seq_dims.items()]
