@@ -17,8 +17,8 @@ from dtrain.shard.fsdp import shard_model
 from dtrain.state import TrainState
 from dtrain.step.auto_microbatch import auto_microbatch
 from dtrain.step.compose import Step, compose_step
+from dtrain.step.gradient_run import GradientRun
 from dtrain.step.microbatch_step import microbatch_step
-from dtrain.step.oom_guard import StepGuard
 from dtrain.testing.counters import count_collectives
 from dtrain.testing.fault_injection import inject_fault
 from dtrain.typing import LossSum
@@ -147,9 +147,14 @@ def another_number(change: int) -> list:
     first, second, third = batches(3)
     for batch in (first, second):
         state, _ = step(state, batch)
-    agreed, here = StepGuard.limit_microbatches, get_dist_info().rank
+    agreed, here = GradientRun.num_microbatches.fget, get_dist_info().rank
+
+    def num_microbatches(run: GradientRun) -> int:
+        has_begun = run.guard.collective_guard is not None  # ranks have chosen the trace to follow
+        return agreed(run) + (change * here if has_begun else 0)
+
     with (
-        patch.object(StepGuard, "limit_microbatches", lambda attempt, wanted: agreed(attempt, wanted) + change * here),
+        patch.object(GradientRun, "num_microbatches", property(num_microbatches)),
         pytest.raises(StepError) as error,
     ):
         step(state, third)
