@@ -29,7 +29,7 @@ def edits() -> set[str]:
     for info in pkgutil.walk_packages(dtrain.surgery.__path__, "dtrain.surgery."):
         module = importlib.import_module(info.name)
         for name, value in vars(module).items():
-            if inspect.isfunction(value) and value.__module__ == info.name and not name.startswith("_"):
+            if inspect.isfunction(value) and value.__module__ == info.name and name in dtrain.surgery.__all__:
                 signature = inspect.signature(value)
                 first = next(iter(signature.parameters.values()), None)
                 if first is not None and first.name == "model" and signature.return_annotation in ("nn.Module", nn.Module):
