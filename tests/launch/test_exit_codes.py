@@ -167,6 +167,27 @@ def test_death_of_store_process_ends_job_and_is_named(start):
     assert line == f"dtrain: launch: {what}"
 
 
+@pytest.mark.parametrize("options", [[], ["--no-preload"]], ids=["fork", "interpreter"])
+def test_failed_rank_runs_exit_handlers_but_no_destructors_of_libraries(run, options):
+    """After a failed collective the destructors of gloo abort some ranks."""
+    result = run(
+        """
+        import atexit, ctypes, threading, time
+        c = ctypes.CDLL(None)
+        c.__cxa_atexit(c.abort, None, None)
+        threading.Thread(target=lambda: (time.sleep(0.2), print("thread has ended"))).start()
+        atexit.register(print, "exit handler has run")
+        raise ValueError("the loss is nan")
+        """,
+        n=1,
+        options=options,
+    )
+    assert result.code == 1
+    assert "exit handler has run" in result.out
+    assert "thread has ended" in result.out
+    assert result.summary[0].endswith("ValueError: the loss is nan")
+
+
 def test_failure_record_of_earlier_launch_is_ignored(run, tmp_path):
     options = ["--run-dir", str(tmp_path / "again")]
     first = run("raise ValueError('old')", n=1, options=options)
