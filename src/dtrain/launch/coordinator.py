@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from dtrain.launch.addresses import outgoing_interface
 from dtrain.launch.entrypoint import find_source
 from dtrain.launch.launch_plan import NodeLayout, NodeRendezvous, Target
 from dtrain.launch.node_messages import (
@@ -29,6 +28,7 @@ from dtrain.launch.node_messages import (
     NodeStore,
     RanksExited,
     Welcome,
+    outgoing_interface,
 )
 from dtrain.packages import package_versions
 

@@ -21,7 +21,6 @@ from typing import Any
 from dtrain import launch_protocol
 from dtrain.errors import ConfigError
 from dtrain.launch import processes
-from dtrain.launch.addresses import listen_for_nodes
 from dtrain.launch.agent import Agent, start_agent
 from dtrain.launch.failure import HANG_EXIT_CODE, describe_exit
 from dtrain.launch.heartbeats import ProgressDecoder, ProgressKind, ProgressRecord
@@ -36,6 +35,7 @@ from dtrain.launch.node_messages import (
     Notice,
     RanksExited,
     RanksFailed,
+    listen_for_nodes,
 )
 from dtrain.launch.processes import STORE_ID, ProcessRequest
 from dtrain.launch.result import JobResult, describe_failures, summarize
