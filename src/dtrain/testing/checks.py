@@ -66,7 +66,7 @@ def check_loss_fn(
     if whole.samples < 2:
         raise ConfigError(f"{_NAME}: batch must have at least 2 samples, got {whole.samples}. Pass a larger batch.")
     halves = split_microbatches(batch, (whole.samples + 1) // 2, batch_spec).batches
-    batch_sums, *half_sums = [_loss_sums(loss_fn, model, part) for part in (batch, *halves)]
+    batch_sums, *half_sums = [_loss_sums(loss_fn, model, batch) for batch in (batch, *halves)]
     for name, (total, weight) in batch_sums.items():
         totals, weights = zip(*(half[name] for half in half_sums), strict=True)
         means = [t / w if w else 0.0 for t, w in zip(totals, weights, strict=True)]
@@ -95,7 +95,7 @@ def _loss_sums(loss_fn: LossFn, model: nn.Module, batch: Batch) -> Mapping[str, 
     """Return total and weight by name. A loss that writes into its batch is refused."""
     watch = BatchWatch(batch)
     sums = loss_sums(
-        lambda model, part: check_loss(loss_fn(model, part), caller=_NAME), model, to_device(batch, get_device(model))
+        lambda model, batch: check_loss(loss_fn(model, batch), caller=_NAME), model, to_device(batch, get_device(model))
     )
     watch.check(_NAME)
     return sums
