@@ -97,16 +97,6 @@ def test_terminated_job_is_not_restarted(start):
     assert not [line for line in result.summary if "again" in line]
 
 
-def test_signal_during_restart_delay_ends_job(start):
-    job = start("import sys; sys.exit(5)", options=["--max-restarts", "50"])
-    line = ""
-    while "in 4 s" not in line:  # the wait is long by then
-        line = job.process.stderr.readline()
-        assert line, "the launcher has ended"
-    job.process.terminate()
-    assert job.wait().code == 143
-
-
 def test_last_commit_before_failure_counts_as_progress(run):
     source = """
     import os, sys

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import importlib.machinery
 import os
 import signal
 import sys
@@ -20,6 +19,7 @@ import traceback
 import zipfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.machinery import PathFinder
 from pathlib import Path
 from types import FrameType
 from typing import Literal
@@ -147,7 +147,7 @@ def set_process_title(command: Sequence[str], *, comm: str | None = None) -> Non
             Path("/proc/self/comm").write_bytes(os.fsencode(comm))
         stat = Path("/proc/self/stat").read_bytes()
         begin, end = (int(word) for word in stat[stat.rindex(b")") + 2 :].split()[45:47])
-        text = b"\0".join(os.fsencode(part) for part in command) + b"\0"
+        text = b"\0".join(map(os.fsencode, command)) + b"\0"
         if 0 < begin < end and len(text) <= end - begin:
             ctypes.memmove(begin, text.ljust(end - begin, b"\0"), end - begin)
 
@@ -306,8 +306,8 @@ def start_process(
                     os.set_inheritable(fd, True)
             if request.cores:
                 os.sched_setaffinity(0, request.cores)
-            known = {variable: str(request.fds[name]) for name, variable in request.variables.items()}
-            os.execve(command[0], list(command), {**common_environment, **request.environment, **known})
+            numbers = {variable: str(request.fds[name]) for name, variable in request.variables.items()}
+            os.execve(command[0], list(command), {**common_environment, **request.environment, **numbers})
         except Exception as error:  # noqa: BLE001 - the program's own output has the reason
             os.write(2, f"cannot start {command[0]!r}: {error}\n".encode(errors="backslashreplace"))
         return _EXEC_FAILED_EXIT_CODE
@@ -356,9 +356,6 @@ def parse_flags(command: Sequence[str]) -> list[str]:
     return flags
 
 
-_MODULE_SUFFIXES = frozenset(importlib.machinery.all_suffixes())
-
-
 def first_import_folder(kind: str, target: str) -> Path | None:
     """Return the folder that a plain interpreter searches first for modules: the script's folder, or with ``-m`` the current.
 
@@ -381,14 +378,9 @@ def find_shadowed_modules(folder: Path) -> list[str]:
     # Built-in modules always come first.
     loaded = sys.modules.keys() - set(sys.builtin_module_names)
     # Check names first, because the folder may contain many files that are not modules.
-    found = {name for entry in os.listdir(folder) if (name := entry.partition(".")[0]) in loaded and _is_module(folder / entry)}
-    files = {name: getattr(sys.modules[name], "__file__", None) for name in sorted(found)}
-    return [name for name, file in files.items() if file is None or folder not in Path(os.path.realpath(file)).parents]
-
-
-def _is_module(path: Path) -> bool:
-    """Return True if a file or folder can be imported."""
-    _, dot, rest = path.name.partition(".")
-    return dot + rest in _MODULE_SUFFIXES or (
-        not dot and any((path / f"__init__{suffix}").is_file() for suffix in _MODULE_SUFFIXES)
-    )
+    names = loaded & {entry.partition(".")[0] for entry in os.listdir(folder)}
+    files = {name: getattr(sys.modules[name], "__file__", None) for name in sorted(names)}
+    others = [name for name, file in files.items() if file is None or folder not in Path(os.path.realpath(file)).parents]
+    specs = {name: PathFinder.find_spec(name, [os.fspath(folder)]) for name in others}
+    # A folder without __init__.py has no origin, and shadows nothing.
+    return [name for name, spec in specs.items() if spec is not None and spec.origin is not None]

@@ -77,7 +77,10 @@ def infer_topology(args: LaunchArgs, scheduled: SchedulerInfo | None, *, gpus: i
         _raise_config_error(
             f"-n {nproc} is more than all ranks, --world-size {resolved.world_size}", f"Pass -n {resolved.world_size} or less"
         )
-    if _is_one_node(resolved):
+    if resolved.scheduler is not None and resolved.nodes is None and resolved.world_size is None:
+        conflict = f"{resolved.scheduler.name} says that this is node {resolved.scheduler.node_rank}, but not of how many"
+        _raise_config_error(conflict, "Add --nnodes N, or --nnodes 1 to run on this node alone")
+    if resolved.nodes == 1 or (resolved.nodes is None and resolved.world_size in (None, nproc)):
         return _single_node_topology(args, resolved)
     return _multi_node_topology(args, resolved)
 
@@ -145,18 +148,6 @@ def _needs_scheduler(resolved: _ResolvedArgs, scheduled: SchedulerInfo) -> bool:
 
 def _lacks_position(resolved: _ResolvedArgs) -> bool:
     return resolved.node_rank is None and resolved.base_rank is None
-
-
-def _is_one_node(resolved: _ResolvedArgs) -> bool:
-    if resolved.nodes is not None:
-        return resolved.nodes == 1
-    if resolved.world_size is not None:
-        return resolved.world_size == resolved.nproc
-    if resolved.scheduler is not None:
-        name, node_rank = resolved.scheduler.name, resolved.scheduler.node_rank
-        conflict = f"{name} says that this is node {node_rank}, but not of how many"
-        _raise_config_error(conflict, "Add --nnodes N, or --nnodes 1 to run on this node alone")
-    return True
 
 
 def _single_node_topology(args: LaunchArgs, resolved: _ResolvedArgs) -> Topology:
