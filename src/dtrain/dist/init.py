@@ -212,9 +212,7 @@ def init_dist(
     info = DistInfo(
         **rank_info,
         device=rank_device,
-        # Beside an accelerator, gloo carries CPU tensors.
-        backend=backend
-        or (f"cpu:gloo,{rank_device.type}:{collective_backend(rank_device)}" if is_accelerator(rank_device) else "gloo"),
+        backend=backend or _default_backend(rank_device),
         run_dir=Path(run_dir) if run_dir else None,
         timeout_s=timeout_s,
         _owner=True,
@@ -259,6 +257,11 @@ def _check_arguments(backend: str | None, device: str | None, timeout_s: float, 
                 f"init_dist: {name} must be {current!r} like the open groups, got {value!r}. "
                 f"Close the groups first or omit {name}."
             )
+
+
+def _default_backend(device: torch.device) -> str:
+    """Return the backend of the training group for ranks on ``device``. Beside an accelerator, gloo carries CPU tensors."""
+    return f"cpu:gloo,{device.type}:{collective_backend(device)}" if is_accelerator(device) else "gloo"
 
 
 def _join_ranks(info: DistInfo, init_method: str | None, init_timeout_s: float) -> dist.Store:

@@ -15,7 +15,7 @@ from dtrain.data.batch import BatchSpec, to_device
 from dtrain.dist.init import get_dist_info
 from dtrain.errors import ConfigError
 from dtrain.memory.device_memory import MemoryStats, use_device_memory
-from dtrain.memory.live_tensors import LiveBytes, LiveStorage
+from dtrain.memory.live_tensors import LiveBytes
 from dtrain.shard.spec import get_device
 from dtrain.step.microbatches import BatchWatch, split_microbatches
 from dtrain.step.normalization import check_loss
@@ -108,7 +108,7 @@ UNLIMITED = sys.maxsize
 BACKEND_RELEASE_S = 0.02
 
 
-class MemoryBudget:
+class MemoryBudget(LiveBytes):
     """Memory budget of this rank, and the ``DeviceMemory`` of every device while its context is open.
 
     Args:
@@ -120,10 +120,10 @@ class MemoryBudget:
     """
 
     def __init__(self, limit: int, *, rank: int = 0, shared: bool = False, stack_depth: int = 0) -> None:
+        super().__init__(admit=self._check_allocation, stack_depth=stack_depth)
         self.refused = 0
         self.rank = rank
         self._shared = shared
-        self._tracker = LiveBytes(admit=self._check_allocation, stack_depth=stack_depth)
         self.limit = limit
 
     @property
@@ -134,28 +134,6 @@ class MemoryBudget:
     @limit.setter
     def limit(self, limit: int) -> None:
         self._limit = check_int("memory_budget", "max_bytes", limit, minimum=0)
-
-    @property
-    def live(self) -> int:
-        """Bytes held by tensors now."""
-        return self._tracker.live
-
-    @property
-    def peak(self) -> int:
-        """Most bytes held at once since the last ``reset``, without refused allocations."""
-        return self._tracker.peak
-
-    def count(self, tensors: Iterable[Tensor]) -> None:
-        """Count ``tensors`` from before the context now, instead of at their first use."""
-        self._tracker.count(tensors)
-
-    def storages(self) -> list[LiveStorage]:
-        """Return the storages in memory, the largest first."""
-        return self._tracker.storages()
-
-    def reset(self) -> None:
-        """Start the peak again from the bytes in use."""
-        self._tracker.reset()
 
     def read(self) -> MemoryStats:
         """Return the memory in the form of ``DeviceMemory``."""
@@ -230,7 +208,7 @@ def memory_budget(
     limit = _limit_of(max_bytes, rank, info.rank, info.world_size)
     budget = MemoryBudget(limit, rank=info.rank, shared=info.world_size > 1, stack_depth=stack_depth)
     budget.count(existing)
-    with use_device_memory(budget), budget._tracker:
+    with use_device_memory(budget), budget:
         yield budget
 
 
