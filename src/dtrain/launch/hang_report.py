@@ -18,6 +18,7 @@ from pathlib import Path
 from dtrain import launch_protocol, run_layout
 from dtrain.errors import ConfigError, DistError
 from dtrain.launch.failure import describe_exit
+from dtrain.launch.processes import process_fields
 from dtrain.launch.rank_records import (
     REPORT_NAME,
     CollectiveGroup,
@@ -472,8 +473,8 @@ def _find_record_folder(folder: str | os.PathLike[str] | None) -> Path:
 
 def _process_start_ticks(pid: int) -> str:
     """Return the start time of a process in clock ticks, empty if the process exited. A pid and its start time are unique."""
-    fields = read_text(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()
-    return fields[19] if len(fields) > 19 and fields[0] not in "ZX" else ""
+    fields = process_fields(pid)
+    return fields[19] if fields and fields[0] not in "ZX" else ""
 
 
 def _query_launchers(records: Path, launchers: Sequence[LauncherAddress]) -> None:

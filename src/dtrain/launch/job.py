@@ -298,10 +298,11 @@ class Job:
                 plan, rank, port=self.store.port, cores=count, inherited=os.environ, restart_count=self.restart_policy.total
             )
             try:
-                fds = self._open_streams(rank) | {"pulse": self.files.pulse, "ask": self.watchdog.ask_fd}
+                fds = self._open_streams(rank)
             except OSError as error:
                 self._fail_start(rank, error.strerror)
                 return
+            fds |= {launch_protocol.HEARTBEAT_FD: self.files.pulse, launch_protocol.DUMP_REQUEST_FD: self.watchdog.ask_fd}
             self.worker_group.pids[rank] = None
             owned = frozenset({"stdout", "stderr"})
             request = ProcessRequest(id=rank, kind="rank", fds=fds, owned=owned, environment=environment, cores=cores)

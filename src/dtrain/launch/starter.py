@@ -132,7 +132,7 @@ class ForkServer:
         Raises:
             OSError: the server exited.
         """
-        message = {**asdict(request), "fds": list(request.fds), "variables": request.variables, "parent": os.getpid()}
+        message = {**asdict(request), "fds": list(request.fds), "parent": os.getpid()}
         del message["owned"]
         socket.send_fds(self.channel, [json.dumps(message).encode()], list(request.fds.values()))
 

@@ -203,8 +203,7 @@ def remove_empty_dumps(run_dir: Path, ranks: Iterable[int]) -> None:
 
 def _process_states(pids: Mapping[int, int]) -> dict[int, str]:
     """Return the state letter of each rank's process in ``/proc``, empty if unreadable."""
-    stats = {rank: read_text(Path(f"/proc/{pid}/stat")) for rank, pid in pids.items()}
-    return {rank: stat.rpartition(")")[2].split()[0] if stat else "" for rank, stat in stats.items()}
+    return {rank: next(iter(processes.process_fields(pid)), "") for rank, pid in pids.items()}
 
 
 _PHASES: Mapping[ProgressKind, BlockPhase] = {

@@ -34,6 +34,7 @@ from dtrain.dist.init import init_dist
 from dtrain.errors import ConfigError, RankError
 from dtrain.launch.failure import RootCause, is_failed_exit
 from dtrain.launch.local_ranks import LocalRanks, enter_rank, find_first_failure, report_failure, wait_for_exits
+from dtrain.launch.processes import process_fields
 from dtrain.typing import Plain
 
 RankFn = Callable[..., Plain]
@@ -315,11 +316,8 @@ class _RankPool:
         return "\n".join(f"rank {rank}:\n{self._describe_stack(rank, deadline)}" for rank in ranks)
 
     def _describe_stack(self, rank: int, deadline: float) -> str:
-        # Some systems do not say.
-        with suppress(OSError):
-            stat = Path(f"/proc/{self._ranks.processes[rank].pid}/stat").read_text()
-            if stat.rpartition(")")[2].split()[0] in ("T", "t"):
-                return "(stopped by a signal, so it runs no code)"
+        if process_fields(self._ranks.processes[rank].pid)[:1] in (["T"], ["t"]):
+            return "(stopped by a signal, so it runs no code)"
         text = None
         while time.monotonic() < deadline:
             text, before = self._stack_file(rank).read_text(), text
