@@ -88,9 +88,6 @@ class Events:
         for key, _ in self._selector.select(timeout_s):
             key.data()
 
-    def close(self) -> None:
-        self._selector.close()
-
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class RankStore:
