@@ -9,13 +9,13 @@ from dtrain.launch.worker_group import RestartPolicy
 
 def delays(restarts, failures):
     """The waits before each start again, until there is none any more."""
-    found = []
+    waits = []
     for _ in range(failures):
         if restarts.delay_s is None:
             break
-        found.append(restarts.delay_s)
+        waits.append(restarts.delay_s)
         restarts = restarts.after_restart()
-    return found
+    return waits
 
 
 @pytest.mark.parametrize(

@@ -359,14 +359,14 @@ def test_ctrl_c_during_fork_or_wait_leaves_no_rank(monkeypatch, call, first):
 
     def watched(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: int) -> Any:
-            found = real(*args)
+            result = real(*args)
             if name == "fork":
-                pids.append(found)
-            if name == call and found != 0:  # 0: this is the fork
-                moments.append(found)
+                pids.append(result)
+            if name == call and result != 0:  # 0: this is the fork
+                moments.append(result)
                 if len(moments) == first:
                     signal.raise_signal(signal.SIGINT)
-            return found
+            return result
 
         return run
 

@@ -126,9 +126,9 @@ def suspects(folder: Path, pid: int, *, phase: bool = False) -> DumpTargets:
 def inspected(asked: DumpTargets, *, ask: int | None = None) -> list[str]:
     now = time.monotonic()
     inspection = RankDump(asked, query_fd=ask, now=now)
-    while (at := inspection.poll(now, exit_codes={})) is not None:
-        assert now < at <= now + PATIENCE_S
-        time.sleep(at - now)
+    while (poll_at := inspection.poll(now, exit_codes={})) is not None:
+        assert now < poll_at <= now + PATIENCE_S
+        time.sleep(poll_at - now)
         now = time.monotonic()
     return inspection.finish()
 
