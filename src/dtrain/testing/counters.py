@@ -250,7 +250,7 @@ def count_host_syncs() -> Iterator[HostSyncRecords]:
     records = HostSyncRecords()
     recorder = _SyncRecorder(records.calls)
     # These methods of a CPU tensor read memory without an operation.
-    methods = {name: recorder.wrap_method(name, getattr(Tensor, name)) for name in ("cpu", "numpy", "tolist")}
+    methods: dict[str, Any] = {name: recorder.wrap_method(name, getattr(Tensor, name)) for name in ("cpu", "numpy", "tolist")}
     with mock.patch.multiple(Tensor, **methods), OpObserver(recorder.record_op):
         yield records
 
