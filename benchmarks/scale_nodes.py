@@ -24,11 +24,10 @@ from pathlib import Path
 from typing import TypeAlias
 
 from dtrain.launch.agent import Agent, start_agent
-from dtrain.launch.agent_main import make_hello
+from dtrain.launch.agent_main import NodeSession, SessionEnded, make_hello
 from dtrain.launch.launch_plan import NodeRendezvous
 from dtrain.launch.local_ranks import reserve_port
 from dtrain.launch.node_messages import JobFinished, JoinAccepted, Message, NodeStore, RanksExited
-from dtrain.launch.node_session import NodeSession, SessionEnded
 
 DRIVERS = 4
 RANKS = 8

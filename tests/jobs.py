@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,6 +17,14 @@ LONG_S = 300  # no promise of the launcher's: how long a busy test machine may t
 def without_routine(err: str) -> str:
     """Return ``err`` without the lines with which every launch begins, and every launch without a failure ends."""
     return "".join(line for line in err.splitlines(keepends=True) if not _ROUTINE.match(line))
+
+
+def wait_until(condition: Callable[[], object], *, timeout_s: float = LONG_S) -> None:
+    """Wait until the condition is true."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "never came"
+        time.sleep(0.01)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -205,11 +205,11 @@ def prepare(folder: str) -> list:
     path = Path(folder)
     try:
         with local_rank_zero_first("prepare") as first:
-            found = sorted(file.name for file in path.iterdir())
+            names = sorted(file.name for file in path.iterdir())
             if first:
                 time.sleep(0.1)
                 (path / f"by-{opened.rank}").touch()
-        return [first, found if not first else None]
+        return [first, names if not first else None]
     finally:
         context.info = opened
 

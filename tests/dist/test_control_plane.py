@@ -45,10 +45,10 @@ def end() -> None:
 
 
 def several_payloads() -> list:
-    rank, found = get_dist_info().rank, []
+    rank, gathered = get_dist_info().rank, []
     for length in (0, 1, 3, 100_000):
-        found.append([text.decode() for text in channel().all_gather(str(rank).encode() * length, caller="test")])
-    return [[len(text), set(text) == {str(rank)} or not text] for texts in found for rank, text in enumerate(texts)]
+        gathered.append([text.decode() for text in channel().all_gather(str(rank).encode() * length, caller="test")])
+    return [[len(text), set(text) == {str(rank)} or not text] for texts in gathered for rank, text in enumerate(texts)]
 
 
 @pytest.mark.parametrize("world", [2, 3, 5])
@@ -85,9 +85,9 @@ def pretend_nodes(rank: int, node_size: int) -> None:
 
 def several_exchanges() -> list:
     info = get_dist_info()
-    found = [begin(info.rank), all_gather_json({"rank": info.rank}), gather_json(info.rank, dst=info.world_size - 1)]
+    results = [begin(info.rank), all_gather_json({"rank": info.rank}), gather_json(info.rank, dst=info.world_size - 1)]
     end()
-    return [*found, broadcast_json(["from", info.rank], src=1), all_gather_numbers([info.rank, 0.5])]
+    return [*results, broadcast_json(["from", info.rank], src=1), all_gather_numbers([info.rank, 0.5])]
 
 
 @pytest.mark.parametrize(("world", "node_size"), [(4, 2), (6, 2), (3, 1), (6, 3)])
@@ -100,12 +100,12 @@ def test_ranks_of_several_nodes_exchange_over_tcp(forked, world, node_size):
             return [plane.layout.num_nodes, tcp > 0, several_exchanges()]
 
     answers = forked.run(body, world, results_of=range(world))
-    for rank, (num_nodes, over_tcp, found) in answers.items():
+    for rank, (num_nodes, over_tcp, results) in answers.items():
         assert (num_nodes, over_tcp) == (world // node_size, rank % node_size == 0)
         everyone = [{"rank": peer} for peer in range(world)]
         gathered = list(range(world)) if rank == world - 1 else None
         record = [world * (world - 1) // 2, world - 1]
-        assert found == [record, everyone, gathered, ["from", 1], [[peer, 0.5] for peer in range(world)]]
+        assert results == [record, everyone, gathered, ["from", 1], [[peer, 0.5] for peer in range(world)]]
 
 
 def test_nodes_of_different_sizes_connect_every_rank_over_tcp(forked):
@@ -246,11 +246,11 @@ def test_another_user_cannot_take_the_place_of_a_rank(forked, monkeypatch):
         if rank == 0:
             monkeypatch.setattr(control_plane, "_listen", as_first_visitor(visit))
         with init_dist(device="cpu", timeout_s=TIMEOUT_S):
-            found = begin()
+            counts = begin()
         for end in ends:
             os.close(end)
             os.wait()
-        return found
+        return counts
 
     assert forked.run(body, 2, results_of=[0, 1]) == {0: [4, 2], 1: [4, 2]}
 
@@ -421,12 +421,12 @@ def test_closing_leaves_no_socket_and_no_file(forked, tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
     def body(rank: int) -> list:
-        found = []
+        left = []
         with init_dist(device="cpu"):
             opened = channel()
-            found.append(os.listdir(tmp_path))
-        found.append([connection.fileno() for connection in opened._connections.values()])
-        return [*found, current_context().control_plane is None]
+            left.append(os.listdir(tmp_path))
+        left.append([connection.fileno() for connection in opened._connections.values()])
+        return [*left, current_context().control_plane is None]
 
     answers = forked.run(body, 2, results_of=[0, 1])
     assert [answer[1:] for answer in answers.values()] == [[[-1], True]] * 2

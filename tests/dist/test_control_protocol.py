@@ -33,15 +33,15 @@ RECORD = RowSpec(12)
 @pytest.mark.parametrize(("world", "node_size"), LAYOUTS)
 def test_all_gather_returns_all_payloads_by_rank(world, node_size):
     payloads = [str(rank).encode() * (rank % 4) for rank in range(world)]
-    found = run_exchange(lambda layout: all_gather(layout, payloads[layout.rank]), world, node_size)
-    assert world == 1 or found.results == dict.fromkeys(range(world), payloads)
+    exchange = run_exchange(lambda layout: all_gather(layout, payloads[layout.rank]), world, node_size)
+    assert world == 1 or exchange.results == dict.fromkeys(range(world), payloads)
 
 
 @pytest.mark.parametrize(("world", "node_size"), LAYOUTS)
 def test_rounds_are_the_messages_in_sequence(world, node_size):
     network = Network(local_latency_s=1, latency_s=1000, cpu_s=0, bytes_per_s=math.inf)
-    found = run_exchange(lambda layout: reduce_rows(layout, [1.0] * 12, RECORD), world, node_size, network=network)
-    last, rounds = max(found.seconds.values(), default=0), count_rounds(world, node_size)
+    exchange = run_exchange(lambda layout: reduce_rows(layout, [1.0] * 12, RECORD), world, node_size, network=network)
+    last, rounds = max(exchange.seconds.values(), default=0), count_rounds(world, node_size)
     law = rounds.local + 1000 * rounds.remote
     powers_of_two = node_size.bit_count() == 1 == (world // node_size).bit_count()
     assert last == law if powers_of_two else law / 2 < last <= law
@@ -51,8 +51,8 @@ def test_rounds_are_the_messages_in_sequence(world, node_size):
 def test_gather_returns_all_payloads_on_one_rank(world, node_size):
     payloads = [f"rank {rank}".encode() for rank in range(world)]
     for dst in range(world):
-        found = run_exchange(lambda layout, dst=dst: gather(layout, payloads[layout.rank], dst), world, node_size)
-        assert found.results == {rank: payloads if rank == dst else None for rank in range(world)}
+        exchange = run_exchange(lambda layout, dst=dst: gather(layout, payloads[layout.rank], dst), world, node_size)
+        assert exchange.results == {rank: payloads if rank == dst else None for rank in range(world)}
 
 
 @pytest.mark.parametrize(("world", "node_size"), [layout for layout in LAYOUTS if layout[0] > 1])
@@ -61,8 +61,8 @@ def test_summary_of_several_nodes_equals_the_summary_of_all_rows(world, node_siz
     spec = RowSpec(3, compared=((0, 1), (2,)), block=block)
     for odd in (None, 0, world // 2, world - 1):
         rows = [(float(rank // block), 2.0, float(rank == odd)) for rank in range(world)]
-        found = run_exchange(lambda layout, rows=rows: reduce_rows(layout, rows[layout.rank], spec), world, node_size)
-        assert {summary for summary, _ in found.results.values()} == {spec.summarize(rows)}
+        exchange = run_exchange(lambda layout, rows=rows: reduce_rows(layout, rows[layout.rank], spec), world, node_size)
+        assert {summary for summary, _ in exchange.results.values()} == {spec.summarize(rows)}
 
 
 def test_summary_finds_the_first_rank_that_differs_from_its_block():
@@ -70,8 +70,8 @@ def test_summary_finds_the_first_rank_that_differs_from_its_block():
     rows = [(float(rank // 4 * 10), 0.0) for rank in range(16)]
     rows[6], rows[11] = (99.0, 0.0), (10.0, 7.0)
     for node_size in (1, 2, 4, 8, 16):
-        found = run_exchange(lambda layout: reduce_rows(layout, rows[layout.rank], spec), 16, node_size)
-        assert {summary.changes for summary, _ in found.results.values()} == {(6.0, 11.0)}
+        exchange = run_exchange(lambda layout: reduce_rows(layout, rows[layout.rank], spec), 16, node_size)
+        assert {summary.changes for summary, _ in exchange.results.values()} == {(6.0, 11.0)}
 
 
 @pytest.mark.parametrize(("world", "node_size"), [*LAYOUTS, (512, 8), (512, 1), (1000, 8), (520, 4)])
@@ -92,10 +92,10 @@ def test_ranks_are_connected_to_a_logarithmic_number_of_ranks(world, node_size):
 )
 def test_record_takes_few_messages_in_sequence(world, latency_s, at_most_s):
     network = Network(latency_s=latency_s)
-    found = run_exchange(lambda layout: reduce_rows(layout, [1.0] * 12, RECORD), world, 8, network=network)
-    assert {summary.sums for summary, _ in found.results.values()} == {(float(world),) * 12}
-    assert max(found.seconds.values()) <= at_most_s
-    assert max(found.bytes.values()) <= 8000
+    exchange = run_exchange(lambda layout: reduce_rows(layout, [1.0] * 12, RECORD), world, 8, network=network)
+    assert {summary.sums for summary, _ in exchange.results.values()} == {(float(world),) * 12}
+    assert max(exchange.seconds.values()) <= at_most_s
+    assert max(exchange.bytes.values()) <= 8000
 
 
 @pytest.mark.parametrize("fault", SIMULATED, ids=lambda fault: fault.name)
@@ -117,8 +117,8 @@ def test_failures_spread_over_30_s_name_no_innocent_of_4096_ranks():
 
 def test_innocent_rank_of_a_report_is_detected():
     """Without the connections of the control plane a rank that still waits gives no sign."""
-    found = run_reports(partial(report, 8), {0: 600.0, 1: 601.0}, stopped=[7])
-    assert found.reports[0].missing == list(range(2, 8))
+    outcome = run_reports(partial(report, 8), {0: 600.0, 1: 601.0}, stopped=[7])
+    assert outcome.reports[0].missing == list(range(2, 8))
 
 
 def report(world: int, rank: int, peer: int | None, *, waited_s: float = 600.0, mark: int | None = None) -> object:
@@ -141,32 +141,32 @@ def test_missing_ranks_are_named_without_a_mistake(world):
     def start(rank: int, peer: int | None) -> object:
         return report(world, rank, peer, mark=FAILED if rank == missing[0] else None)
 
-    found = run_reports(start, failed_at, stopped=missing[1:])
-    assert found.reports.keys() == set(survivors)
+    outcome = run_reports(start, failed_at, stopped=missing[1:])
+    assert outcome.reports.keys() == set(survivors)
     expected = ArrivalReport(
         missing=missing,
         silent=missing[1:],
         late=[],
         timed_out=True,
         notes={missing[0]: "ValueError: disk full"},
-        callers=found.reports[survivors[0]].callers,
+        callers=outcome.reports[survivors[0]].callers,
         pairs=[],
     )
-    assert all(seen == expected for seen in found.reports.values())
-    assert found.requests <= 9 * world + 200
-    assert found.last < 620
+    assert all(seen == expected for seen in outcome.reports.values())
+    assert outcome.requests <= 9 * world + 200
+    assert outcome.last < 620
 
 
 def test_late_rank_is_told_from_a_missing_rank():
     failed_at = {**dict.fromkeys(range(49), 600.0), 49: 602.0}
-    found = run_reports(lambda rank, peer: report(50, rank, peer, waited_s=0.1 if rank == 49 else 600.0), failed_at)
-    assert all((seen.missing, seen.late) == ([], [49]) for seen in found.reports.values())
+    outcome = run_reports(lambda rank, peer: report(50, rank, peer, waited_s=0.1 if rank == 49 else 600.0), failed_at)
+    assert all((seen.missing, seen.late) == ([], [49]) for seen in outcome.reports.values())
 
 
 def test_rank_that_comes_after_the_report_is_late():
     failed_at = {**dict.fromkeys(range(4), 600.0), 4: 640.0}
-    found = run_reports(lambda rank, peer: report(5, rank, peer, waited_s=0.1 if rank == 4 else 600.0), failed_at)
-    seen = [(one.missing, one.late) for _, one in sorted(found.reports.items())]
+    outcome = run_reports(lambda rank, peer: report(5, rank, peer, waited_s=0.1 if rank == 4 else 600.0), failed_at)
+    seen = [(one.missing, one.late) for _, one in sorted(outcome.reports.items())]
     assert seen == [([4], [])] * 4 + [([], [4])]
 
 
@@ -176,8 +176,8 @@ def test_places_of_ranks_are_reported():
         return report_incident("control/7", rank, 4, sign, grace_s=5)
 
     reports = run_reports(start, dict.fromkeys(range(4), 600.0)).reports
-    assert all(sorted(found.callers.values()) == ["leaving init_dist", "step"] for found in reports.values())
-    assert all(found.callers[2] == "leaving init_dist" for found in reports.values())
+    assert all(sorted(report_of_rank.callers.values()) == ["leaving init_dist", "step"] for report_of_rank in reports.values())
+    assert all(report_of_rank.callers[2] == "leaving init_dist" for report_of_rank in reports.values())
 
 
 def judged(marks: list[int], **given: object) -> ArrivalReport:
@@ -186,17 +186,17 @@ def judged(marks: list[int], **given: object) -> ArrivalReport:
 
 def test_all_failed_ranks_are_named_and_equal_errors_are_listed_once():
     errors = {rank: f"ValueError: {'disk' if rank % 2 else 'memory'} full" for rank in range(9)}
-    found = judged([FAILED] * 9 + [WAITED], errors=errors)
-    assert (found.missing, found.silent) == (list(range(9)), [])
-    assert found.notes == {0: "ValueError: memory full", 1: "ValueError: disk full"}
+    outcome = judged([FAILED] * 9 + [WAITED], errors=errors)
+    assert (outcome.missing, outcome.silent) == (list(range(9)), [])
+    assert outcome.notes == {0: "ValueError: memory full", 1: "ValueError: disk full"}
 
 
 def test_cause_is_found_from_the_signs_of_all_ranks():
     # A dead rank, which two others lost.
     assert judged([LOST, 0, LOST], peers={0: 1, 2: 1}).missing == [1]
     # A connection between living ranks.
-    found = judged([LOST, WAITED, LOST, BUSY], peers={0: 2, 2: 0})
-    assert (found.missing, found.pairs) == ([], [(0, 2)])
+    outcome = judged([LOST, WAITED, LOST, BUSY], peers={0: 2, 2: 0})
+    assert (outcome.missing, outcome.pairs) == ([], [(0, 2)])
     # A rank that computes is no cause, except if others have waited for the whole timeout.
     assert judged([EARLY, WAITED, BUSY]).missing == []
     assert judged([EARLY, TIMED_OUT, BUSY]).missing == [2]

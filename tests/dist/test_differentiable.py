@@ -37,8 +37,8 @@ def gradient(counts: list[int]) -> list:
     return [list(everybody.shape), weights.grad.tolist(), rows.grad.tolist()]
 
 
-def relative_error(found: list, expected: Tensor) -> float:
-    return float((torch.tensor(found, dtype=torch.float64).reshape(expected.shape) - expected).norm() / expected.norm())
+def relative_error(actual: list, expected: Tensor) -> float:
+    return float((torch.tensor(actual, dtype=torch.float64).reshape(expected.shape) - expected).norm() / expected.norm())
 
 
 @pytest.mark.parametrize("counts", [[2, 2], [3, 1, 2], [0, 4, 1], [0, 0, 3]], ids=str)

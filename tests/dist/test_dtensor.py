@@ -35,7 +35,7 @@ def test_shard_box_of_a_plain_tensor_is_the_whole_tensor():
 def pieces_of_pieces(rows: int, data: int, tensor: int) -> list[list[int]]:
     """Rows by (data rank, tensor rank), cut with ``torch.chunk`` as FSDP2 cuts what tensor parallelism has left to a rank."""
     outer = torch.arange(rows).chunk(tensor)
-    chunks = [[each.chunk(data) for each in outer][t] for t in range(tensor)]
+    chunks = [[piece.chunk(data) for piece in outer][t] for t in range(tensor)]
     return [chunks[t][d].tolist() if d < len(chunks[t]) else [] for d in range(data) for t in range(tensor)]
 
 
@@ -43,10 +43,10 @@ def pieces_of_pieces(rows: int, data: int, tensor: int) -> list[list[int]]:
 def test_strided_shard_boxes_match_fsdp_over_tensor_parallelism(rows, data, tensor):
     strided = _StridedShard(0, split_factor=tensor)
     for place, expected in enumerate(pieces_of_pieces(rows, data, tensor)):
-        at = divmod(place, tensor)
+        coordinate = divmod(place, tensor)
         for shape, where, placements in (
-            ((data, tensor), at, (strided, Shard(0))),
-            ((2, data, tensor), (1, *at), (Replicate(), strided, Shard(0))),
+            ((data, tensor), coordinate, (strided, Shard(0))),
+            ((2, data, tensor), (1, *coordinate), (Replicate(), strided, Shard(0))),
         ):
             box = compute_shard_box((rows, 3), shape, where, placements)
             assert list(range(box.offset[0], box.offset[0] + box.size[0])) == expected

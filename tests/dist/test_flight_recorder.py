@@ -8,7 +8,7 @@ import os
 import sysconfig
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -29,8 +29,7 @@ from dtrain.dist.mesh import build_mesh
 from dtrain.launch.hang_report import find_stalled
 from dtrain.launch.rank_records import find_user_frame, parse_main_thread, parse_rank_record
 from dtrain.testing import run_ranks
-
-LONG_S = 300
+from jobs import wait_until
 
 
 @pytest.fixture(autouse=True)
@@ -53,13 +52,6 @@ def threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name == "dtrain-flight-recorder"]
 
 
-def wait_for(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + LONG_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def environment(folder: Path, fd: int) -> dict[str, str]:
     return {launch_protocol.RUN_DIR: str(folder), launch_protocol.DUMP_REQUEST_FD: str(fd)}
 
@@ -73,7 +65,7 @@ def prepare(folder: Path) -> Path:
 def tell_when_waiting(path: Path) -> None:
     """Make ``path`` when an exchange of this rank waits for others."""
     plane = current_context().control_plane
-    wait_for(lambda: plane["control"].waits)
+    wait_until(lambda: plane["control"].waits)
     path.touch()
 
 
@@ -90,9 +82,9 @@ def test_records_of_two_ranks_show_the_missing_collective(forked, tmp_path, ques
             if rank == 0:
                 threading.Thread(target=tell_when_waiting, args=[tmp_path / "waits"]).start()
                 all_gather_numbers([2.0])
-            wait_for((tmp_path / "waits").exists)
+            wait_until((tmp_path / "waits").exists)
             os.write(ask, b"?")
-            wait_for(lambda: all(path.exists() for path in paths))
+            wait_until(lambda: all(path.exists() for path in paths))
             os._exit(0)
 
     with pytest.raises(AssertionError, match="rank 1 died before it answered"):
@@ -117,7 +109,7 @@ def test_record_holds_recent_collectives_of_open_groups(tmp_path, question):
             dist.all_reduce(torch.ones(3))
         all_gather_single(torch.ones(2), torch.ones(2))
         os.write(question[1], b"?")
-        wait_for(path.exists)
+        wait_until(path.exists)
     groups = {group["name"]: group for group in json.loads(path.read_text())["groups"]}
     training = groups["training"]
     assert (training["backend"], training["ranks"]) == ("gloo", [0])
@@ -183,14 +175,14 @@ def test_each_dump_request_is_answered_once_across_reopened_blocks(tmp_path, que
         current_context().flight_recorder.start(told, info)
         for _ in range(3):
             os.write(question[1], b"?")
-            wait_for(path.exists)
+            wait_until(path.exists)
             path.unlink()
     with init_dist(device="cpu") as info:
         current_context().flight_recorder.start(told, info)
         time.sleep(0.5)  # the old questions can still be seen
         assert not path.exists()
         os.write(question[1], b"?")
-        wait_for(path.exists)
+        wait_until(path.exists)
     assert not threads()
 
 
@@ -199,7 +191,7 @@ def test_no_record_is_written_after_launcher_death(tmp_path, question):
     with init_dist(device="cpu") as info:
         current_context().flight_recorder.start(environment(tmp_path, question[0]), info)
         os.close(question[1])
-        wait_for(lambda: not threads())
+        wait_until(lambda: not threads())
         current_context().flight_recorder.stop()
     assert not path.exists()
 
@@ -220,6 +212,6 @@ def test_record_write_error_does_not_stop_the_rank(tmp_path, question, capfd):
     with init_dist(device="cpu") as info:
         current_context().flight_recorder.start(environment(tmp_path / "gone", question[0]), info)
         os.write(question[1], b"?")
-        wait_for(lambda: not threads())
+        wait_until(lambda: not threads())
         current_context().flight_recorder.stop()
     assert "rank 0 could not write its last collectives" in capfd.readouterr().err

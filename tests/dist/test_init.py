@@ -211,7 +211,7 @@ def listening_beyond_loopback() -> list[str]:
             continue
         if target.startswith("socket:["):
             inodes.add(target[8:-1])
-    found = []
+    addresses = []
     for table in ("/proc/self/net/tcp", "/proc/self/net/tcp6"):
         if not os.path.exists(table):
             continue
@@ -219,8 +219,8 @@ def listening_beyond_loopback() -> list[str]:
             fields = line.split()
             loopback = fields[1].startswith("0100007F") or fields[1].startswith("00000000000000000000000001000000")
             if fields[9] in inodes and fields[3] == "0A" and not loopback:
-                found.append(fields[1])
-    return found
+                addresses.append(fields[1])
+    return addresses
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
@@ -508,6 +508,6 @@ MESHES = {
 @pytest.mark.parametrize("case", MESHES)
 def test_ranks_along_cp_and_tp_share_one_data_rank(ranks, case):
     degrees, axes, places, tensor = MESHES[case]
-    for rank, found in enumerate(ranks(4).run(ranks_of_mesh, degrees)):
+    for rank, actual in enumerate(ranks(4).run(ranks_of_mesh, degrees)):
         place = [rank, 4] if places is None else places[rank]
-        assert found == [place, tensor[rank], axes, [axes["dp_replicate"], axes["dp_shard"]], True]
+        assert actual == [place, tensor[rank], axes, [axes["dp_replicate"], axes["dp_shard"]], True]

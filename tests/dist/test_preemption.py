@@ -100,7 +100,7 @@ def with_workers(rank, *, folder):
 
 def test_loader_workers_ignore_the_stop_signal(tmp_path):
     assert endings(partial(with_workers, folder=tmp_path), 1, tmp_path) == ([75], [None])
-    assert [found.step for found in dt.checkpoint.list_steps(tmp_path / "ckpt")] == [2]
+    assert [checkpoint.step for checkpoint in dt.checkpoint.list_steps(tmp_path / "ckpt")] == [2]
 
 
 def saved_and_once_more(rank, *, folder, mode):
@@ -119,7 +119,7 @@ def saved_and_once_more(rank, *, folder, mode):
             if dt.should_stop(state):
                 break
         results.append(dt.save_sharded(folder / mode, state, mode=mode))
-        say(folder, rank, [(each.result().step, each.result().written) for each in results])
+        say(folder, rank, [(save.result().step, save.result().written) for save in results])
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])

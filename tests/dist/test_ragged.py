@@ -29,13 +29,13 @@ def share(counts: list[int]) -> slice:
 
 def gathered(counts: list[int]) -> bool:
     mine = share(counts)
-    found = all_gather_ragged({name: values[mine] for name, values in table(sum(counts)).items()})
-    return same(found, table(sum(counts)))
+    rows = all_gather_ragged({name: values[mine] for name, values in table(sum(counts)).items()})
+    return same(rows, table(sum(counts)))
 
 
-def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
-    return found.keys() == expected.keys() and all(
-        found[name].dtype == values.dtype and found[name].shape == values.shape and found[name].equal(values)
+def same(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
+    return actual.keys() == expected.keys() and all(
+        actual[name].dtype == values.dtype and actual[name].shape == values.shape and actual[name].equal(values)
         for name, values in expected.items()
     )
 
@@ -64,13 +64,13 @@ def structures() -> list:
     rank = get_dist_info().rank
     mine = torch.full((rank, 2), float(rank))
     nested = {"a": [mine, (mine.long(),)], "td": TensorDict({"x": mine, "deep": {"y": mine[:, 0]}}, batch_size=[rank])}
-    found = all_gather_ragged(nested)
+    rows = all_gather_ragged(nested)
     return [
-        found["a"][0].tolist(),
-        found["a"][1][0].tolist(),
-        isinstance(found["a"], list) and isinstance(found["a"][1], tuple),
-        isinstance(found["td"], TensorDict) and list(found["td"].batch_size) == [3],
-        found["td"]["deep", "y"].tolist(),
+        rows["a"][0].tolist(),
+        rows["a"][1][0].tolist(),
+        isinstance(rows["a"], list) and isinstance(rows["a"][1], tuple),
+        isinstance(rows["td"], TensorDict) and list(rows["td"].batch_size) == [3],
+        rows["td"]["deep", "y"].tolist(),
     ]
 
 
@@ -93,8 +93,8 @@ def test_noncontiguous_rows_are_gathered(ranks):
 
 def to_one(dst: int) -> list[int] | None:
     rank = get_dist_info().rank
-    found = gather_ragged(torch.full((rank + 1,), rank), dst=dst, order=torch.full((rank + 1,), -rank))
-    return None if found is None else found.tolist()
+    rows = gather_ragged(torch.full((rank + 1,), rank), dst=dst, order=torch.full((rank + 1,), -rank))
+    return None if rows is None else rows.tolist()
 
 
 @pytest.mark.parametrize("dst", [0, 2])
@@ -105,7 +105,7 @@ def test_gather_returns_rows_only_on_the_destination_rank(ranks, dst):
 def apart(counts: list[int]) -> list[list[int]]:
     rank = get_dist_info().rank
     mine = torch.full((counts[rank],), rank) if counts[rank] else None
-    return [each.tolist() for each in all_gather_by_rank(mine)]
+    return [rows.tolist() for rows in all_gather_by_rank(mine)]
 
 
 @pytest.mark.parametrize(
@@ -128,9 +128,9 @@ def test_tp_ranks_sharing_a_batch_are_gathered_once(ranks, tp, expected):
 
 def test_one_process_needs_no_groups():
     rows = torch.tensor([[3.0], [1.0]], requires_grad=True)
-    found = all_gather_ragged({"x": rows}, order=torch.tensor([7, 2]))["x"]
-    assert found.tolist() == [[1.0], [3.0]]
-    assert not found.requires_grad
+    sorted_rows = all_gather_ragged({"x": rows}, order=torch.tensor([7, 2]))["x"]
+    assert sorted_rows.tolist() == [[1.0], [3.0]]
+    assert not sorted_rows.requires_grad
     assert gather_ragged(rows).equal(rows.detach())
 
 

@@ -43,8 +43,8 @@ def test_numbers_are_reduced_as_float64(ranks):
 
 def for_rank_1() -> list:
     x = torch.full((2,), get_dist_info().rank + 1.0)
-    found = [reduce(x, dst=1) for reduce in (reduce_sum, reduce_mean, reduce_max)]
-    return [None if y is None else y.tolist() for y in found] + [reduce_mean(3.0, dst=1), x.tolist()]
+    results = [reduce(x, dst=1) for reduce in (reduce_sum, reduce_mean, reduce_max)]
+    return [None if y is None else y.tolist() for y in results] + [reduce_mean(3.0, dst=1), x.tolist()]
 
 
 def test_reduce_returns_result_only_on_the_destination_rank(ranks):

@@ -97,9 +97,9 @@ def test_snapshot_restores_generators_after_any_draws(before, inside):
 
 
 @pytest.mark.parametrize("before", [0, 1, 3], ids="after {} normals".format)
-@pytest.mark.parametrize("known", [True, False], ids=["in memory", "by getstate"])
-def test_fork_rng_restores_the_generators(before, known, monkeypatch):
-    if not known:
+@pytest.mark.parametrize("in_memory", [True, False], ids=["in memory", "by getstate"])
+def test_fork_rng_restores_the_generators(before, in_memory, monkeypatch):
+    if not in_memory:
         monkeypatch.setattr("dtrain.dist.rng._find_python_memory", lambda: None)
 
     def begin() -> None:
@@ -113,10 +113,10 @@ def test_fork_rng_restores_the_generators(before, known, monkeypatch):
     begin()
     with fork_rng(7):
         first = draws()
-    found = draws()
+    outside = draws()
     with fork_rng(7):
         assert draws() == first
-    assert found + draws() == plain
+    assert outside + draws() == plain
 
 
 def test_contexts_of_fork_rng_nest():
@@ -127,13 +127,13 @@ def test_contexts_of_fork_rng_nest():
     with fork_rng(8):
         other = draws()
     seed_all(1)
-    found = draws()
+    outside = draws()
     with fork_rng(7):
         first = draws()
         with fork_rng(8):
             assert draws() == other
         assert first + draws() == inner
-    assert found + draws() == plain
+    assert outside + draws() == plain
 
 
 def test_fork_rng_restores_half_of_a_pair_that_a_program_has_set():

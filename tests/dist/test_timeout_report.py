@@ -281,10 +281,10 @@ def test_rank_death_during_a_step_is_named(forked, where):
         def loss(model: nn.Module, batch: torch.Tensor) -> LossSum:
             if rank == 1 and where == "before forward":
                 os.kill(os.getpid(), signal.SIGKILL)
-            found = squared(model, batch)
+            losses = squared(model, batch)
             if rank == 1 and where == "before backward":
                 os.kill(os.getpid(), signal.SIGKILL)
-            return found
+            return losses
 
         with init_dist(device="cpu", timeout_s=NEVER_S):
             model = shard_model(nn.Linear(4, 4), build_mesh())

@@ -56,10 +56,10 @@ def test_records_are_decoded_from_fragments_and_foreign_bytes(size):
         + b"\0" * 100
         + b"".join(r.encode() for r in sent[2:])
     )
-    decoder, found = heartbeats.ProgressDecoder(), []
+    decoder, records = heartbeats.ProgressDecoder(), []
     for begin in range(0, len(data), size):
-        found += decoder.feed(data[begin : begin + size])
-    assert found == sent
+        records += decoder.feed(data[begin : begin + size])
+    assert records == sent
 
 
 def test_environment_variable_is_consumed_once():

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from datetime import datetime
 from pathlib import Path
 
 import pytest
 
 from dtrain.errors import ConfigError
-from dtrain.launch.launch_dir import create_run_dir
 from dtrain.launch.launch_plan import (
     LaunchPlan,
     NodeLayout,
@@ -136,21 +134,3 @@ def test_command_ends_with_the_script_and_its_arguments():
     assert build_rank_command(SCRIPT)[-4:] == ["script", "a.py", "--lr", "1"]
     assert build_rank_command(Target(kind="module", name="a.b"))[-2:] == ["module", "a.b"]
     assert build_rank_command(Target(kind="command", name="sh", args=("-c", ":")))[1:] == ["-c", ":"]
-
-
-NOW = datetime(2031, 2, 3, 4, 5, 6)
-
-
-def test_default_run_dir_is_new_each_time(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    made = [create_run_dir(None, now=NOW) for _ in range(3)]
-    assert made == [tmp_path / "runs" / f"2031-02-03T04-05-06{end}" for end in ("", "-2", "-3")]
-
-
-def test_uncreatable_run_dir_is_refused(tmp_path):
-    (tmp_path / "file").write_text("")
-    for asked in ("file", "file/below"):
-        with pytest.raises(ConfigError, match="Choose a folder with --run-dir"):
-            create_run_dir(str(tmp_path / asked), now=NOW)
-    with pytest.raises(ConfigError, match="--run-dir must not be empty"):
-        create_run_dir("", now=NOW)

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from dtrain.launch import processes
+from jobs import wait_until
 
 SLEEPING = """
     import os, time
@@ -77,10 +78,7 @@ def test_children_of_shell_replaced_by_launcher_survive(tmp_path):
         assert Path(f"/proc/{sleeper}/comm").read_text() == "sleep\n"
     finally:
         os.kill(sleeper, signal.SIGKILL)
-    deadline = time.monotonic() + 90
-    while not (tmp_path / "out").exists():
-        assert time.monotonic() < deadline, "the reader of the output was ended"
-        time.sleep(0.01)
+    wait_until((tmp_path / "out").exists)
     assert (tmp_path / "out").read_text() == "said\n"
 
 
@@ -139,7 +137,7 @@ def test_unread_terminal_blocks_neither_training_nor_termination(start):
         )
         job.wait_for("done")
         assert not fcntl.fcntl(writer, fcntl.F_GETFL) & os.O_NONBLOCK
-        assert ask_until_it_ends_now(job) == 130
+        assert ask_until_it_ends(job) == 130
     finally:
         os.close(reader)
         os.close(writer)
@@ -184,21 +182,12 @@ def test_ctrl_c_restores_terminal_state(start, often):
         os.close(writer)
 
 
-def ask_until_it_ends_now(job) -> int:
-    job.process.send_signal(signal.SIGINT)
-    time.sleep(1)
-    job.process.send_signal(signal.SIGINT)
-    return job.process.wait(timeout=90)
-
-
 def test_descendants_exclude_existing_sessions():
     child = subprocess.Popen(["sleep", "600"])
     before = processes.list_sessions()
     job = subprocess.Popen(["sleep", "600"], start_new_session=True)
     try:
-        deadline = time.monotonic() + 90
-        while os.getsid(job.pid) != job.pid:
-            assert time.monotonic() < deadline
+        wait_until(lambda: os.getsid(job.pid) == job.pid)
         left = processes.descendants(exclude_sessions=before)
         assert job.pid in left
         assert child.pid not in left
@@ -222,10 +211,7 @@ def test_interrupt_ends_wait_for_unread_output_and_keeps_exit_code(start):
         options=PLAIN,
     )
     pid = job.wait_for("pid")[0]
-    deadline = time.monotonic() + 90
-    while int(pid) in job.processes():  # from then on the supervisor waits for a reader only
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: int(pid) not in job.processes())  # from then on the supervisor waits for a reader only
     time.sleep(0.5)
     assert job.process.poll() is None
     job.process.send_signal(signal.SIGINT)

@@ -152,9 +152,9 @@ def test_module_environment_matches_plain_python(run, tmp_path, module):
 
 
 def test_modules_of_launcher_are_not_importable_by_script(run):
-    result = run("import verdict", n=1)
+    result = run("import rank_records", n=1)
     assert result.code == 1
-    assert "ModuleNotFoundError: No module named 'verdict'" in result.summary[0]
+    assert "ModuleNotFoundError: No module named 'rank_records'" in result.summary[0]
 
 
 def test_modules_beside_script_are_importable_but_not_those_of_cwd(run, tmp_path):

@@ -1,29 +1,11 @@
-"""Summary lines about processes that a kill did not end."""
+"""The exceptions of all ranks, each shown once, with its frames folded."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 
-from dtrain.launch import result
 from dtrain.launch.result import format_exceptions, group_exceptions
 from dtrain.launch_protocol import RankFailure
-
-
-def said(monkeypatch, left: list[int], *, is_finished: bool = False) -> tuple[str, ...]:
-    monkeypatch.setattr(result, "descendants", lambda: left)
-    return result._describe_unkillable(SimpleNamespace(is_finished=is_finished, services={7}))
-
-
-def test_remaining_processes_are_named(monkeypatch):
-    assert said(monkeypatch, [7, 8, 9])[0].endswith("wait in the kernel: 8, 9")
-
-
-def test_processes_that_ended_meanwhile_are_not_named(monkeypatch):
-    """The last one may end between the look that found it and this line."""
-    assert said(monkeypatch, [7]) == ()
-    assert said(monkeypatch, [7, 8], is_finished=True) == ()
 
 
 def failure(rank, *, at=0.0, message="boo", place="a.py", line=1, kind="ValueError", in_collective=False):
@@ -40,33 +22,33 @@ def failure(rank, *, at=0.0, message="boo", place="a.py", line=1, kind="ValueErr
     )
 
 
-def found(*failures, first=None):
+def grouped(*failures, first=None):
     return [mistake.ranks for mistake in group_exceptions(failures, first or failures[0])]
 
 
 class TestMistakes:
     def test_failures_with_same_place_and_message_are_grouped(self):
-        assert found(failure(2), failure(0), failure(1)) == [[0, 1, 2]]
+        assert grouped(failure(2), failure(0), failure(1)) == [[0, 1, 2]]
 
     def test_numbers_in_messages_are_ignored_when_grouping(self):
-        assert found(failure(0, message="rank 0 has 3 rows at 0x7f"), failure(1, message="rank 1 has 17 rows at 0xab")) == [
+        assert grouped(failure(0, message="rank 0 has 3 rows at 0x7f"), failure(1, message="rank 1 has 17 rows at 0xab")) == [
             [0, 1]
         ]
 
     @pytest.mark.parametrize("other", [{"message": "bar"}, {"line": 2}, {"place": "b.py"}, {"kind": "KeyError"}])
     def test_failures_with_different_message_place_or_kind_are_separate(self, other):
-        assert found(failure(0), failure(1, **other)) == [[0], [1]]
+        assert grouped(failure(0), failure(1, **other)) == [[0], [1]]
 
     def test_first_failure_is_listed_first_and_others_by_time(self):
         first = failure(1, at=5.0)
         others = [failure(2, at=9.0, line=2), failure(0, at=4.0, line=3)]
-        assert found(*others, first, first=first) == [[1], [0], [2]]
+        assert grouped(*others, first, first=first) == [[1], [0], [2]]
 
     def test_lost_peer_is_omitted_unless_it_is_first_failure(self):
         lost = failure(0, kind="RuntimeError", message="Connection closed by peer", in_collective=True)
         own = failure(1)
-        assert found(lost, own, first=own) == [[1]]
-        assert found(lost, own, first=lost) == [[0], [1]]
+        assert grouped(lost, own, first=own) == [[1]]
+        assert grouped(lost, own, first=lost) == [[0], [1]]
         assert group_exceptions([lost], None) == []
 
     def test_differing_messages_of_a_group_are_listed(self):

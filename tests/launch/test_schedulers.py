@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dtrain.launch.topology import expand_hostlist, read_scheduler
+from dtrain.launch.topology import SchedulerInfo, expand_hostlist, read_scheduler
 
 STEP = {
     "SLURM_JOB_ID": "41",
@@ -31,6 +31,12 @@ MPI = {
 PLAIN = {"NODE_RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "a", "MASTER_PORT": "29400"}
 
 
+def facts(env: dict[str, str]) -> SchedulerInfo:
+    info = read_scheduler(env)
+    assert info is not None
+    return info
+
+
 @pytest.mark.parametrize(
     ("nodes", "names"),
     [
@@ -52,29 +58,23 @@ def test_hostlist_expansion_is_limited():
 
 
 def test_slurm_step_gives_complete_topology():
-    found = read_scheduler(STEP)
-    assert found is not None
-    assert (found.name, found.node_rank, found.nodes, found.master_addr) == ("Slurm", 1, 2, "n1")
-    assert (found.fallback_addr, found.hosts, found.refusal) == ("10.0.0.1", ("n1", "n2"), "")
+    info = facts(STEP)
+    assert (info.name, info.node_rank, info.nodes, info.master_addr) == ("Slurm", 1, 2, "n1")
+    assert (info.fallback_addr, info.hosts, info.refusal) == ("10.0.0.1", ("n1", "n2"), "")
 
 
 def test_port_and_token_are_shared_within_one_slurm_step():
-    first, second = read_scheduler({**STEP, "SLURM_NODEID": "0", "SLURM_PROCID": "0"}), read_scheduler(STEP)
-    other = read_scheduler({**STEP, "SLURM_STEP_ID": "1"})
-    assert first is not None
-    assert second is not None
-    assert other is not None
+    first, second = facts({**STEP, "SLURM_NODEID": "0", "SLURM_PROCID": "0"}), facts(STEP)
+    other = facts({**STEP, "SLURM_STEP_ID": "1"})
     assert (first.master_port, first.token) == (second.master_port, second.token)
     assert first.token != other.token
     assert first.master_port != other.master_port
-    assert first.master_port is not None
     assert 1024 < first.master_port < 32_768
 
 
 def test_exported_variables_override_slurm():
-    found = read_scheduler({**STEP, "MASTER_ADDR": "10.1.1.1", "MASTER_PORT": "7000"})
-    assert found is not None
-    assert (found.master_addr, found.master_port) == ("10.1.1.1", 7000)
+    info = facts({**STEP, "MASTER_ADDR": "10.1.1.1", "MASTER_PORT": "7000"})
+    assert (info.master_addr, info.master_port) == ("10.1.1.1", 7000)
 
 
 def test_batch_script_outside_step_is_not_a_scheduler():
@@ -82,46 +82,39 @@ def test_batch_script_outside_step_is_not_a_scheduler():
 
 
 def test_slurm_task_per_rank_is_refused_with_suggested_option():
-    found = read_scheduler({**STEP, "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_NODELIST": "n1"})
-    assert found is not None
-    assert "8 tasks on 1 node" in found.refusal
-    assert "--ntasks-per-node=1" in found.refusal
+    info = facts({**STEP, "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_NODELIST": "n1"})
+    assert "8 tasks on 1 node" in info.refusal
+    assert "--ntasks-per-node=1" in info.refusal
 
 
 def test_openmpi_process_per_node_gives_complete_topology():
-    found = read_scheduler({**STEP, **MPI})
-    assert found is not None
-    assert (found.name, found.node_rank, found.nodes, found.master_addr, found.refusal) == ("OpenMPI", 1, 2, "a", "")
-    assert found.master_port is not None
+    info = facts({**STEP, **MPI})
+    assert (info.name, info.node_rank, info.nodes, info.master_addr, info.refusal) == ("OpenMPI", 1, 2, "a", "")
+    assert info.master_port is not None
 
 
 def test_openmpi_process_per_rank_is_refused():
-    found = read_scheduler({**MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "2"})
-    assert found is not None
-    assert "--map-by ppr:1:node" in found.refusal
+    info = facts({**MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "2"})
+    assert "--map-by ppr:1:node" in info.refusal
 
 
 def test_kubernetes_indexed_job_gives_node_rank_without_node_count():
-    found = read_scheduler({"JOB_COMPLETION_INDEX": "3", "HOSTNAME": "train-3", "MASTER_ADDR": "train-0.train"})
-    assert found is not None
-    assert (found.name, found.node_rank, found.nodes, found.master_addr) == ("Kubernetes", 3, None, "train-0.train")
-    other = read_scheduler({"JOB_COMPLETION_INDEX": "0", "HOSTNAME": "train-0", "MASTER_ADDR": "train-0.train"})
-    assert other is not None
-    assert (found.token, found.master_port) == (other.token, other.master_port)
-    assert found.token
+    info = facts({"JOB_COMPLETION_INDEX": "3", "HOSTNAME": "train-3", "MASTER_ADDR": "train-0.train"})
+    assert (info.name, info.node_rank, info.nodes, info.master_addr) == ("Kubernetes", 3, None, "train-0.train")
+    other = facts({"JOB_COMPLETION_INDEX": "0", "HOSTNAME": "train-0", "MASTER_ADDR": "train-0.train"})
+    assert (info.token, info.master_port) == (other.token, other.master_port)
+    assert info.token
 
 
 def test_kubeflow_gives_complete_topology():
     pet = {"PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "a", "PET_MASTER_PORT": "29400"}
-    found = read_scheduler({**pet, "JOB_COMPLETION_INDEX": "1"})
-    assert found is not None
-    assert (found.node_rank, found.nodes, found.master_addr, found.master_port) == (1, 2, "a", 29400)
+    info = facts({**pet, "JOB_COMPLETION_INDEX": "1"})
+    assert (info.node_rank, info.nodes, info.master_addr, info.master_port) == (1, 2, "a", 29400)
 
 
 def test_plain_variables_require_complete_set():
-    found = read_scheduler(PLAIN)
-    assert found is not None
-    assert (found.node_rank, found.world_size, found.nodes) == (1, 4, None)
+    info = facts(PLAIN)
+    assert (info.node_rank, info.world_size, info.nodes) == (1, 4, None)
     for name in PLAIN:
         assert read_scheduler({key: value for key, value in PLAIN.items() if key != name}) is None
 
@@ -139,42 +132,27 @@ def test_plain_variables_require_complete_set():
     ids=["ranks here", "nodes differ", "base rank", "no GPUs here", "ranks here alone", "some"],
 )
 def test_composer_variables_give_ranks_of_node(env, place):
-    found = read_scheduler(env)
-    assert found is not None
-    assert (found.node_rank, found.base_rank, found.nproc, found.world_size, found.nodes) == place
-    assert set(found.variables) <= {name for name, value in env.items() if value}
+    info = facts(env)
+    assert (info.node_rank, info.base_rank, info.nproc, info.world_size, info.nodes) == place
+    assert set(info.variables) <= {name for name, value in env.items() if value}
 
 
-@pytest.mark.parametrize(
-    "left_over",
-    [
-        {**STEP, "TORCHELASTIC_RUN_ID": "x"},
-        {**MPI, "TORCHELASTIC_RUN_ID": "x"},
-        {**PLAIN, "RANK": "0"},
-        {**PLAIN, "LOCAL_RANK": "0"},
-        {"LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "0"},
-        {"LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "x"},
-        {"LOCAL_WORLD_SIZE": "0"},
-        {"BASE_RANK": "0"},
-        {**PLAIN, "NODE_RANK": "one"},
-        {**PLAIN, "WORLD_SIZE": "-1"},
-        {"OMPI_COMM_WORLD_RANK": "", "OMPI_COMM_WORLD_SIZE": ""},
-        {},
-    ],
-    ids=[
-        "slurm, in a rank",
-        "mpi, in a rank",
-        "a rank's",
-        "a local rank's",
-        "ranks here, in a rank",
-        "ranks here, in a launch",
-        "no ranks here",
-        "base rank alone",
-        "no number",
-        "negative",
-        "empty",
-        "nothing",
-    ],
-)
+LEFT_OVER = {
+    "slurm, in a rank": {**STEP, "TORCHELASTIC_RUN_ID": "x"},
+    "mpi, in a rank": {**MPI, "TORCHELASTIC_RUN_ID": "x"},
+    "a rank's": {**PLAIN, "RANK": "0"},
+    "a local rank's": {**PLAIN, "LOCAL_RANK": "0"},
+    "ranks here, in a rank": {"LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "0"},
+    "ranks here, in a launch": {"LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "x"},
+    "no ranks here": {"LOCAL_WORLD_SIZE": "0"},
+    "base rank alone": {"BASE_RANK": "0"},
+    "no number": {**PLAIN, "NODE_RANK": "one"},
+    "negative": {**PLAIN, "WORLD_SIZE": "-1"},
+    "empty": {"OMPI_COMM_WORLD_RANK": "", "OMPI_COMM_WORLD_SIZE": ""},
+    "nothing": {},
+}
+
+
+@pytest.mark.parametrize("left_over", LEFT_OVER.values(), ids=LEFT_OVER)
 def test_leftover_or_invalid_variables_are_not_a_scheduler(left_over):
     assert read_scheduler(left_over) is None

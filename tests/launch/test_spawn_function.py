@@ -21,8 +21,8 @@ import torch
 import dtrain as dt
 from dtrain.dist.collectives import all_gather_numbers
 from dtrain.launch import spawn_function
+from jobs import LONG_S, wait_until
 
-LONG_S = 300
 NEVER_S = 600
 
 
@@ -68,13 +68,6 @@ def test_loader_workers_of_ranks_leave_no_folders(monkeypatch):
         assert os.listdir(folder) == []
         assert "was killed by SIGKILL" in fails(lambda: load_with_worker(then_die=True))
         assert os.listdir(folder) == []
-
-
-def wait_until(condition) -> None:
-    deadline = time.monotonic() + LONG_S
-    while not condition():
-        assert time.monotonic() < deadline, "never came"
-        time.sleep(0.01)
 
 
 def gone(pid: int) -> bool:
@@ -366,14 +359,14 @@ def test_ctrl_c_during_fork_or_wait_leaves_no_rank(monkeypatch, call, first):
 
     def watched(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: int) -> Any:
-            found = real(*args)
+            result = real(*args)
             if name == "fork":
-                pids.append(found)
-            if name == call and found != 0:  # 0: this is the fork
-                moments.append(found)
+                pids.append(result)
+            if name == call and result != 0:  # 0: this is the fork
+                moments.append(result)
                 if len(moments) == first:
                     signal.raise_signal(signal.SIGINT)
-            return found
+            return result
 
         return run
 
@@ -418,16 +411,14 @@ def test_rank_start_failure_raises_and_ends_started_ranks(monkeypatch):
     )
 
 
-@pytest.mark.parametrize("nproc", [0, -1, 257, 1.5, True, "2"])
-def test_invalid_number_of_ranks_is_refused(nproc):
-    with pytest.raises(dt.errors.ConfigError, match="spawn: world_size must be an integer from 1 to 256, got"):
-        dt.spawn(print, world_size=nproc)
-
-
-@pytest.mark.parametrize("timeout_s", [0, -1, float("nan")])
-def test_invalid_timeout_is_refused(timeout_s):
-    with pytest.raises(dt.errors.ConfigError, match="spawn: timeout_s must be a finite number above 0, got"):
-        dt.spawn(print, world_size=1, timeout_s=timeout_s)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"world_size": value}, "world_size must be an integer from 1 to 256, got") for value in (0, -1, 257, 1.5, True, "2")]
+    + [({"timeout_s": value}, "timeout_s must be a finite number above 0, got") for value in (0, -1, float("nan"))],
+)
+def test_invalid_options_are_refused(options, message):
+    with pytest.raises(dt.errors.ConfigError, match=f"spawn: {message}"):
+        dt.spawn(print, **{"world_size": 1, **options})
 
 
 def test_open_process_group_is_refused(monkeypatch):

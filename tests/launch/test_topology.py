@@ -51,70 +51,54 @@ def _with(scheduled: SchedulerInfo, **changes: object) -> SchedulerInfo:
 )
 def test_arguments_and_variables_select_one_node(asked, scheduler, nproc):
     scheduler = scheduler if scheduler is not PLAIN else _with(PLAIN, node_rank=0)
-    found = infer_topology(LaunchArgs(**asked), scheduler, gpus=3)
-    assert found.rendezvous is None
-    assert found.layout is not None
-    assert (found.layout.nproc, found.layout.world_size, found.layout.nodes) == (nproc, nproc, 1)
-    assert found.notices == ()
+    topology = infer_topology(LaunchArgs(**asked), scheduler, gpus=3)
+    assert topology.rendezvous is None
+    assert (topology.layout.nproc, topology.layout.world_size, topology.layout.nodes) == (nproc, nproc, 1)
+    assert topology.notices == ()
 
 
-@pytest.mark.parametrize(
-    ("asked", "scheduler", "place"),  # node_rank, nodes, nproc, base_rank, world_size, addr, port
-    [
-        ({"nproc": 4, "world_size": 8, "node_rank": 1, **HERE}, None, (1, 2, 4, 4, 8, "a", 29400)),
-        ({"nproc": 4, "world_size": 8, "base_rank": 4, **HERE}, None, (1, 2, 4, 4, 8, "a", 29400)),
-        ({"nproc": 3, "world_size": 8, "base_rank": 5, "node_rank": 1, **HERE}, None, (1, None, 3, 5, 8, "a", 29400)),
-        ({"nproc": 4, "world_size": 8, "base_rank": 4, "node_rank": 1, **HERE}, None, (1, None, 4, 4, 8, "a", 29400)),
-        ({"nproc": 4, "nnodes": "2", "node_rank": 1, **HERE}, None, (1, 2, 4, None, None, "a", 29400)),
-        ({"nproc": 3, "nnodes": "2", "world_size": 8, "node_rank": 1, **HERE}, None, (1, 2, 3, None, 8, "a", 29400)),
-        ({"nproc": 4, "nnodes": "2", "world_size": 8, "node_rank": 1, **HERE}, None, (1, 2, 4, 4, 8, "a", 29400)),
-        ({"nproc": 4}, SLURM, (1, 2, 4, None, None, "n1", 12345)),
-        ({"nproc": 4, "world_size": 8}, SLURM, (1, 2, 4, 4, 8, "n1", 12345)),
-        ({"nproc": 4, "master_port": 7}, SLURM, (1, 2, 4, None, None, "n1", 7)),
-        ({"nproc": 4, "nnodes": "2"}, INDEXED, (1, 2, 4, None, None, "a", 23456)),
-        ({"nproc": 4}, PLAIN, (1, 2, 4, 4, 8, "a", 29400)),
-        ({}, _with(PLAIN, nproc=4), (1, 2, 4, 4, 8, "a", 29400)),
-        ({"nproc": 2}, _with(PLAIN, nproc=4), (1, 4, 2, 2, 8, "a", 29400)),
-        ({}, _with(PLAIN, nproc=4, node_rank=None, base_rank=4), (1, 2, 4, 4, 8, "a", 29400)),
-        ({}, _with(PLAIN, nproc=3, base_rank=5), (1, None, 3, 5, 8, "a", 29400)),
-        ({"node_rank": 0}, _with(PLAIN, nproc=4, base_rank=4), (0, 2, 4, 0, 8, "a", 29400)),
-        ({"nnodes": "3", "node_rank": 2, **HERE}, RANKS_HERE, (2, 3, 2, None, None, "a", 29400)),
-        ({"nproc": 2, "nnodes": "3", "node_rank": 2, **HERE}, SLURM, (2, 3, 2, None, None, "a", 29400)),
-    ],
-    ids=[
-        "node rank",
-        "base rank",
-        "nodes differ",
-        "both given",
-        "world learnt",
-        "world stated, nodes differ",
-        "all stated",
-        "slurm",
-        "slurm, world",
-        "slurm, own port",
-        "kubernetes",
-        "variables",
-        "variables, ranks here",
-        "variables, own ranks",
-        "variables, base rank",
-        "variables, nodes differ",
-        "variables, own place",
-        "ranks here alone",
-        "all on the command line",
-    ],
-)
+# node_rank, nodes, nproc, base_rank, world_size, addr, port
+RENDEZVOUS = {
+    "node rank": ({"nproc": 4, "world_size": 8, "node_rank": 1, **HERE}, None, (1, 2, 4, 4, 8, "a", 29400)),
+    "base rank": ({"nproc": 4, "world_size": 8, "base_rank": 4, **HERE}, None, (1, 2, 4, 4, 8, "a", 29400)),
+    "nodes differ": (
+        {"nproc": 3, "world_size": 8, "base_rank": 5, "node_rank": 1, **HERE},
+        None,
+        (1, None, 3, 5, 8, "a", 29400),
+    ),
+    "both given": ({"nproc": 4, "world_size": 8, "base_rank": 4, "node_rank": 1, **HERE}, None, (1, None, 4, 4, 8, "a", 29400)),
+    "world learnt": ({"nproc": 4, "nnodes": "2", "node_rank": 1, **HERE}, None, (1, 2, 4, None, None, "a", 29400)),
+    "world stated, nodes differ": (
+        {"nproc": 3, "nnodes": "2", "world_size": 8, "node_rank": 1, **HERE},
+        None,
+        (1, 2, 3, None, 8, "a", 29400),
+    ),
+    "all stated": ({"nproc": 4, "nnodes": "2", "world_size": 8, "node_rank": 1, **HERE}, None, (1, 2, 4, 4, 8, "a", 29400)),
+    "slurm": ({"nproc": 4}, SLURM, (1, 2, 4, None, None, "n1", 12345)),
+    "slurm, world": ({"nproc": 4, "world_size": 8}, SLURM, (1, 2, 4, 4, 8, "n1", 12345)),
+    "slurm, own port": ({"nproc": 4, "master_port": 7}, SLURM, (1, 2, 4, None, None, "n1", 7)),
+    "kubernetes": ({"nproc": 4, "nnodes": "2"}, INDEXED, (1, 2, 4, None, None, "a", 23456)),
+    "variables": ({"nproc": 4}, PLAIN, (1, 2, 4, 4, 8, "a", 29400)),
+    "variables, ranks here": ({}, _with(PLAIN, nproc=4), (1, 2, 4, 4, 8, "a", 29400)),
+    "variables, own ranks": ({"nproc": 2}, _with(PLAIN, nproc=4), (1, 4, 2, 2, 8, "a", 29400)),
+    "variables, base rank": ({}, _with(PLAIN, nproc=4, node_rank=None, base_rank=4), (1, 2, 4, 4, 8, "a", 29400)),
+    "variables, nodes differ": ({}, _with(PLAIN, nproc=3, base_rank=5), (1, None, 3, 5, 8, "a", 29400)),
+    "variables, own place": ({"node_rank": 0}, _with(PLAIN, nproc=4, base_rank=4), (0, 2, 4, 0, 8, "a", 29400)),
+    "ranks here alone": ({"nnodes": "3", "node_rank": 2, **HERE}, RANKS_HERE, (2, 3, 2, None, None, "a", 29400)),
+    "all on the command line": ({"nproc": 2, "nnodes": "3", "node_rank": 2, **HERE}, SLURM, (2, 3, 2, None, None, "a", 29400)),
+}
+
+
+@pytest.mark.parametrize(("asked", "scheduler", "place"), RENDEZVOUS.values(), ids=RENDEZVOUS)
 def test_rendezvous_combines_arguments_and_variables(asked, scheduler, place):
     meeting = infer_topology(LaunchArgs(**asked), scheduler, gpus=1).rendezvous
-    assert meeting is not None
-    known = (meeting.node_rank, meeting.nodes, meeting.nproc, meeting.base_rank, meeting.world_size, meeting.addr, meeting.port)
-    assert known == place
+    names = ("node_rank", "nodes", "nproc", "base_rank", "world_size", "addr", "port")
+    assert tuple(getattr(meeting, name) for name in names) == place
 
 
 def test_scheduler_sets_token_and_hosts_unless_rdzv_id_is_given():
     plain = infer_topology(LaunchArgs(nproc=1), SLURM, gpus=1).rendezvous
     named = infer_topology(LaunchArgs(nproc=1, rdzv_id="mine"), SLURM, gpus=1).rendezvous
-    assert plain is not None
-    assert named is not None
     assert (plain.token, plain.hosts) == ("slurm 4.0", ("n1", "n2"))
     assert named.token == "mine"
 
@@ -129,9 +113,9 @@ def test_scheduler_sets_token_and_hosts_unless_rdzv_id_is_given():
     ids=["two nodes meant", "address", "port"],
 )
 def test_one_node_reports_ignored_settings(asked, notice):
-    found = infer_topology(LaunchArgs(**asked), None, gpus=1)
-    assert found.layout is not None
-    assert [notice in line for line in found.notices] == [True]
+    topology = infer_topology(LaunchArgs(**asked), None, gpus=1)
+    assert topology.layout is not None
+    assert [notice in line for line in topology.notices] == [True]
 
 
 def test_variables_selecting_several_nodes_are_named():
@@ -144,7 +128,6 @@ def test_nproc_variable_is_reported_and_overridden_by_command_line(scheduler):
     assert "launch: -n 2, as LOCAL_WORLD_SIZE says" in infer_topology(LaunchArgs(), scheduler, gpus=3).notices
     other = infer_topology(LaunchArgs(nproc=4), scheduler, gpus=3)
     place = other.layout or other.rendezvous
-    assert place is not None
     assert place.nproc == 4
     assert not any("LOCAL_WORLD_SIZE" in notice for notice in other.notices)
 

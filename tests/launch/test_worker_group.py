@@ -225,6 +225,20 @@ def test_unstarted_ranks_are_dropped(attempt):
     assert attempt.alive == [0, 1]
 
 
+@pytest.mark.parametrize(
+    ("left", "is_finished", "named"),
+    [([7, 8, 9], False, "8, 9"), ([7], False, ""), ([7, 8], True, "")],
+    ids=["two", "ended meanwhile", "all ended"],
+)
+def test_processes_that_no_kill_ends_are_named(attempt, monkeypatch, left, is_finished, named):
+    monkeypatch.setattr("dtrain.launch.result.descendants", lambda: left)
+    attempt.services = {7}
+    if is_finished:
+        attempt.pids.clear()
+    lines = end_of(attempt).lines
+    assert lines == ((f"dtrain: launch: SIGKILL did not end these processes, which wait in the kernel: {named}",) * bool(named))
+
+
 def test_only_first_launcher_failure_is_reported(attempt):
     attempt.fail(["first"], 1.0, code=124)
     attempt.fail(["second"], 2.0)

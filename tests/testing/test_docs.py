@@ -23,9 +23,9 @@ def report(tmp_path_factory) -> str:
     options = ["-v", "-W", "error", "-p", "no:cacheprovider", "--rootdir", str(folder)]
     command = [sys.executable, "-m", "pytest", *options, str(folder)]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    found = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=600)
-    assert found.returncode == 0, found.stdout + found.stderr
-    return found.stdout
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
 def test_every_code_block_has_a_unique_file_name():

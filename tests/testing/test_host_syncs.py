@@ -38,7 +38,7 @@ ONES = torch.ones(3)
 def test_each_host_sync_is_counted_once_with_its_location(what, call):
     with count_host_syncs() as seen:
         call()
-    assert [found.kind for found in seen.calls] == [what]
+    assert [sync.kind for sync in seen.calls] == [what]
     assert seen.count == 1
     file, _, place = seen.calls[0].location.partition(":")
     assert file == __file__
@@ -59,14 +59,14 @@ def test_blocking_device_copy_is_counted_once(copy, what):
     far = torch.empty(3, device="meta")  # the device that every machine has: nothing comes back, but the copy is asked for
     with pytest.raises(NotImplementedError), count_host_syncs() as seen:
         copy(far)
-    assert [found.kind for found in seen.calls] == what
+    assert [call.kind for call in seen.calls] == what
 
 
 def sync_inside_a_dtensor() -> list[str]:
     net = shard_model(nn.Linear(4, 4), build_mesh())
     with count_host_syncs() as seen:
         float(net.weight.detach().sum())
-    return [found.kind for found in seen.calls]
+    return [call.kind for call in seen.calls]
 
 
 def test_dtensor_internal_sync_is_counted(ranks):
@@ -81,7 +81,7 @@ def test_masked_tensor_write_is_counted_and_scalar_fill_is_not():
         assert seen.calls == []
         x[mask] = torch.ones(2)
         torch.index_put(x, (mask,), torch.ones(2))
-    assert [found.kind for found in seen.calls] == ["index_put", "index_put"]
+    assert [call.kind for call in seen.calls] == ["index_put", "index_put"]
 
 
 def test_nonblocking_calls_are_not_counted():
@@ -104,7 +104,7 @@ def optimizer_syncs(**options: bool) -> list[str]:
     optimizer.step()
     with count_host_syncs() as seen:
         optimizer.step()
-    return [found.kind for found in seen.calls]
+    return [call.kind for call in seen.calls]
 
 
 def test_foreach_adamw_syncs_on_step_counts_and_fused_does_not():
@@ -127,7 +127,7 @@ def test_syncs_in_backward_and_hooks_are_counted():
     x.register_hook(lambda grad: grad.cpu())
     with count_host_syncs() as seen:
         ReadsInBackward.apply(x).sum().backward()
-    assert [found.kind for found in seen.calls] == ["item", "tolist", "cpu"]
+    assert [call.kind for call in seen.calls] == ["item", "tolist", "cpu"]
 
 
 def test_syncs_of_a_user_thread_are_not_counted():

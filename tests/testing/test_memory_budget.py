@@ -83,11 +83,11 @@ def test_budget_peak_matches_the_profiler(make, optimizer):
         before = budget.live
         one_step(model, chosen, x)
         assert budget.live == before
-        found = budget.peak - before
+        actual = budget.peak - before
     if make is convolution:  # its kernels copy what they are given into a layout of their own, which nobody outside sees
-        assert 0.8 * expected < found < expected
+        assert 0.8 * expected < actual < expected
     else:
-        assert found == expected
+        assert actual == expected
 
 
 def test_first_step_counts_optimizer_state():
@@ -326,9 +326,9 @@ def read_budgets(kind: str) -> list:
     ],
 )
 def test_each_rank_has_its_own_budget(ranks, kind, limits, refused):
-    found = ranks(2).run(read_budgets, kind)
-    assert [limit for limit, _ in found] == limits
-    assert [f"budget of rank {rank} " in message for rank, (_, message) in enumerate(found)] == refused
+    answers = ranks(2).run(read_budgets, kind)
+    assert [limit for limit, _ in answers] == limits
+    assert [f"budget of rank {rank} " in message for rank, (_, message) in enumerate(answers)] == refused
 
 
 def refuse_collectives() -> list:
@@ -429,12 +429,12 @@ def test_other_errors_propagate_and_the_context_is_cleaned_up():
 
 
 def test_budget_does_not_apply_to_other_threads():
-    found = []
+    tensors = []
     with memory_budget(10):
-        thread = threading.Thread(target=lambda: found.append(torch.zeros(100)))
+        thread = threading.Thread(target=lambda: tensors.append(torch.zeros(100)))
         thread.start()
         thread.join(90)
-    assert found[0].nbytes == 400
+    assert tensors[0].nbytes == 400
 
 
 @pytest.mark.parametrize(
@@ -468,12 +468,12 @@ def held_by_dtensors() -> list[int]:
     mesh = build_mesh()["dp_shard"]
     with memory_budget(PLENTY) as budget:
         cut = DTensor.from_local(torch.ones(4, 4), mesh, [Shard(0)])
-        found = [budget.live]
+        sizes = [budget.live]
         twice = cut * 2
-        found.append(budget.live)
+        sizes.append(budget.live)
         whole = twice.full_tensor()
         del cut, twice
-        return [*found, settled(budget, whole.nbytes)]
+        return [*sizes, settled(budget, whole.nbytes)]
 
 
 def test_dtensor_counts_only_its_local_shard(ranks):

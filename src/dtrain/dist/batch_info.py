@@ -142,6 +142,6 @@ class LoaderHistory:
 
     def after_return_to(self, loader: object) -> LoaderHistory:
         """Return the history after a batch of an earlier loader, which takes turns with the newest loader."""
-        if any(loader is known for known in self.in_use):
+        if any(loader is used for used in self.in_use):
             return self
         return replace(self, in_use=(*self.in_use, loader))

@@ -16,11 +16,11 @@ import sys
 import termios
 import threading
 import time
+import traceback
 from collections.abc import Iterator, MutableMapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -145,13 +145,10 @@ def write_stacks(path: Path) -> None:
     others = [ident for ident in frames if ident not in (main, threading.get_ident())]
     with path.open("a", encoding="utf-8", errors="backslashreplace") as file:
         for ident in (*others, *([main] if main in frames else [])):
-            file.write(f"Thread {ident:#018x} (most recent call first):\n{''.join(_format_frames(frames[ident]))}\n")
-
-
-def _format_frames(frame: FrameType | None) -> Iterator[str]:
-    while frame is not None:
-        yield f'  File "{frame.f_code.co_filename}", line {frame.f_lineno or 0} in {frame.f_code.co_name}\n'
-        frame = frame.f_back
+            file.write(f"Thread {ident:#018x} (most recent call first):\n")
+            for frame, line in traceback.walk_stack(frames[ident]):
+                file.write(f'  File "{frame.f_code.co_filename}", line {line or 0} in {frame.f_code.co_name}\n')
+            file.write("\n")
 
 
 def write_flight_record(path: Path, info: DistInfo, plane: ControlPlane | None = None, *, ignore_before_ns: int = 0) -> None:

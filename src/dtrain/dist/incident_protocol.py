@@ -414,14 +414,14 @@ def format_ranks(ranks: Iterable[int], *, limit: int = 10) -> str:
         return "[]"
     starts = [ordered[0], *(rank for before, rank in pairwise(ordered) if rank != before + 1)]
     ends = [*(before for before, rank in pairwise(ordered) if rank != before + 1), ordered[-1]]
-    parts: list[tuple[str, int]] = []
+    spans: list[tuple[str, int]] = []
     for start, end in zip(starts, ends, strict=True):
         # Two or three neighbours are as short as a range.
         if end - start < 3:
-            parts += [(str(rank), 1) for rank in range(start, end + 1)]
+            spans += [(str(rank), 1) for rank in range(start, end + 1)]
         else:
-            parts.append((f"{start}-{end}", end - start + 1))
-    shown = parts[:limit] if len(parts) > limit + 1 else parts
+            spans.append((f"{start}-{end}", end - start + 1))
+    shown = spans[:limit] if len(spans) > limit + 1 else spans
     hidden = len(ordered) - sum(number for _, number in shown)
-    text = ", ".join(part for part, _ in shown)
+    text = ", ".join(span for span, _ in shown)
     return f"[{text} and {hidden} more]" if hidden else f"[{text}]"

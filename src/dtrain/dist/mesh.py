@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from dtrain.dist.context import current_context
-from dtrain.dist.init import DistInfo, get_dist_info
+from dtrain.dist.init import get_dist_info
 from dtrain.dist.rendezvous import connect_on_demand
 from dtrain.errors import ConfigError, DistError
 
@@ -83,7 +83,11 @@ def get_mesh(degrees: Mapping[str, int]) -> DeviceMesh:
     if mesh is None:
         with connect_on_demand(info):
             mesh = init_device_mesh(info.device.type, tuple(degrees.values()), mesh_dim_names=tuple(degrees))
-        _set_group_timeouts(mesh, info)
+        # torch's default is 30 minutes for each group. Since torch 2.14 the function is public, and the private name warns.
+        set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
+        for group in mesh.get_all_groups():
+            if group is not dist.group.WORLD:
+                set_timeout(timedelta(seconds=info.timeout_s), group)
         # Without init_dist nothing reports when the user closes a group.
         if context.info is not None:
             context.meshes[key] = mesh
@@ -102,15 +106,6 @@ def cpu_group() -> dist.ProcessGroup | None:
     if context.cpu_group is None:
         context.cpu_group = dist.new_group(backend="gloo", timeout=timedelta(seconds=info.timeout_s))
     return context.cpu_group
-
-
-def _set_group_timeouts(mesh: DeviceMesh, info: DistInfo) -> None:
-    """Give the groups of ``mesh`` the timeout of the other groups. torch's default is 30 minutes for each group."""
-    # Public since torch 2.14, which warns of the private name.
-    set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
-    for group in mesh.get_all_groups():
-        if group is not dist.group.WORLD:
-            set_timeout(timedelta(seconds=info.timeout_s), group)
 
 
 def _fill_degrees(degrees: dict[str, int], world_size: int) -> dict[str, int]:

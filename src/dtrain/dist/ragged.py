@@ -109,7 +109,7 @@ def all_gather_by_rank(rows: Rows | None, *, mesh: DeviceMesh | None = None) -> 
 
     Example:
         lengths = dt.dist.all_gather_by_rank(torch.tensor([len(sample) for sample in samples]))
-        print([len(part) for part in lengths])  # samples of each rank
+        print([len(rows) for rows in lengths])  # samples of each rank
     """
     gathered = _gather_rows("all_gather_by_rank", rows, None, mesh, dst=None)
     return [_unpack_rows(gathered.tree, block) for block in gathered.blocks or ()]
@@ -277,10 +277,9 @@ def _columns(tree: Any) -> list[_Column]:
 def _unpack_rows(tree: Any, rows: Tensor) -> Rows:
     """Rebuild the structure from bytes, sorted by the order if the structure has one."""
     columns = _columns(tree)
-    parts = rows.split([column.width for column in columns], dim=1)
+    slices = rows.split([column.width for column in columns], dim=1)
     leaves = [
-        _flatten_copy(part).view(column.dtype).view(len(rows), *column.shape)
-        for part, column in zip(parts, columns, strict=True)
+        _flatten_copy(x).view(column.dtype).view(len(rows), *column.shape) for x, column in zip(slices, columns, strict=True)
     ]
     structure = _rebuild_structure(tree, iter(leaves), len(rows))
     if "order" not in structure:

@@ -126,12 +126,10 @@ def select_device(device: str | None, rank_info: dict[str, int], *, share: bool 
     ranks, gpus = rank_info["local_world_size"], 0 if accelerator is None else torch.accelerator.device_count()
     shared = share and device not in ("cpu", None) and 0 < gpus < ranks
     if device not in ("cpu", None) and gpus < ranks and not shared:
+        fewer = f"Start at most {gpus} ranks, or pass backend='gloo' so that ranks share a GPU in a test."
+        advice = fewer if gpus else "Pass device='cpu' or None."
         raise ConfigError(
-            f"init_dist: device={device!r} needs one GPU per rank, got {gpus} GPUs for {ranks} ranks on this node. "
-            f"Start at most {gpus} ranks, or pass backend='gloo' so that ranks share a GPU in a test."
-            if gpus
-            else f"init_dist: device={device!r} needs one GPU per rank, got {gpus} GPUs for {ranks} ranks on this node. "
-            "Pass device='cpu' or None."
+            f"init_dist: device={device!r} needs one GPU per rank, got {gpus} GPUs for {ranks} ranks on this node. {advice}"
         )
     if device == "cpu" or accelerator is None or gpus == 0:
         return torch.device("cpu")

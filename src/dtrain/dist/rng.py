@@ -49,8 +49,8 @@ def derive_seed(*parts: int | str) -> int:
     Source: the first 8 bytes of BLAKE2b over the length-prefixed parts.
     """
     digest = hashlib.blake2b(digest_size=8)
-    for part in parts:
-        text = f"{type(part).__name__}:{part}".encode()
+    for value in parts:
+        text = f"{type(value).__name__}:{value}".encode()
         digest.update(len(text).to_bytes(4, "little") + text)
     return int.from_bytes(digest.digest(), "little") >> 1
 

@@ -12,10 +12,8 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
-from dtrain.launch.addresses import outgoing_interface
 from dtrain.launch.entrypoint import find_source
 from dtrain.launch.launch_plan import NodeLayout, NodeRendezvous, Target
 from dtrain.launch.node_messages import (
@@ -29,6 +27,7 @@ from dtrain.launch.node_messages import (
     NodeStore,
     RanksExited,
     Welcome,
+    outgoing_interface,
 )
 from dtrain.packages import package_versions
 
@@ -53,10 +52,6 @@ class _Arrival:
     hello: Hello
     heartbeat: int
     changed_at: float
-
-    @property
-    def display_name(self) -> str:
-        return self.hello.display_name
 
 
 class Coordinator:
@@ -159,9 +154,9 @@ class Coordinator:
 
     def _turn_away(self, arrival: _Arrival) -> None:
         """Reject a node of this job whose rank is taken, or that arrives after the start."""
-        theirs, owner = f"{arrival.display_name}, pid {arrival.hello.pid}", self._members.get(arrival.hello.node_rank)
+        theirs, owner = f"{arrival.hello.display_name}, pid {arrival.hello.pid}", self._members.get(arrival.hello.node_rank)
         if owner is not None:
-            place = f"where {owner.display_name}, pid {owner.hello.pid}, is already. Give each node its own --node-rank."
+            place = f"where {owner.hello.display_name}, pid {owner.hello.pid}, is already. Give each node its own --node-rank."
         else:
             place = "which has begun without it. Choose another --master-port."
         self._reject(arrival.number, f"{theirs} came to {self._describe_own_job()}, {place}")
@@ -193,7 +188,7 @@ class Coordinator:
 
     def _start_ranks(self) -> None:
         hellos = self._hellos()
-        if reason := find_mismatch(hellos):
+        if reason := find_fact_mismatch(hellos) or find_rank_mismatch(hellos):
             self._refuse_all(reason)
             return
         self._phase = "running"
@@ -248,11 +243,11 @@ class Coordinator:
         rank = arrival.hello.node_rank
         if self._phase == "joining":
             del self._members[rank]
-            self._rejections.append(f"{arrival.display_name} came, and then {reason}")
+            self._rejections.append(f"{arrival.hello.display_name} came, and then {reason}")
         elif self._phase == "running" and not self._store.exists(f"exits/{rank}"):
             ranks = assign_layouts(self._hellos(), self._store.server_addr)[rank].ranks
             names = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]}-{ranks[-1]}"
-            line = f"{arrival.display_name} is gone ({names}): it {reason}"
+            line = f"{arrival.hello.display_name} is gone ({names}): it {reason}"
             self._store.post_first("failure", NodeFailed(line=line, code=LOST_NODE_EXIT_CODE, node_rank=rank))
 
     def _decide_challengers(self) -> None:
@@ -285,16 +280,14 @@ def collect_node_facts(target: Target, paths: Iterable[str]) -> dict[str, str]:
     source = None if target.kind == "command" else find_source(target)
     if source is not None:
         facts[f"the content of {target.name}"] = hashlib.sha256(source.read_bytes()).hexdigest()[:_DIGEST_CHARS]
-    return facts | {path: _describe_size(path) for path in paths}
-
-
-def _describe_size(path: str) -> str:
-    try:
-        if os.path.isdir(path):
-            return f"a folder of {len(os.listdir(path))} entries"
-        return f"{Path(path).stat().st_size} bytes"
-    except OSError as error:
-        return f"{error.strerror}"
+    for path in paths:
+        try:
+            is_folder = os.path.isdir(path)
+            size = f"a folder of {len(os.listdir(path))} entries" if is_folder else f"{os.path.getsize(path)} bytes"
+        except OSError as error:
+            size = f"{error.strerror}"
+        facts[path] = size
+    return facts
 
 
 # items of a list in a message
@@ -310,13 +303,6 @@ def all_joined(hellos: Mapping[int, Hello]) -> bool:
     return world_size is not None and sum(hello.nproc for hello in hellos.values()) >= world_size
 
 
-def describe_missing(hellos: Mapping[int, Hello], hosts: Sequence[str]) -> str:
-    """List the known nodes that have not joined."""
-    nodes, _ = _stated_sizes(hellos)
-    missing = [rank for rank in range(nodes or 0) if rank not in hellos]
-    return _join_limited(f"node {rank} ({hosts[rank]})" if rank < len(hosts) else f"node {rank}" for rank in missing)
-
-
 def describe_progress(hellos: Mapping[int, Hello], hosts: Sequence[str], seconds: float) -> str:
     """Describe the state of the rendezvous: ``3 of 4 nodes joined in 60 s; missing: node 2``."""
     nodes, world_size = _stated_sizes(hellos)
@@ -324,7 +310,9 @@ def describe_progress(hellos: Mapping[int, Hello], hosts: Sequence[str], seconds
         joined = sum(hello.nproc for hello in hellos.values())
         members = _join_limited(f"node {rank}" for rank in sorted(hellos))
         return f"{joined} of {world_size} ranks joined in {seconds:.0f} s, with {members}"
-    return f"{len(hellos)} of {nodes} nodes joined in {seconds:.0f} s; missing: {describe_missing(hellos, hosts)}"
+    missing = [rank for rank in range(nodes) if rank not in hellos]
+    names = _join_limited(f"node {rank} ({hosts[rank]})" if rank < len(hosts) else f"node {rank}" for rank in missing)
+    return f"{len(hellos)} of {nodes} nodes joined in {seconds:.0f} s; missing: {names}"
 
 
 def find_rank_conflict(hellos: Mapping[int, Hello], new: Hello) -> str | None:
@@ -342,11 +330,6 @@ def find_rank_conflict(hellos: Mapping[int, Hello], new: Hello) -> str | None:
     if beyond is not None:
         return f"{beyond.display_name} joined a job of {nodes} nodes, numbered from 0. Correct --node-rank or --nnodes there."
     return None
-
-
-def find_mismatch(hellos: Mapping[int, Hello]) -> str | None:
-    """Return the reason that the nodes cannot run one job, after all nodes have joined; None if they can."""
-    return _find_fact_mismatch(hellos) or _find_rank_mismatch(hellos)
 
 
 def assign_layouts(hellos: Mapping[int, Hello], addr: str) -> dict[int, NodeLayout]:
@@ -380,15 +363,16 @@ def _first_ranks(hellos: Mapping[int, Hello]) -> dict[int, int]:
     return firsts
 
 
-def _find_rank_mismatch(hellos: Mapping[int, Hello]) -> str | None:
+def find_rank_mismatch(hellos: Mapping[int, Hello]) -> str | None:
+    """Return the reason that the ranks of all nodes, which have joined, are no job; None if they are."""
     if sorted(hellos) != list(range(len(hellos))):
         joined = _join_limited(map(str, sorted(hellos)))
         return f"node ranks must be 0 to {len(hellos) - 1}, got {joined}. Correct --node-rank."
     ranks = sum(hello.nproc for hello in hellos.values())
     _, world_size = _stated_sizes(hellos)
     if world_size is not None and ranks != world_size:
-        each = _join_limited(f"{hello.nproc} on {hello.display_name}" for _, hello in sorted(hellos.items()))
-        return f"the nodes run {ranks} ranks ({each}), not --world-size {world_size}. Correct -n or --world-size."
+        counts = _join_limited(f"{hello.nproc} on {hello.display_name}" for _, hello in sorted(hellos.items()))
+        return f"the nodes run {ranks} ranks ({counts}), not --world-size {world_size}. Correct -n or --world-size."
     following = 0
     for rank, first in sorted(_first_ranks(hellos).items(), key=lambda item: item[1]):
         if first != following:
@@ -400,7 +384,7 @@ def _find_rank_mismatch(hellos: Mapping[int, Hello]) -> str | None:
     return None
 
 
-def _find_fact_mismatch(hellos: Mapping[int, Hello]) -> str | None:
+def find_fact_mismatch(hellos: Mapping[int, Hello]) -> str | None:
     """Describe the first fact that differs. A node is odd if most other nodes, or node 0 in a tie, have another value."""
     first = hellos[min(hellos)]
     for name in dict.fromkeys(name for hello in hellos.values() for name in hello.facts):

@@ -86,7 +86,7 @@ def check_module(name: str) -> None:
     Raises:
         ConfigError: the module does not exist, is a package without ``__main__``, or does not compile.
     """
-    if not all(part.isidentifier() for part in name.split(".")):
+    if not all(word.isidentifier() for word in name.split(".")):
         raise ConfigError(f"launch: {name!r} is not a module name. Pass a dotted name to -m, and a script without -m.")
     spec = _find_spec(name)
     if spec is not None and spec.submodule_search_locations is not None:
@@ -132,13 +132,13 @@ def _find_spec(name: str) -> ModuleSpec | None:
     sys.path.insert(0, os.getcwd())
     try:
         # Editable installs have finders of their own.
-        found = (finder.find_spec(first, None) for finder in sys.meta_path)
-        spec = next((spec for spec in found if spec is not None), None)
-        for part in rest:
+        specs = (finder.find_spec(first, None) for finder in sys.meta_path)
+        spec = next((spec for spec in specs if spec is not None), None)
+        for word in rest:
             if spec is None or spec.submodule_search_locations is None:
                 return None
             # With the full name, Python would look for the parent among the imported modules.
-            spec = PathFinder.find_spec(part, list(spec.submodule_search_locations))
+            spec = PathFinder.find_spec(word, list(spec.submodule_search_locations))
     finally:
         sys.path[:] = before
     return spec

@@ -155,9 +155,10 @@ def _apply_request(request: dict[str, Any], fds: dict[str, int]) -> None:
         if name in fds:
             os.dup2(fds[name], number)
             os.close(fds[name])
-    for name, variable in request["variables"].items():
-        os.set_inheritable(fds[name], False)
-        os.environ[variable] = str(fds[name])
+    for name in processes.FD_VARIABLES:
+        if name in fds:
+            os.set_inheritable(fds[name], False)
+            os.environ[name] = str(fds[name])
     if request["cores"]:
         os.sched_setaffinity(0, request["cores"])
     _reset_process_state()

@@ -18,6 +18,7 @@ from pathlib import Path
 from dtrain import launch_protocol, run_layout
 from dtrain.errors import ConfigError, DistError
 from dtrain.launch.failure import describe_exit
+from dtrain.launch.processes import process_fields
 from dtrain.launch.rank_records import (
     REPORT_NAME,
     CollectiveGroup,
@@ -122,13 +123,13 @@ def explain_stall(evidence: Collection[RankEvidence], *, world_size: int, timeou
     culprits, reason = _find_culprits(by_rank, stops)
     subject = f"{format_ranks(culprits)} of {world_size}"
     # The time since the last progress of the culprits, or of all ranks if no time is known for the culprits.
-    known = {rank: item.silent_s for rank, item in by_rank.items() if item.silent_s is not None and not item.is_gone}
-    silent_s = min((known[rank] for rank in (known.keys() & set(culprits)) or known), default=None)
+    silences = {rank: item.silent_s for rank, item in by_rank.items() if item.silent_s is not None and not item.is_gone}
+    silent_s = min((silences[rank] for rank in (silences.keys() & set(culprits)) or silences), default=None)
     duration = f" for {timeout_s:g} s" if timeout_s is not None else "" if silent_s is None else f" for {silent_s:.1f} s"
     kind = "asked" if timeout_s is None else "hang"
     lines = [f"dtrain: launch: {kind}: {subject} {reason.format(time=duration)}; see {report}"]
     # No rank is inside init_dist's block any more.
-    after = not any(not item.is_gone for item in by_rank.values())
+    after = all(item.is_gone for item in by_rank.values())
     lines += _indent_first(
         _group_locations([item for rank in culprits if not (item := by_rank[rank]).is_gone or (after and item.is_past_block)])
     )
@@ -285,29 +286,21 @@ def write_hang_report(path: Path, lines: Collection[str], evidence: Collection[R
         os.replace(partial, path)
 
 
-def format_time(at: float) -> str:
+def format_time(seconds: float) -> str:
     """Format a time in seconds since 1970 in the local time zone."""
-    return datetime.fromtimestamp(at).astimezone().isoformat(sep=" ", timespec="seconds")
-
-
-def extract_message(report: str) -> str:
-    """Return the explanation, which is the first paragraph of a report."""
-    return report.partition("\n\n")[0]
+    return datetime.fromtimestamp(seconds).astimezone().isoformat(sep=" ", timespec="seconds")
 
 
 def _format_groups(evidence: Collection[RankEvidence]) -> Iterator[str]:
     """Yield each process group and the last collectives of its ranks."""
     records = {item.rank: item.record for item in evidence if item.record is not None}
-    groups: dict[CollectiveGroup, dict[int, GroupHistory]] = {}
-    for rank, record in sorted(records.items()):
-        for group, history in record.histories.items():
-            groups.setdefault(group, {})[rank] = history
-    for group, by_rank in sorted(groups.items(), key=lambda item: (item[0].id, item[0].backend)):
+    groups = {group for record in records.values() for group in record.histories}
+    for group in sorted(groups, key=lambda group: (group.id, group.backend)):
         yield f"group {group.name} ({group.backend}): {format_ranks(group.ranks)}"
         for rank in group.ranks:
+            history = records[rank].histories.get(group) if rank in records else None
             missing = "no collective yet" if rank in records else "wrote nothing down"
-            text = by_rank[rank].format_last() if rank in by_rank else missing
-            yield f"  rank {rank}: {text}"
+            yield f"  rank {rank}: {missing if history is None else history.format_last()}"
         yield ""
 
 
@@ -417,8 +410,8 @@ def explain_hang(path: str | os.PathLike[str] | None = None) -> str:
     here = [launcher for launcher in launchers if launcher.is_here]
     if here:
         _query_launchers(records, here)
-    text, at = _read_answer(records, launchers)
-    return text if here else f"{text}\n  as of {format_time(at)}: no launcher of the job can be asked here"
+    text, queried_at = _read_answer(records, launchers)
+    return text if here else f"{text}\n  as of {format_time(queried_at)}: no launcher of the job can be asked here"
 
 
 def announce_launcher(run_dir: Path, node_rank: int, *, single_node: bool) -> None:
@@ -480,8 +473,8 @@ def _find_record_folder(folder: str | os.PathLike[str] | None) -> Path:
 
 def _process_start_ticks(pid: int) -> str:
     """Return the start time of a process in clock ticks, empty if the process exited. A pid and its start time are unique."""
-    fields = read_text(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()
-    return fields[19] if len(fields) > 19 and fields[0] not in "ZX" else ""
+    fields = process_fields(pid)
+    return fields[19] if fields and fields[0] not in "ZX" else ""
 
 
 def _query_launchers(records: Path, launchers: Sequence[LauncherAddress]) -> None:
@@ -524,9 +517,11 @@ def _file_version(path: Path) -> tuple[int, int] | None:
 def _read_answer(records: Path, launchers: Sequence[LauncherAddress]) -> tuple[str, float]:
     """Return the explanation and the time of the query. One launcher's own explanation is used; several records are merged."""
     launcher_records = read_launcher_records(records)
-    if len(launcher_records) == 1 and (message := extract_message(read_text(records / launcher_records[0].report))):
-        # A restart of the ranks may have emptied their files.
-        return message, launcher_records[0].at
+    if len(launcher_records) == 1:
+        # The explanation is the first paragraph of the report. A restart of the ranks may have emptied their files.
+        message = read_text(records / launcher_records[0].report).partition("\n\n")[0]
+        if message:
+            return message, launcher_records[0].at
     merged, report = merge_launcher_records(launcher_records), records / REPORT_NAME
     ranks = merged.ranks if merged is not None else tuple(find_recorded_ranks(records))
     if not ranks:
@@ -541,6 +536,6 @@ def _read_answer(records: Path, launchers: Sequence[LauncherAddress]) -> tuple[s
     versions = map(_file_version, list_matching(records, "rank-*"))
     written = [version[1] / 1e9 for version in versions if version is not None]
     # Files may be removed after they were read.
-    at = merged.at if merged is not None else max(written, default=time.time())
-    write_hang_report(report, lines, evidence, queried_at=at)
-    return "\n".join(lines), at
+    queried_at = merged.at if merged is not None else max(written, default=time.time())
+    write_hang_report(report, lines, evidence, queried_at=queried_at)
+    return "\n".join(lines), queried_at

@@ -76,10 +76,10 @@ class ProgressDecoder:
         data, records = self._rest + data, []
         start = data.find(_MAGIC)
         while 0 <= start <= len(data) - RECORD_BYTES:
-            _, kind, rank, value, at, activity = _RECORD_STRUCT.unpack_from(data, start)
+            _, kind, rank, value, time_s, activity = _RECORD_STRUCT.unpack_from(data, start)
             if kind in _PROGRESS_KINDS:
                 text = activity.rstrip(b"\0").decode(errors="replace")
-                records.append(ProgressRecord(kind=ProgressKind(kind), rank=rank, value=value, at=at, activity=text))
+                records.append(ProgressRecord(kind=ProgressKind(kind), rank=rank, value=value, at=time_s, activity=text))
             start = data.find(_MAGIC, start + (RECORD_BYTES if kind in _PROGRESS_KINDS else len(_MAGIC)))
         self._rest = data[start:] if start >= 0 else data[-len(_MAGIC) :]
         return records

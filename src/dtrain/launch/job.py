@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import selectors
 import signal
 import socket
@@ -21,13 +22,19 @@ from typing import Any
 from dtrain import launch_protocol
 from dtrain.errors import ConfigError
 from dtrain.launch import processes
-from dtrain.launch.addresses import listen_for_nodes
 from dtrain.launch.agent import Agent, start_agent
 from dtrain.launch.failure import HANG_EXIT_CODE, describe_exit
 from dtrain.launch.heartbeats import ProgressDecoder, ProgressKind, ProgressRecord
 from dtrain.launch.job_output import JobOutput
 from dtrain.launch.launch_dir import create_run_dir, write_launch_record
-from dtrain.launch.launch_plan import DEFAULT_SILENCE_S, LOOPBACK_ADDRESS, LaunchPlan, NodeRendezvous, build_rank_environment
+from dtrain.launch.launch_plan import (
+    DEFAULT_SILENCE_S,
+    LOOPBACK_ADDRESS,
+    LaunchPlan,
+    NodeRendezvous,
+    build_common_environment,
+    build_rank_environment,
+)
 from dtrain.launch.node_messages import (
     JobFinished,
     JoinAccepted,
@@ -36,6 +43,7 @@ from dtrain.launch.node_messages import (
     Notice,
     RanksExited,
     RanksFailed,
+    listen_for_nodes,
 )
 from dtrain.launch.processes import STORE_ID, ProcessRequest
 from dtrain.launch.result import JobResult, describe_failures, summarize
@@ -79,9 +87,6 @@ class Events:
         """Wait for events, and call their actions."""
         for key, _ in self._selector.select(timeout_s):
             key.data()
-
-    def close(self) -> None:
-        self._selector.close()
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -189,7 +194,8 @@ class Job:
         while True:
             if not self.worker_group.stopping:
                 if self.nodes.agent is None:
-                    self._open_store(listen_on_loopback())
+                    # No other program can take or reach the port.
+                    self._open_store(socket.create_server((LOOPBACK_ADDRESS, 0), backlog=_BACKLOG))
                 self.start_ranks()
             self.run_loop(lambda: self.worker_group.diagnosis.awaits_news and not self.worker_group.stopping)
             result = self._summarize()
@@ -204,7 +210,7 @@ class Job:
             self.restart_policy, self.store = self.restart_policy.after_restart(), RankStore()
             self.worker_group = WorkerGroup(plan=self.plan, services=self.worker_group.services)
             begin_at = time.monotonic() + delay_s
-            self.run_loop(lambda at=begin_at: time.monotonic() < at, wake_at=begin_at)  # type: ignore[misc]
+            self.run_loop(lambda limit=begin_at: time.monotonic() < limit, wake_at=begin_at)  # type: ignore[misc]
             # A stop was requested between two attempts.
             if self.worker_group.ending.requested_signal is not None:
                 return self._summarize()
@@ -289,10 +295,11 @@ class Job:
                 plan, rank, port=self.store.port, cores=count, inherited=os.environ, restart_count=self.restart_policy.total
             )
             try:
-                fds = self._open_streams(rank) | {"pulse": self.files.pulse, "ask": self.watchdog.ask_fd}
+                fds = self._open_streams(rank)
             except OSError as error:
                 self._fail_start(rank, error.strerror)
                 return
+            fds |= {launch_protocol.HEARTBEAT_FD: self.files.pulse, launch_protocol.DUMP_REQUEST_FD: self.watchdog.ask_fd}
             self.worker_group.pids[rank] = None
             owned = frozenset({"stdout", "stderr"})
             request = ProcessRequest(id=rank, kind="rank", fds=fds, owned=owned, environment=environment, cores=cores)
@@ -329,8 +336,16 @@ class Job:
         line = f"dtrain: launch: rank {rank} of {world} could not be started: {reason}; use fewer"
         self.worker_group.fail([line], time.monotonic())
 
-    def watch_starter(self) -> None:
-        """Watch the fork server, if one runs."""
+    def preload(self, socket_prefix: str) -> None:
+        """Set the common environment of the ranks, and start the fork server if there are modules to preload."""
+        # A single node has a secret of its own.
+        secret = {launch_protocol.JOB_SECRET: secrets.token_hex(16)} if self.plan.layout.nodes == 1 else {}
+        extra = {launch_protocol.SOCKET_FOLDER_PREFIX: socket_prefix}
+        if self.output.has_live_line:
+            extra[launch_protocol.LIVE_LINE] = "1"
+        self.starter.common_environment = build_common_environment(self.plan, {**os.environ, **secret}) | extra
+        self.starter.log_path = self.plan.run_dir / "logs" / "launcher.log"
+        self.starter.preload(self.plan.preload)
         if self.starter.forkserver is not None:
             self.worker_group.services.add(self.starter.forkserver.pid)
             self.events.watch(self.starter.forkserver.channel, self._read_starter)
@@ -570,11 +585,3 @@ class Job:
         while pid not in self.worker_group.unclaimed and time.monotonic() < deadline:
             self.worker_group.record_exits(processes.reap_children()[0], time.monotonic())
             time.sleep(0.001)
-
-
-def listen_on_loopback() -> socket.socket:
-    """Return a listening socket for the store of a single-node job. No other program can take or reach its port."""
-    listener = socket.socket()
-    listener.bind((LOOPBACK_ADDRESS, 0))
-    listener.listen(_BACKLOG)
-    return listener

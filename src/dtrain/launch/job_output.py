@@ -95,7 +95,11 @@ class JobOutput:
         sinks = zip((stdout_fd, stderr_fd), (self._stdout, self._stderr), paths, self._tails[rank], strict=True)
         for index, (fd, writer, path, tail) in enumerate(sinks):
             os.set_blocking(fd, False)
-            formatter = self._make_formatter(rank) if rank in self._shown else None
+            formatter: LinePrefixer | PlainStream | None = None
+            if rank in self._shown and self._layout.world_size == 1:
+                formatter = PlainStream()
+            elif rank in self._shown:
+                formatter = LinePrefixer(fill_template("--prefix", self._plan.prefix, self._layout, rank))
             file = self._files.stream(path, (rank, index))
             parser = LiveLineParser() if self.has_live_line and (rank, index) == (0, 1) else None
             self._streams[fd] = _RankStream(
@@ -169,11 +173,6 @@ class JobOutput:
             flush_writers([self._stderr], timeout_s=0.0)
         for writer in self.writers:
             writer.close()
-
-    def _make_formatter(self, rank: int) -> LinePrefixer | PlainStream:
-        if self._layout.world_size == 1:
-            return PlainStream()
-        return LinePrefixer(fill_template("--prefix", self._plan.prefix, self._layout, rank))
 
     def _close(self, stream: _RankStream) -> None:
         del self._streams[stream.fd]

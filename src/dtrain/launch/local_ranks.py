@@ -20,7 +20,7 @@ from dataclasses import asdict
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any
 
 from dtrain import launch_protocol
 from dtrain.launch.failure import RankExit, RootCause, find_root_cause, is_failed_exit
@@ -57,7 +57,8 @@ class LocalRanks:
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
-        self.processes: list[_RankProcess] = []
+        # Processes of ``multiprocessing``, or ``_Fork``, which has the same members.
+        self.processes: list[Any] = []
         self.exits: dict[int, RankExit] = {}
         self._port_holder = reserve_port()
 
@@ -125,21 +126,24 @@ class LocalRanks:
         process = multiprocessing.get_context("forkserver").Process(target=target, args=args, daemon=False)
         with _use_server(server) if server is not None else contextlib.nullcontext():
             process.start()
-        self.processes.append(_ServerFork(process))
+        self.processes.append(process)
         return process
 
     def collect_exits(self) -> None:
         """Record the ranks that have exited. The processes that a fork of this process started end with it."""
         with delay_interrupts():
             for rank in self.running:
-                code = self.processes[rank].poll()
+                code = self.processes[rank].exitcode
                 if code is not None:
                     self.exits[rank] = RankExit(rank=rank, code=code, at=time.monotonic())
 
     def kill(self) -> None:
         """Kill the running ranks, and the processes of their process groups."""
-        for rank in self.running:
-            self.processes[rank].kill()
+        for process in (self.processes[rank] for rank in self.running):
+            if process.exitcode is None:
+                # The rank may not lead its process group yet. A kill also ends a stopped process.
+                send_signal(process.pid, signal.SIGKILL)
+                send_signal(-process.pid, signal.SIGKILL)
 
     def end(self, *, grace_s: Sequence[float] = ()) -> None:
         """End the running ranks: SIGTERM before each wait of ``grace_s`` seconds, then SIGKILL. Ctrl-C skips the waits.
@@ -155,7 +159,7 @@ class LocalRanks:
             with delay_interrupts():
                 self.kill()
                 for rank in self.running:
-                    self.processes[rank].reap()
+                    self.processes[rank].join()
                 self._port_holder.close()
 
     def wait_until_exit(self, timeout_s: float) -> None:
@@ -220,71 +224,36 @@ def find_first_failure(exits: Iterable[RankExit], reports: Mapping[int, Mapping[
     return first if first is not None or not following else find_root_cause(exits, list(failures.values()))
 
 
-class _RankProcess(Protocol):
-    """Process of a rank. ``sentinel`` is readable at its exit; None if the system has no such descriptor."""
-
-    pid: int
-    sentinel: int | None
-
-    def poll(self) -> int | None:
-        """Return the exit code, negative for a signal, or None while the process runs."""
-
-    def kill(self) -> None: ...
-
-    def reap(self) -> object:
-        """Wait for the end of a killed process."""
-
-
 class _Fork:
-    """Fork of this process."""
+    """Fork of this process, with the members of a process of ``multiprocessing``.
+
+    ``sentinel`` is readable at its exit; None if the system has no such descriptor.
+    """
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
         self.sentinel: int | None = None
+        self._exit_code: int | None = None
         # Missing outside of Linux, and if the limit of files is reached.
         with contextlib.suppress(AttributeError, OSError):
             self.sentinel = os.pidfd_open(pid)
 
-    def poll(self) -> int | None:
-        # While the process is a zombie, its pid cannot be reused.
-        if os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
-            return None
-        self.kill()
-        return self.reap()
-
-    def kill(self) -> None:
-        # The rank may not lead its process group yet.
-        send_signal(self.pid, signal.SIGKILL)
-        send_signal(-self.pid, signal.SIGKILL)
-
-    def reap(self) -> int:
-        code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-        if self.sentinel is not None:
-            os.close(self.sentinel)
-            self.sentinel = None
-        return code
-
-
-class _ServerFork:
-    """Fork of a server process, which reports the exit code."""
-
-    def __init__(self, process: Any) -> None:
-        self._process = process
-        self.pid: int = process.pid
-        self.sentinel: int | None = process.sentinel
-
-    def poll(self) -> int | None:
-        code: int | None = self._process.exitcode
-        return code
-
-    def kill(self) -> None:
-        if self.poll() is None:
+    @property
+    def exitcode(self) -> int | None:
+        """Exit code, negative for a signal; None while the process runs."""
+        if self._exit_code is None and os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
+            # While the process is a zombie, its pid cannot be reused.
             send_signal(-self.pid, signal.SIGKILL)
-            # A kill also ends a stopped process.
-            self._process.kill()
+            self.join()
+        return self._exit_code
 
-    def reap(self) -> None:
-        self._process.join()
+    def join(self) -> None:
+        """Wait for the end of the process."""
+        if self._exit_code is None:
+            self._exit_code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+            if self.sentinel is not None:
+                os.close(self.sentinel)
+                self.sentinel = None
 
 
 @contextlib.contextmanager

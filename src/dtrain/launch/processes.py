@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import importlib.machinery
 import os
 import signal
 import sys
@@ -20,6 +19,7 @@ import traceback
 import zipfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.machinery import PathFinder
 from pathlib import Path
 from types import FrameType
 from typing import Literal
@@ -147,7 +147,7 @@ def set_process_title(command: Sequence[str], *, comm: str | None = None) -> Non
             Path("/proc/self/comm").write_bytes(os.fsencode(comm))
         stat = Path("/proc/self/stat").read_bytes()
         begin, end = (int(word) for word in stat[stat.rindex(b")") + 2 :].split()[45:47])
-        text = b"\0".join(os.fsencode(part) for part in command) + b"\0"
+        text = b"\0".join(map(os.fsencode, command)) + b"\0"
         if 0 < begin < end and len(text) <= end - begin:
             ctypes.memmove(begin, text.ljust(end - begin, b"\0"), end - begin)
 
@@ -161,11 +161,12 @@ def descendants(*, exclude_sessions: Collection[int] = ()) -> list[int]:
         return []
     children: dict[int, list[int]] = {}
     excluded = set()
-    for name in os.listdir("/proc"):
-        if name.isdecimal() and (ids := _parent_and_session(name)) is not None:
-            children.setdefault(ids[0], []).append(int(name))
-            if ids[1] in exclude_sessions:
-                excluded.add(int(name))
+    for pid in (int(name) for name in os.listdir("/proc") if name.isdecimal()):
+        # The process may have exited meanwhile.
+        if fields := process_fields(pid):
+            children.setdefault(int(fields[1]), []).append(pid)
+            if int(fields[3]) in exclude_sessions:
+                excluded.add(pid)
     pids = [pid for pid in children.get(os.getpid(), ()) if pid not in excluded]
     # The list grows during the loop.
     for pid in pids:
@@ -186,16 +187,16 @@ def list_sessions() -> frozenset[int]:
     return frozenset(sessions)
 
 
-def _parent_and_session(pid: str) -> tuple[int, int] | None:
+def process_fields(pid: int) -> list[str]:
+    """Return the fields of ``/proc/PID/stat`` from the state on; empty if the process has exited, or outside of Linux.
+
+    The first field is the state, then follow parent, process group and session. The start time in clock ticks has index 19.
+    """
     try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            stat = file.read()
-    except (FileNotFoundError, ProcessLookupError, PermissionError):
-        # The process exited meanwhile, or belongs to another user.
-        return None
-    # The name in parentheses may contain any character, including parentheses.
-    _, parent, _, session = stat[stat.rindex(b")") + 1 :].split()[:4]
-    return int(parent), int(session)
+        # The name in parentheses may contain any character, including parentheses.
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].decode().split()
+    except OSError:
+        return []
 
 
 def send_signal(pid: int, number: int) -> None:
@@ -233,8 +234,8 @@ def kill_descendants(*, timeout_s: float, exclude_sessions: Collection[int] = ()
 STORE_ID = -1
 """Request id of the store process. The ids of rank processes are their global ranks."""
 
-FD_VARIABLES = {"pulse": launch_protocol.HEARTBEAT_FD, "ask": launch_protocol.DUMP_REQUEST_FD}
-"""Environment variable that names each descriptor."""
+FD_VARIABLES = (launch_protocol.HEARTBEAT_FD, launch_protocol.DUMP_REQUEST_FD)
+"""Names of descriptors that are also the environment variables in which a process finds their numbers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -260,11 +261,6 @@ class ProcessRequest:
     cores: Sequence[int] = ()
     address: str = ""
     port: int = 0
-
-    @property
-    def variables(self) -> dict[str, str]:
-        """Environment variables of the passed descriptors, by descriptor name."""
-        return {name: variable for name, variable in FD_VARIABLES.items() if name in self.fds}
 
 
 # exit code of a shell for a command that cannot run
@@ -306,8 +302,8 @@ def start_process(
                     os.set_inheritable(fd, True)
             if request.cores:
                 os.sched_setaffinity(0, request.cores)
-            known = {variable: str(request.fds[name]) for name, variable in request.variables.items()}
-            os.execve(command[0], list(command), {**common_environment, **request.environment, **known})
+            numbers = {name: str(fd) for name, fd in request.fds.items() if name in FD_VARIABLES}
+            os.execve(command[0], list(command), {**common_environment, **request.environment, **numbers})
         except Exception as error:  # noqa: BLE001 - the program's own output has the reason
             os.write(2, f"cannot start {command[0]!r}: {error}\n".encode(errors="backslashreplace"))
         return _EXEC_FAILED_EXIT_CODE
@@ -356,9 +352,6 @@ def parse_flags(command: Sequence[str]) -> list[str]:
     return flags
 
 
-_MODULE_SUFFIXES = frozenset(importlib.machinery.all_suffixes())
-
-
 def first_import_folder(kind: str, target: str) -> Path | None:
     """Return the folder that a plain interpreter searches first for modules: the script's folder, or with ``-m`` the current.
 
@@ -381,14 +374,9 @@ def find_shadowed_modules(folder: Path) -> list[str]:
     # Built-in modules always come first.
     loaded = sys.modules.keys() - set(sys.builtin_module_names)
     # Check names first, because the folder may contain many files that are not modules.
-    found = {name for entry in os.listdir(folder) if (name := entry.partition(".")[0]) in loaded and _is_module(folder / entry)}
-    files = {name: getattr(sys.modules[name], "__file__", None) for name in sorted(found)}
-    return [name for name, file in files.items() if file is None or folder not in Path(os.path.realpath(file)).parents]
-
-
-def _is_module(path: Path) -> bool:
-    """Return True if a file or folder can be imported."""
-    _, dot, rest = path.name.partition(".")
-    return dot + rest in _MODULE_SUFFIXES or (
-        not dot and any((path / f"__init__{suffix}").is_file() for suffix in _MODULE_SUFFIXES)
-    )
+    names = loaded & {entry.partition(".")[0] for entry in os.listdir(folder)}
+    files = {name: getattr(sys.modules[name], "__file__", None) for name in sorted(names)}
+    others = [name for name, file in files.items() if file is None or folder not in Path(os.path.realpath(file)).parents]
+    specs = {name: PathFinder.find_spec(name, [os.fspath(folder)]) for name in others}
+    # A folder without __init__.py has no origin, and shadows nothing.
+    return [name for name, spec in specs.items() if spec is not None and spec.origin is not None]

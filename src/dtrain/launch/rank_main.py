@@ -46,30 +46,24 @@ _MAIN_MODULE_DEFAULTS: dict[str, object] = {"__annotations__": {}, "__cached__":
 
 
 def main() -> None:
-    """Run the target on the command line. Raises ``SystemExit`` unless the script ends normally."""
+    """Run the target on the command line. Raises ``SystemExit`` unless the script ends normally.
+
+    Mutates: ``sys.modules``, which loses the modules that this bootstrap imported and that the program shadows.
+    """
     for variable in (launch_protocol.HEARTBEAT_FD, launch_protocol.DUMP_REQUEST_FD):
         if variable in os.environ:
             # The pipes were inherited through exec, and belong to this process alone.
             os.set_inheritable(int(os.environ[variable]), False)
     kind, target, *args = sys.argv[1:]
-    _unload_shadowed(kind, target)
-    run_target(kind, target, args)
-
-
-def _unload_shadowed(kind: str, target: str) -> None:
-    """Unload modules that this bootstrap imported and that the program shadows with modules of its own.
-
-    Mutates: ``sys.modules``.
-    """
-    try:
+    names: set[str] = set()
+    # From a folder that cannot be read, no module can be imported.
+    with contextlib.suppress(OSError):
         folder = first_import_folder(kind, target)
         names = set() if folder is None else set(find_shadowed_modules(folder)) - _INITIAL_MODULES
-    except OSError:
-        # No module can be imported from the folder.
-        return
     for name in list(sys.modules):
         if name.partition(".")[0] in names:
             del sys.modules[name]
+    run_target(kind, target, args)
 
 
 def run_target(kind: str, target: str, args: list[str]) -> None:

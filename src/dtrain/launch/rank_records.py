@@ -13,6 +13,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
+import msgspec
+
 import dtrain
 from dtrain import launch_protocol
 
@@ -253,26 +255,15 @@ def write_launcher_record(folder: Path, record: LauncherRecord) -> None:
 
 def read_launcher_records(folder: Path) -> list[LauncherRecord]:
     """Read the records of all launchers about the latest query in ``folder``, ordered by node. Skip damaged records."""
-    records = [
-        record
-        for path in list_matching(folder, "launcher-*.json")
-        if (record := _parse_launcher_record(read_text(path))) is not None
-    ]
+    records = []
+    for path in list_matching(folder, "launcher-*.json"):
+        with contextlib.suppress(msgspec.MsgspecError, ValueError):
+            records.append(msgspec.convert(json.loads(read_text(path)), LauncherRecord))
     last = max(records, key=lambda record: record.at, default=None)
     if last is None:
         return []
     # Older records belong to an earlier launch in the same folder, perhaps on more nodes.
     return [record for record in records if record.world_size == last.world_size and last.at - record.at <= _SAME_HANG_S]
-
-
-def _parse_launcher_record(text: str) -> LauncherRecord | None:
-    try:
-        fields = json.loads(text)
-        for item in fields["ranks"]:
-            item["progress"] = item["progress"] and RankProgress(**item["progress"])
-        return LauncherRecord(**{**fields, "ranks": tuple(RankEvidence(**item) for item in fields["ranks"])})
-    except (ValueError, KeyError, TypeError):
-        return None
 
 
 def find_recorded_ranks(folder: Path) -> list[RankEvidence]:

@@ -142,7 +142,10 @@ def summarize(
         exit_codes: exit codes of the ranks of all nodes, if all have exited; None uses the ranks of this node.
         store_exit_code: exit code of the store process, if it exited before the ranks, which makes ranks fail.
     """
-    unkillable = _describe_unkillable(group)
+    # The last process may have exited meanwhile.
+    remaining = [] if group.is_finished else [str(pid) for pid in descendants() if pid not in group.services]
+    text = f"dtrain: launch: SIGKILL did not end these processes, which wait in the kernel: {', '.join(remaining)}"
+    unkillable = (text,) if remaining else ()
     exceptions = _group_node_exceptions(group)
     may_restart = group.ending.requested_signal is None
     codes: dict[int, int | None] = dict(exit_codes or {rank: exit_.code for rank, exit_ in group.exits.items()})
@@ -230,13 +233,3 @@ def _group_node_exceptions(group: WorkerGroup) -> tuple[DistinctException, ...]:
     ]
     first = group.root_cause.failure if group.root_cause is not None else None
     return tuple(group_exceptions(failures, first))
-
-
-def _describe_unkillable(group: WorkerGroup) -> tuple[str, ...]:
-    if group.is_finished:
-        return ()
-    remaining = [str(pid) for pid in descendants() if pid not in group.services]
-    # The last process may have exited meanwhile.
-    if not remaining:
-        return ()
-    return (f"dtrain: launch: SIGKILL did not end these processes, which wait in the kernel: {', '.join(remaining)}",)

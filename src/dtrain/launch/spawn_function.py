@@ -73,7 +73,10 @@ def spawn(fn: Callable[..., Any], *args: Any, world_size: int, timeout_s: float 
             for rank in range(world_size):
                 _start_rank(ranks, rank, lambda rank=rank: _run_rank(fn, args, rank, files[rank]), socket_prefix)  # type: ignore[misc]
             _wait_for_ranks(ranks, name, deadline)
-            return _collect_results(ranks, name, [_read_report(file) for file in files])
+            # A rank that still runs may write at the file's offset.
+            texts = [os.pread(file.fileno(), os.fstat(file.fileno()).st_size, 0) for file in files]
+            # A report without its last line end is not complete.
+            return _collect_results(ranks, name, [json.loads(text) if text.endswith(b"\n") else {} for text in texts])
     finally:
         try:
             # A rank that saves checkpoints treats the first SIGTERM as a stop request and the second SIGTERM as the end.
@@ -146,7 +149,7 @@ def _wait_for_ranks(ranks: LocalRanks, name: str, deadline: float | None) -> Non
     """Wait until all ranks have exited, or a rank has failed and the reports of its peers are collected, or time is up."""
     decide_at: float | None = None
     while ranks.running:
-        due = [at for at in (decide_at, deadline) if at is not None]
+        due = [limit for limit in (decide_at, deadline) if limit is not None]
         wait_for_exits([ranks], max(0.0, min(due) - time.monotonic()) if due else None)
         now = time.monotonic()
         if decide_at is None and ranks.has_failed:
@@ -158,13 +161,6 @@ def _wait_for_ranks(ranks: LocalRanks, name: str, deadline: float | None) -> Non
                 f"spawn: {name}: ranks {late} of {ranks.world_size} did not finish within timeout_s and were ended. "
                 "Check whether the ranks wait for each other."
             )
-
-
-def _read_report(file: IO[bytes]) -> dict[str, Any]:
-    """Return the report of a rank; empty without a full report."""
-    # A rank that still runs may write at the file's offset.
-    text = os.pread(file.fileno(), os.fstat(file.fileno()).st_size, 0)
-    return json.loads(text) if text.endswith(b"\n") else {}
 
 
 def _collect_results(ranks: LocalRanks, name: str, reports: Sequence[dict[str, Any]]) -> list[Any]:

@@ -50,7 +50,7 @@ def find_preload_modules(target: Target) -> PreloadModules:
     source = None if target.kind == "command" else find_source(target)
     if source is None:
         return PreloadModules()
-    found: dict[str, None] = {}
+    worth_loading: dict[str, None] = {}
     foreign = False
     for text, folder in _program_sources(source):
         for name in _imported_names(text):
@@ -59,14 +59,12 @@ def find_preload_modules(target: Target) -> PreloadModules:
                 top in sys.stdlib_module_names or (folder / f"{top}.py").is_file() or (folder / top).is_dir()
             )
             if top in _WORTH_LOADING:
-                found[name] = None
+                worth_loading[name] = None
         if re.search(r"\bdtrain\b", text):
-            found.update(dict.fromkeys(_dtrain_modules(text)))
-    return (
-        PreloadModules(needed=("torch",), optional=tuple(name for name in found if name != "torch"))
-        if foreign
-        else PreloadModules()
-    )
+            worth_loading.update(dict.fromkeys(_dtrain_modules(text)))
+    if not foreign:
+        return PreloadModules()
+    return PreloadModules(needed=("torch",), optional=tuple(name for name in worth_loading if name != "torch"))
 
 
 def _program_sources(first: Path) -> Iterator[tuple[str, Path]]:
@@ -119,15 +117,14 @@ def _dtrain_modules(text: str) -> list[str]:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class ForkServer:
-    """Fork server: its process and the launcher's end of the channel. ``is_ready`` is True once the server accepts requests."""
+    """Fork server: its process, and the launcher's end of the channel, which is readable after a message or the server's exit.
+
+    ``is_ready`` is True once the server accepts requests.
+    """
 
     pid: int
     channel: socket.socket
     is_ready: bool = False
-
-    def fileno(self) -> int:
-        """Return a descriptor that is readable when the server sent a message or exited."""
-        return self.channel.fileno()
 
     def request_process(self, request: ProcessRequest) -> None:
         """Request a process from the server; its answer has the pid.
@@ -135,7 +132,7 @@ class ForkServer:
         Raises:
             OSError: the server exited.
         """
-        message = {**asdict(request), "fds": list(request.fds), "variables": request.variables, "parent": os.getpid()}
+        message = {**asdict(request), "fds": list(request.fds), "parent": os.getpid()}
         del message["owned"]
         socket.send_fds(self.channel, [json.dumps(message).encode()], list(request.fds.values()))
 
@@ -240,9 +237,7 @@ class ProcessStarter:
             OSError: the limit of processes or files is reached.
         """
         # Only on Linux the forks become children of the supervisor.
-        if self.target.kind == "command" or sys.platform != "linux":
-            return
-        if requested == ():
+        if self.target.kind == "command" or sys.platform != "linux" or requested == ():
             return
         modules = find_preload_modules(self.target)
         modules = replace(modules, needed=tuple(dict.fromkeys((*modules.needed, *(requested or ())))))

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import select
 import signal
 import time
@@ -21,7 +20,7 @@ from dtrain import launch_protocol
 from dtrain.launch import failure, processes
 from dtrain.launch.job import Job
 from dtrain.launch.launch_dir import choose_socket_prefix, remove_socket_folders
-from dtrain.launch.launch_plan import LaunchPlan, build_common_environment
+from dtrain.launch.launch_plan import LaunchPlan
 from dtrain.launch.terminal import NonBlockingWriter
 from dtrain.launch.topology import find_stale_variables
 from dtrain.launch.worker_group import REPEATED_SIGNAL_S
@@ -171,25 +170,12 @@ def supervise(plan: LaunchPlan, *, launcher_alive: int, socket_prefix: str) -> i
     if plan.rendezvous is not None:
         job.join_nodes(plan.rendezvous)
     if not job.worker_group.stopping:
-        _preload(job, socket_prefix)
+        job.preload(socket_prefix)
     result = job.run_attempts()
     job.stop_services()
     remove_socket_folders(socket_prefix)
     job.output.finish(job.final_lines(result), timeout_s=_OUTPUT_TIMEOUT_S, give_up=should_stop_waiting)
     return result.code
-
-
-def _preload(job: Job, socket_prefix: str) -> None:
-    """Set the common environment of the ranks, and start the fork server if there are modules to preload."""
-    # A single node has a secret of its own.
-    secret = {launch_protocol.JOB_SECRET: secrets.token_hex(16)} if job.plan.layout.nodes == 1 else {}
-    extra = {launch_protocol.SOCKET_FOLDER_PREFIX: socket_prefix}
-    if job.output.has_live_line:
-        extra[launch_protocol.LIVE_LINE] = "1"
-    job.starter.common_environment = build_common_environment(job.plan, {**os.environ, **secret}) | extra
-    job.starter.log_path = job.plan.run_dir / "logs" / "launcher.log"
-    job.starter.preload(job.plan.preload)
-    job.watch_starter()
 
 
 def _open_signal_pipe() -> int:

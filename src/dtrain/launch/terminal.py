@@ -17,6 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from itertools import count
+from operator import itemgetter
 
 from dtrain.arguments import format_count
 from dtrain.launch_protocol import LIVE_LINE_BEGIN, LIVE_LINE_END
@@ -68,7 +69,7 @@ class LinePrefixer:
             lines, end = self._feed_lines(chunk)
         # Nearly all output takes this path, which is ten times as fast.
         else:
-            lines = self._prefix + _ensure_utf8(whole[:-1]).replace(b"\n", b"\n" + self._prefix) + b"\n" if end else b""
+            lines = self._prefix + _to_utf8(whole[:-1]).replace(b"\n", b"\n" + self._prefix) + b"\n" if end else b""
         if end:
             self._partial.clear()
         self._partial += chunk[end:]
@@ -125,7 +126,7 @@ def escape_controls(line: bytes) -> bytes:
 
     Tabs and colours are kept; colours are reset at the end of the line.
     """
-    line = _ensure_utf8(line)
+    line = _to_utf8(line)
     colours = False
 
     def escape(match: re.Match[bytes]) -> bytes:
@@ -139,12 +140,8 @@ def escape_controls(line: bytes) -> bytes:
     return line + _RESET if colours else line
 
 
-def _ensure_utf8(text: bytes) -> bytes:
-    try:
-        text.decode()
-    except UnicodeDecodeError:
-        return text.decode(errors="backslashreplace").encode()
-    return text
+def _to_utf8(text: bytes) -> bytes:
+    return text.decode(errors="backslashreplace").encode()
 
 
 TAIL_LINES = 50  # lines per stream
@@ -171,8 +168,8 @@ class TailBuffer:
         """Return the last lines with their times; a partial line is last."""
         lines = [*self._lines, *([(next(self._clock), self._partial)] if self._partial else [])]
         # A progress bar redraws its line, whose final text counts.
-        texts = ((at, escape_controls(line.rstrip(b"\r").rpartition(b"\r")[2]).decode()) for at, line in lines)
-        return [(at, text) for at, text in texts if text.strip()]
+        texts = ((place, escape_controls(line.rstrip(b"\r").rpartition(b"\r")[2]).decode()) for place, line in lines)
+        return [(place, text) for place, text in texts if text.strip()]
 
 
 def merge_tails(tails: tuple[TailBuffer, TailBuffer], n: int) -> list[str]:
@@ -182,13 +179,10 @@ def merge_tails(tails: tuple[TailBuffer, TailBuffer], n: int) -> list[str]:
     """
     out, err = (tail.timed_lines() for tail in tails)
     reserved = len(err) - min(len(err), n // 2)
-    earlier = sorted([*out, *err[:reserved]], key=_line_time)
+    by_time = itemgetter(0)
+    earlier = sorted([*out, *err[:reserved]], key=by_time)
     rest = n - (len(err) - reserved)
-    return [text for _, text in sorted([*(earlier[-rest:] if rest > 0 else []), *err[reserved:]], key=_line_time)]
-
-
-def _line_time(line: tuple[int, str]) -> int:
-    return line[0]
+    return [text for _, text in sorted([*(earlier[-rest:] if rest > 0 else []), *err[reserved:]], key=by_time)]
 
 
 # Output beyond this limit is dropped.

@@ -11,7 +11,8 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from itertools import islice
 from typing import NoReturn
 
 from dtrain import launch_protocol
@@ -46,17 +47,12 @@ class Topology:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _ResolvedArgs:
-    """Options of the command line, completed by the scheduler; None and "" mark unknown values."""
+class _ResolvedArgs(LaunchArgs):
+    """Options of the command line, completed by the scheduler, which is None if it was not needed."""
 
     nproc: int
     nodes: int | None
-    world_size: int | None
-    base_rank: int | None
-    node_rank: int | None
-    master_addr: str
-    master_port: int | None
-    scheduler: SchedulerInfo | None
+    scheduler: SchedulerInfo | None = None
 
 
 def infer_topology(args: LaunchArgs, scheduled: SchedulerInfo | None, *, gpus: int) -> Topology:
@@ -74,12 +70,17 @@ def infer_topology(args: LaunchArgs, scheduled: SchedulerInfo | None, *, gpus: i
         notice = f"launch: -n {scheduled.nproc}, as {launch_protocol.LOCAL_WORLD_SIZE} says"
         return replace(topology, notices=(notice, *topology.notices))
     nproc = check_nproc(gpus if args.nproc is None else args.nproc)
-    resolved = _merge_scheduler(args, scheduled, nproc=nproc, nodes=_parse_nodes(args))
+    resolved = _ResolvedArgs(**{**asdict(args), "nproc": nproc}, nodes=_parse_nodes(args))
+    if scheduled is not None and _needs_scheduler(resolved, scheduled):
+        resolved = _merge_scheduler(resolved, scheduled)
     if resolved.world_size is not None and resolved.nproc > resolved.world_size:
         _raise_config_error(
             f"-n {nproc} is more than all ranks, --world-size {resolved.world_size}", f"Pass -n {resolved.world_size} or less"
         )
-    if _is_one_node(resolved):
+    if resolved.scheduler is not None and resolved.nodes is None and resolved.world_size is None:
+        conflict = f"{resolved.scheduler.name} says that this is node {resolved.scheduler.node_rank}, but not of how many"
+        _raise_config_error(conflict, "Add --nnodes N, or --nnodes 1 to run on this node alone")
+    if resolved.nodes == 1 or (resolved.nodes is None and resolved.world_size in (None, nproc)):
         return _single_node_topology(args, resolved)
     return _multi_node_topology(args, resolved)
 
@@ -106,19 +107,8 @@ def _parse_nodes(args: LaunchArgs) -> int | None:
     return smallest
 
 
-def _merge_scheduler(args: LaunchArgs, scheduled: SchedulerInfo | None, *, nproc: int, nodes: int | None) -> _ResolvedArgs:
-    resolved = _ResolvedArgs(
-        nproc=nproc,
-        nodes=nodes,
-        world_size=args.world_size,
-        base_rank=args.base_rank,
-        node_rank=args.node_rank,
-        master_addr=args.master_addr,
-        master_port=args.master_port,
-        scheduler=None,
-    )
-    if scheduled is None or not _needs_scheduler(resolved, scheduled):
-        return resolved
+def _merge_scheduler(resolved: _ResolvedArgs, scheduled: SchedulerInfo) -> _ResolvedArgs:
+    nproc, nodes = resolved.nproc, resolved.nodes
     if scheduled.refusal:
         _raise_config_error(scheduled.refusal, "Or pass --nnodes 1 to run each on its own")
     if nodes is not None and scheduled.nodes is not None and nodes != scheduled.nodes:
@@ -158,18 +148,6 @@ def _needs_scheduler(resolved: _ResolvedArgs, scheduled: SchedulerInfo) -> bool:
 
 def _lacks_position(resolved: _ResolvedArgs) -> bool:
     return resolved.node_rank is None and resolved.base_rank is None
-
-
-def _is_one_node(resolved: _ResolvedArgs) -> bool:
-    if resolved.nodes is not None:
-        return resolved.nodes == 1
-    if resolved.world_size is not None:
-        return resolved.world_size == resolved.nproc
-    if resolved.scheduler is not None:
-        name, node_rank = resolved.scheduler.name, resolved.scheduler.node_rank
-        conflict = f"{name} says that this is node {node_rank}, but not of how many"
-        _raise_config_error(conflict, "Add --nnodes N, or --nnodes 1 to run on this node alone")
-    return True
 
 
 def _single_node_topology(args: LaunchArgs, resolved: _ResolvedArgs) -> Topology:
@@ -463,11 +441,8 @@ def expand_hostlist(nodes: str) -> Iterator[str]:
     >>> list(expand_hostlist("n[1-3,07],m5"))
     ['n1', 'n2', 'n3', 'n07', 'm5']
     """
-    found = (name for entry in re.findall(r"(?:[^,\[\]]|\[[^\]]*\])+", nodes) for name in _expand_hostlist_entry(entry.strip()))
-    for count, name in enumerate(found):
-        if count == _MAX_HOSTS:
-            return
-        yield name
+    entries = re.findall(r"(?:[^,\[\]]|\[[^\]]*\])+", nodes)
+    yield from islice((name for entry in entries for name in _expand_hostlist_entry(entry.strip())), _MAX_HOSTS)
 
 
 def _expand_hostlist_entry(entry: str) -> Iterator[str]:
@@ -476,8 +451,8 @@ def _expand_hostlist_entry(entry: str) -> Iterator[str]:
         yield entry
         return
     inside, _, after = rest.partition("]")
-    for part in inside.split(","):
-        first, dash, last = part.strip().partition("-")
+    for span in inside.split(","):
+        first, dash, last = span.strip().partition("-")
         if dash and first.isdecimal() and last.isdecimal():
             numbers: Iterator[str] = (str(number).zfill(len(first)) for number in range(int(first), int(last) + 1))
         else:

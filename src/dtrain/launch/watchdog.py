@@ -122,7 +122,7 @@ class RankDump:
         Mutates: the run folder, which gets the launcher's record and the full report.
         """
         targets, later = self._targets, _process_states(self._targets.pids)
-        ranks = [
+        ranks = tuple(
             RankEvidence(
                 rank=rank,
                 pid=targets.pids.get(rank),
@@ -132,11 +132,28 @@ class RankDump:
                 exit_code_after_query=self._exit_codes_after_query.get(rank),
                 # Any process may be in the kernel for a moment. Only an unchanged state counts.
                 state=state if (state := self._states.get(rank, "")) == later.get(rank) else "",
-                is_incomplete=self._is_incomplete(rank),
+                # The rank exited while dumping stacks.
+                is_incomplete=rank in self._exit_codes_after_query and rank in self._signalled_ranks,
             )
             for rank in sorted({*targets.pids, *targets.exit_codes})
-        ]
-        return _write_evidence(targets, ranks)
+        )
+        record = LauncherRecord(
+            node_rank=targets.node_rank,
+            at=time.time(),
+            world_size=targets.world_size,
+            timeout_s=targets.timeout_s,
+            ranks=ranks,
+        )
+        folder = launch_protocol.hang_folder(targets.run_dir)
+        evidence, report = collect_evidence(folder, ranks), folder / record.report
+        lines = explain_stall(evidence, world_size=record.world_size, timeout_s=record.timeout_s, report=report)
+        # A full disk costs the files, not the explanation.
+        with contextlib.suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+            write_launcher_record(folder, record)
+        # The report is last, because a query waits for the report.
+        write_hang_report(report, lines, evidence, queried_at=record.at)
+        return lines
 
     def _is_complete(self) -> bool:
         """Return True if all answers arrived. A rank that got the signal may still write a late record."""
@@ -144,20 +161,21 @@ class RankDump:
         signalled = [rank for rank in self._signalled_ranks if rank not in self._exit_codes_after_query]
         return all(self._record(rank).exists() for rank in running) and all(read_text(self._stacks(rank)) for rank in signalled)
 
-    def _is_incomplete(self, rank: int) -> bool:
-        """Return True if the rank exited while dumping stacks, so the dump may be incomplete."""
-        return rank in self._exit_codes_after_query and rank in self._signalled_ranks
-
     def _responsive_ranks(self) -> list[int]:
         """Return the ranks that can answer, without stopped processes."""
         return [rank for rank in self._targets.pids if self._states.get(rank) not in ("T", "t")]
 
     def _send_signal(self, ranks: Iterable[int]) -> list[int]:
         """Send the stack signal to the ranks that handle it, and return these ranks."""
-        pids = self._targets.pids
-        handling = [rank for rank in ranks if rank not in self._exit_codes_after_query and _handles_stacks_signal(pids[rank])]
-        for rank in handling:
-            processes.send_signal(pids[rank], launch_protocol.STACKS_SIGNAL)
+        handling = []
+        for rank in ranks:
+            pid = self._targets.pids[rank]
+            # The signal kills a process without a handler, such as ``sleep``.
+            caught = re.search(r"^SigCgt:\s*([0-9a-f]+)", read_text(Path(f"/proc/{pid}/status")), re.MULTILINE)
+            handles = caught is not None and int(caught[1], 16) >> (launch_protocol.STACKS_SIGNAL - 1) & 1
+            if handles and rank not in self._exit_codes_after_query:
+                processes.send_signal(pid, launch_protocol.STACKS_SIGNAL)
+                handling.append(rank)
         return handling
 
     def _record(self, rank: int) -> Path:
@@ -165,27 +183,6 @@ class RankDump:
 
     def _stacks(self, rank: int) -> Path:
         return launch_protocol.stacks_file(self._targets.run_dir, rank)
-
-
-def _write_evidence(targets: DumpTargets, ranks: list[RankEvidence]) -> list[str]:
-    """Write the record and the report into the run folder, and return the explanation."""
-    record = LauncherRecord(
-        node_rank=targets.node_rank,
-        at=time.time(),
-        world_size=targets.world_size,
-        timeout_s=targets.timeout_s,
-        ranks=tuple(ranks),
-    )
-    folder = launch_protocol.hang_folder(targets.run_dir)
-    evidence, report = collect_evidence(folder, ranks), folder / record.report
-    lines = explain_stall(evidence, world_size=record.world_size, timeout_s=record.timeout_s, report=report)
-    # A full disk costs the files, not the explanation.
-    with contextlib.suppress(OSError):
-        folder.mkdir(parents=True, exist_ok=True)
-        write_launcher_record(folder, record)
-    # The report is last, because a query waits for the report.
-    write_hang_report(report, lines, evidence, queried_at=record.at)
-    return lines
 
 
 def remove_empty_dumps(run_dir: Path, ranks: Iterable[int]) -> None:
@@ -204,16 +201,9 @@ def remove_empty_dumps(run_dir: Path, ranks: Iterable[int]) -> None:
         launch_protocol.hang_folder(run_dir).rmdir()
 
 
-def _handles_stacks_signal(pid: int) -> bool:
-    """Return True if ``pid`` handles the stack signal, which kills a process without a handler, such as ``sleep``."""
-    caught = re.search(r"^SigCgt:\s*([0-9a-f]+)", read_text(Path(f"/proc/{pid}/status")), re.MULTILINE)
-    return caught is not None and bool(int(caught[1], 16) >> (launch_protocol.STACKS_SIGNAL - 1) & 1)
-
-
 def _process_states(pids: Mapping[int, int]) -> dict[int, str]:
     """Return the state letter of each rank's process in ``/proc``, empty if unreadable."""
-    stats = {rank: read_text(Path(f"/proc/{pid}/stat")) for rank, pid in pids.items()}
-    return {rank: stat.rpartition(")")[2].split()[0] if stat else "" for rank, stat in stats.items()}
+    return {rank: next(iter(processes.process_fields(pid)), "") for rank, pid in pids.items()}
 
 
 _PHASES: Mapping[ProgressKind, BlockPhase] = {

@@ -245,7 +245,7 @@ class WorkerGroup:
         due = [ending.kill_at, ending.give_up_at]
         if not self.stopping and not signs.hung:
             due += [signs.decide_at, signs.exit_deadline, *([signs.preemption_deadline] if self.alive else [])]
-        return [at for at in due if at is not None]
+        return [deadline for deadline in due if deadline is not None]
 
     def _detect_failure(self, now: float) -> None:
         """Detect a failure of the ranks; if there is a failure, determine the root cause and ask the other ranks to end."""

@@ -15,7 +15,7 @@ from dtrain.data.batch import BatchSpec, to_device
 from dtrain.dist.init import get_dist_info
 from dtrain.errors import ConfigError
 from dtrain.memory.device_memory import MemoryStats, use_device_memory
-from dtrain.memory.live_tensors import LiveBytes, LiveStorage
+from dtrain.memory.live_tensors import LiveBytes
 from dtrain.shard.spec import get_device
 from dtrain.step.microbatches import BatchWatch, split_microbatches
 from dtrain.step.normalization import check_loss
@@ -66,7 +66,7 @@ def check_loss_fn(
     if whole.samples < 2:
         raise ConfigError(f"{_NAME}: batch must have at least 2 samples, got {whole.samples}. Pass a larger batch.")
     halves = split_microbatches(batch, (whole.samples + 1) // 2, batch_spec).batches
-    batch_sums, *half_sums = [_loss_sums(loss_fn, model, part) for part in (batch, *halves)]
+    batch_sums, *half_sums = [_loss_sums(loss_fn, model, batch) for batch in (batch, *halves)]
     for name, (total, weight) in batch_sums.items():
         totals, weights = zip(*(half[name] for half in half_sums), strict=True)
         means = [t / w if w else 0.0 for t, w in zip(totals, weights, strict=True)]
@@ -95,7 +95,7 @@ def _loss_sums(loss_fn: LossFn, model: nn.Module, batch: Batch) -> Mapping[str, 
     """Return total and weight by name. A loss that writes into its batch is refused."""
     watch = BatchWatch(batch)
     sums = loss_sums(
-        lambda model, part: check_loss(loss_fn(model, part), caller=_NAME), model, to_device(batch, get_device(model))
+        lambda model, batch: check_loss(loss_fn(model, batch), caller=_NAME), model, to_device(batch, get_device(model))
     )
     watch.check(_NAME)
     return sums
@@ -108,7 +108,7 @@ UNLIMITED = sys.maxsize
 BACKEND_RELEASE_S = 0.02
 
 
-class MemoryBudget:
+class MemoryBudget(LiveBytes):
     """Memory budget of this rank, and the ``DeviceMemory`` of every device while its context is open.
 
     Args:
@@ -120,10 +120,10 @@ class MemoryBudget:
     """
 
     def __init__(self, limit: int, *, rank: int = 0, shared: bool = False, stack_depth: int = 0) -> None:
+        super().__init__(admit=self._check_allocation, stack_depth=stack_depth)
         self.refused = 0
         self.rank = rank
         self._shared = shared
-        self._tracker = LiveBytes(admit=self._check_allocation, stack_depth=stack_depth)
         self.limit = limit
 
     @property
@@ -134,28 +134,6 @@ class MemoryBudget:
     @limit.setter
     def limit(self, limit: int) -> None:
         self._limit = check_int("memory_budget", "max_bytes", limit, minimum=0)
-
-    @property
-    def live(self) -> int:
-        """Bytes held by tensors now."""
-        return self._tracker.live
-
-    @property
-    def peak(self) -> int:
-        """Most bytes held at once since the last ``reset``, without refused allocations."""
-        return self._tracker.peak
-
-    def count(self, tensors: Iterable[Tensor]) -> None:
-        """Count ``tensors`` from before the context now, instead of at their first use."""
-        self._tracker.count(tensors)
-
-    def storages(self) -> list[LiveStorage]:
-        """Return the storages in memory, the largest first."""
-        return self._tracker.storages()
-
-    def reset(self) -> None:
-        """Start the peak again from the bytes in use."""
-        self._tracker.reset()
 
     def read(self) -> MemoryStats:
         """Return the memory in the form of ``DeviceMemory``."""
@@ -230,7 +208,7 @@ def memory_budget(
     limit = _limit_of(max_bytes, rank, info.rank, info.world_size)
     budget = MemoryBudget(limit, rank=info.rank, shared=info.world_size > 1, stack_depth=stack_depth)
     budget.count(existing)
-    with use_device_memory(budget), budget._tracker:
+    with use_device_memory(budget), budget:
         yield budget
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from functools import wraps
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -248,7 +249,9 @@ def count_host_syncs() -> Iterator[HostSyncRecords]:
     """
     records = HostSyncRecords()
     recorder = _SyncRecorder(records.calls)
-    with _patch_tensor_methods(recorder), OpObserver(recorder.record_op):
+    # These methods of a CPU tensor read memory without an operation.
+    methods: dict[str, Any] = {name: recorder.wrap_method(name, getattr(Tensor, name)) for name in ("cpu", "numpy", "tolist")}
+    with mock.patch.multiple(Tensor, **methods), OpObserver(recorder.record_op):
         yield records
 
 
@@ -281,28 +284,11 @@ class _SyncRecorder:
         return wrapper
 
 
-_READ_METHODS = ("cpu", "numpy", "tolist")
 _INDEX_WRITES = (
     torch.ops.aten.index_put_.default,
     torch.ops.aten.index_put.default,
     torch.ops.aten._index_put_impl_.default,
 )
-
-
-@contextmanager
-def _patch_tensor_methods(recorder: _SyncRecorder) -> Iterator[None]:
-    """Replace the methods of ``Tensor`` that read memory without an operation on a CPU, and restore them at the end."""
-    own = {name: vars(Tensor)[name] for name in _READ_METHODS if name in vars(Tensor)}
-    try:
-        for name in _READ_METHODS:
-            setattr(Tensor, name, recorder.wrap_method(name, getattr(Tensor, name)))
-        yield
-    finally:
-        for name in _READ_METHODS:
-            if name in own:
-                setattr(Tensor, name, own[name])
-            elif name in vars(Tensor):
-                delattr(Tensor, name)
 
 
 def _classify_sync(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:

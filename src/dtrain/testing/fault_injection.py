@@ -16,6 +16,7 @@ from importlib import import_module
 from itertools import accumulate
 from types import ModuleType
 from typing import Any, Literal, get_args
+from unittest import mock
 
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -126,7 +127,8 @@ def inject_fault(
             else:
                 os.kill(os.getpid(), signal.SIGKILL if action == "kill" else signal.SIGSTOP)
 
-    with _hook_optimizer_step(fire, when) if at == _OPTIMIZER else patch_calls(path, **{when: fire}):
+    hook = register_optimizer_step_pre_hook if when == "before" else register_optimizer_step_post_hook
+    with hook(lambda optimizer, args, kwargs: fire()) if at == _OPTIMIZER else patch_calls(path, **{when: fire}):
         yield point
     if not point.fired:
         raise ConfigError(
@@ -152,16 +154,6 @@ def _check_arguments(
 
 
 @contextmanager
-def _hook_optimizer_step(fire: Callable[[], None], when: FaultTiming) -> Iterator[None]:
-    register = register_optimizer_step_pre_hook if when == "before" else register_optimizer_step_post_hook
-    handle = register(lambda optimizer, args, kwargs: fire())
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
-@contextmanager
 def patch_calls(
     path: str, *, before: Callable[[], None] | None = None, after: Callable[[], None] | None = None
 ) -> Iterator[None]:
@@ -175,12 +167,16 @@ def patch_calls(
     Raises:
         ConfigError: as ``find_function``.
     """
-    owner, names = _find_owner(path)
-    own = names[0] in getattr(owner, "__dict__", {})
-    original = inspect.getattr_static(owner, names[0], None)
-    replacement = _make_replacement(owner, names, before or _do_nothing, after or _do_nothing)
+    find_function(path)
+    module, names = _import_prefix(path)
+    objects = list(accumulate(names[:-1], getattr, initial=module))
+    # Replace an attribute of the last class of the path, or of the first module.
+    last = max((index for index, item in enumerate(objects) if not isinstance(item, ModuleType)), default=0)
+    owner, names = objects[last], names[last:]
+    replacement = _make_replacement(owner, names, before or (lambda: None), after or (lambda: None))
+    patch = mock.patch.object(owner, names[0], replacement)
     try:
-        setattr(owner, names[0], replacement)
+        patch.start()
     except (TypeError, AttributeError):
         raise ConfigError(
             f"inject_fault: {path!r} belongs to {getattr(owner, '__name__', owner)}, which is built in and cannot be changed. "
@@ -189,11 +185,7 @@ def patch_calls(
     try:
         yield
     finally:
-        if own:
-            setattr(owner, names[0], original)
-        # The attribute was inherited, or loaded on demand.
-        else:
-            delattr(owner, names[0])
+        patch.stop()
 
 
 def find_function(path: str) -> Any:
@@ -240,15 +232,6 @@ def _import_prefix(path: str) -> tuple[Any, list[str]]:
     )
 
 
-def _find_owner(path: str) -> tuple[Any, list[str]]:
-    """Return the object whose attribute is replaced (the last class of the path, or the first module) and the later names."""
-    find_function(path)
-    module, names = _import_prefix(path)
-    objects = list(accumulate(names[:-1], getattr, initial=module))
-    last = max((index for index, item in enumerate(objects) if not isinstance(item, ModuleType)), default=0)
-    return objects[last], names[last:]
-
-
 def _make_replacement(owner: Any, names: list[str], before: Callable[[], None], after: Callable[[], None]) -> Any:
     """Return the replacement of ``owner.<names[0]>``, in which the function at the end of ``names`` is wrapped."""
     if len(names) > 1:
@@ -281,7 +264,3 @@ def _call_around(function: Callable[..., Any], before: Callable[[], None], after
         return result
 
     return wrapper
-
-
-def _do_nothing() -> None:
-    return None

@@ -22,6 +22,7 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from multiprocessing.connection import Connection
+from operator import attrgetter
 from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any
@@ -33,6 +34,7 @@ from dtrain.dist.init import init_dist
 from dtrain.errors import ConfigError, RankError
 from dtrain.launch.failure import RootCause, is_failed_exit
 from dtrain.launch.local_ranks import LocalRanks, enter_rank, find_first_failure, report_failure, wait_for_exits
+from dtrain.launch.processes import process_fields
 from dtrain.typing import Plain
 
 RankFn = Callable[..., Plain]
@@ -117,13 +119,24 @@ class Ranks:
 
     def run(self, fn: RankFn, *args: Plain, timeout_s: float = 120.0) -> list[Any]:
         """Run ``fn(*args)`` on every rank and return the results by rank; see ``run_ranks``."""
-        task = _encode_task({**_function_address(fn), "args": args}, fn.__qualname__)
+        code, name = getattr(fn, "__code__", None), getattr(fn, "__qualname__", repr(fn))
+        if code is None or "<" in name:
+            raise ConfigError(
+                f"run_ranks: fn must be a function at the top level of a file, got {name}. Ranks import it by name."
+            )
+        try:
+            task = json.dumps({"file": code.co_filename, "name": name, "args": args}).encode()
+        except (TypeError, ValueError, RecursionError) as problem:
+            raise ConfigError(
+                f"run_ranks: {name}: args must be plain data (numbers, text, lists, dicts): {problem}. "
+                "Build tensors and modules inside the function."
+            ) from None
         if self._pool is None:
             self._pool = _RankPool(self.world_size, self.device)
             # Ranks that are not closed would keep the interpreter from exiting.
             self._end = weakref.finalize(self, self._pool.end, kill=True)
         try:
-            return self._pool.run(task, fn.__qualname__, timeout_s)
+            return self._pool.run(task, name, timeout_s)
         except BaseException:
             self.close(kill=True)
             raise
@@ -134,24 +147,6 @@ class Ranks:
         if pool is not None and self._end is not None:
             self._end.detach()
             pool.end(kill=kill)
-
-
-def _function_address(fn: RankFn) -> dict[str, str]:
-    """Return the file and name of ``fn`` for the rank processes."""
-    code, name = getattr(fn, "__code__", None), getattr(fn, "__qualname__", repr(fn))
-    if code is None or "<" in name:
-        raise ConfigError(f"run_ranks: fn must be a function at the top level of a file, got {name}. Ranks import it by name.")
-    return {"file": code.co_filename, "name": name}
-
-
-def _encode_task(task: dict[str, Any], name: str) -> bytes:
-    try:
-        return json.dumps(task).encode()
-    except (TypeError, ValueError, RecursionError) as problem:
-        raise ConfigError(
-            f"run_ranks: {name}: args must be plain data (numbers, text, lists, dicts): {problem}. "
-            "Build tensors and modules inside the function."
-        ) from None
 
 
 START_TIMEOUT_S = 120.0
@@ -321,7 +316,7 @@ class _RankPool:
         return "\n".join(f"rank {rank}:\n{self._describe_stack(rank, deadline)}" for rank in ranks)
 
     def _describe_stack(self, rank: int, deadline: float) -> str:
-        if _is_stopped(self._ranks.processes[rank].pid):
+        if process_fields(self._ranks.processes[rank].pid)[:1] in (["T"], ["t"]):
             return "(stopped by a signal, so it runs no code)"
         text = None
         while time.monotonic() < deadline:
@@ -339,15 +334,6 @@ class _RankPool:
 def _follows_peer(cause: RootCause, answers: Mapping[int, dict[str, Any]]) -> bool:
     """Return True if the first failure so far is that of a rank that only lost a peer."""
     return cause.rank in answers and bool(answers[cause.rank]["follows_peer"])
-
-
-def _is_stopped(pid: int) -> bool:
-    """Return True if the process is stopped by SIGSTOP or a debugger; False if the system does not say."""
-    try:
-        after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2]
-    except OSError:
-        return False
-    return after_name.split()[0] in ("T", "t")
 
 
 # A signal that no tested code uses.
@@ -394,19 +380,15 @@ def kill_orphaned_ranks(pipe: Connection[Any, Any], ranks: list[int], folder: st
         pipe.recv_bytes()
     except (EOFError, ConnectionResetError):
         for pid in ranks:
-            try:
+            with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
         # A dying rank may still write there.
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def _run_task(task: dict[str, Any], rank: int) -> bytes:
     try:
-        fn: Any = _load_module(Path(task["file"]))
-        for part in task["name"].split("."):
-            fn = getattr(fn, part)
+        fn: Any = attrgetter(task["name"])(_load_module(Path(task["file"])))
         result = fn(*task["args"])
         # A task ends as a block of ``init_dist`` does: runs, loggers and checkpointers that it has opened are closed.
         current_context().run_shutdown_hooks(None)

@@ -216,7 +216,7 @@ def test_damaged_launcher_record_is_ignored(records, text):
     assert [account.node_rank for account in read_launcher_records(records)] == [1]
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"pid": -1, "started": "", "host": "", "report": ""}'])
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"pid": -1, "start_ticks": "", "host": "", "report": ""}'])
 def test_damaged_launcher_pid_file_is_ignored(records, text):
     (records / "launcher-00000.pid").write_text(text)
     assert "rank 3 has not entered" in explain_hang(records)
@@ -325,6 +325,6 @@ def test_launcher_of_another_user_is_refused(tmp_path, monkeypatch):
 def test_reused_pid_of_launcher_is_not_signalled(tmp_path):
     announce_launcher(tmp_path, 0, single_node=True)
     path = tmp_path / "hang" / "launcher-00000.pid"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"started": "1"}))  # this process would die of the signal
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"start_ticks": "1"}))  # this process would die of the signal
     with pytest.raises(ConfigError, match="none of its launchers runs on this machine"):
         explain_hang(tmp_path)

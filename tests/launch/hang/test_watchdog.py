@@ -18,8 +18,8 @@ from dtrain import launch_protocol
 from dtrain.launch.rank_records import RankProgress
 from dtrain.launch.watchdog import PATIENCE_S, DumpTargets, RankDump, remove_empty_dumps
 from dtrain.testing.fault_injection import patch_calls
+from jobs import LONG_S, wait_until
 
-LONG_S = 300
 START = """
 import os, re, signal, sys, time
 from pathlib import Path
@@ -92,13 +92,6 @@ time.sleep(600)
 }
 
 
-def wait_for(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + LONG_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def state(pid: int) -> str:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
@@ -113,7 +106,7 @@ def start(tmp_path: Path) -> Iterator[Callable[[str], int]]:
         says, script = tmp_path / "ready", tmp_path / "program.py"
         script.write_text(START + PROGRAMS[program])
         processes.append(subprocess.Popen([sys.executable, script, says, launch_protocol.stacks_file(tmp_path, 0)]))
-        wait_for(says.exists)
+        wait_until(says.exists)
         pids.append(int(says.read_text()))
         return pids[-1]
 
@@ -133,9 +126,9 @@ def suspects(folder: Path, pid: int, *, phase: bool = False) -> DumpTargets:
 def inspected(asked: DumpTargets, *, ask: int | None = None) -> list[str]:
     now = time.monotonic()
     inspection = RankDump(asked, query_fd=ask, now=now)
-    while (at := inspection.poll(now, exit_codes={})) is not None:
-        assert now < at <= now + PATIENCE_S
-        time.sleep(at - now)
+    while (poll_at := inspection.poll(now, exit_codes={})) is not None:
+        assert now < poll_at <= now + PATIENCE_S
+        time.sleep(poll_at - now)
         now = time.monotonic()
     return inspection.finish()
 
@@ -151,7 +144,7 @@ def test_inspection_reports_stack_of_rank(start, tmp_path, program):
 
 def test_stopped_rank_is_named_and_not_resumed(start, tmp_path):
     pid = start("stopped")
-    wait_for(lambda: state(pid) == "T")
+    wait_until(lambda: state(pid) == "T")
     lines = inspected(suspects(tmp_path, pid, phase=True))
     # The other one has ended, which is what is said first.
     assert "rank 1 of 2 ended while the others went on" in lines[0]
@@ -203,7 +196,7 @@ def test_rank_that_writes_record_gets_no_signal(start, tmp_path):
         os.close(fd)
     assert inspection.finish()[1] == "  rank 0: /loop.py:7 in train (step, point of progress 4)"
     os.kill(pid, launch_protocol.STACKS_SIGNAL)  # it would have noticed
-    wait_for((tmp_path / "signalled").exists)
+    wait_until((tmp_path / "signalled").exists)
 
 
 def test_rank_without_record_gets_signal_after_patience(start, tmp_path):
@@ -215,7 +208,7 @@ def test_rank_without_record_gets_signal_after_patience(start, tmp_path):
     assert not (tmp_path / "signalled").exists()
     late = now + 10 * PATIENCE_S  # the launcher itself had no time: the rank has the rest of its own from now on
     assert inspection.poll(late, exit_codes={1: 0}) is not None
-    wait_for((tmp_path / "signalled").exists)
+    wait_until((tmp_path / "signalled").exists)
     assert inspection.poll(late + PATIENCE_S, exit_codes={1: 0}) is None
 
 
@@ -224,7 +217,7 @@ def test_rank_killed_by_signal_is_still_explained(start, tmp_path):
     asked = DumpTargets(run_dir=tmp_path, world_size=1, timeout_s=7.0, pids={0: pid}, exit_codes={}, progress={})
     now = time.monotonic()
     inspection = RankDump(asked, query_fd=None, now=now)
-    wait_for(lambda: state(pid) == "Z")
+    wait_until(lambda: state(pid) == "Z")
     assert inspection.poll(now, exit_codes={}) is not None
     assert inspection.poll(now, exit_codes={0: -signal.SIGSEGV}) is None  # nobody is left to wait for
     first, second = inspection.finish()

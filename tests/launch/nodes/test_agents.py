@@ -26,6 +26,7 @@ from dtrain.launch.node_messages import (
     RanksFailed,
 )
 from hosts.agents import LONG_S, Nodes
+from jobs import wait_until
 
 
 def shout(port: int, data: bytes) -> socket.socket:
@@ -433,10 +434,7 @@ def test_agent_ends_with_its_supervisor(nodes):
     shout(nodes.port, b"").close()  # it serves
     os.kill(supervisor, signal.SIGKILL)
     os.waitpid(supervisor, 0)
-    deadline = time.monotonic() + LONG_S
-    while _alive(pid):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: not _alive(pid))
     os.close(told)
     os.close(tell)
 

@@ -117,13 +117,13 @@ with dt.init_dist(device="cpu") as info:
 """
     for place in range(2):
         job.start(place, nodes=2, source=source, options=("--log-ranks", "all"))
-    found = set()
+    lines = set()
     for launcher in job.launchers:
         out, err = launcher.communicate(timeout=LONG_S)
         assert launcher.returncode == 0, err
-        found |= {line.partition("] ")[2] for line in out.splitlines()}
+        lines |= {line.partition("] ")[2] for line in out.splitlines()}
     rest = "[0, 1, 2, 3] 6.0"
-    assert found == {f"2 [] {rest}", f"2 ['{ADDRS[1]}'] {rest}", f"2 ['{ADDRS[0]}'] {rest}"}
+    assert lines == {f"2 [] {rest}", f"2 ['{ADDRS[1]}'] {rest}", f"2 ['{ADDRS[0]}'] {rest}"}
 
 
 @pytest.fixture(scope="module")

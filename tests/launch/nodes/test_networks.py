@@ -44,7 +44,7 @@ class Host:
     def wait_for(self, kind: type[Message]) -> Message:
         """The first message of this kind, reading until it has come."""
         deadline = time.monotonic() + LONG_S
-        while not (found := [message for message in self.said if isinstance(message, kind)]):
+        while not (messages := [message for message in self.said if isinstance(message, kind)]):
             assert time.monotonic() < deadline, self.said
             if not select.select([self.stdout], [], [], 1)[0]:
                 continue
@@ -52,7 +52,7 @@ class Host:
             assert data, f"ended after {self.said}"
             *lines, self.rest = (self.rest + data).split(b"\n")
             self.said += map(decode, lines)
-        return found[0]
+        return messages[0]
 
     def send(self, message: Message) -> None:
         os.write(self.stdin, encode(message))

@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 from torch.distributed import TCPStore
 
-from dtrain.launch.agent_main import make_hello
+from dtrain.launch.agent_main import NodeSession, SessionEnded, make_hello
 from dtrain.launch.launch_plan import NodeRendezvous
 from dtrain.launch.node_messages import JobFinished, JoinAccepted, NodeStore, RanksExited
-from dtrain.launch.node_session import NodeSession, SessionEnded
 
 LONG_S = 300  # no promise: how long a busy test machine may take
 WATCHED_S = 1.5

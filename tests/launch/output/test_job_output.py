@@ -48,13 +48,13 @@ def open_files() -> set[tuple[str, str]]:
     Files without a name are those of ``capfd``, which opens new ones for the setup, the call and the teardown of a test. They
     have the old inode only if no other process has taken it meanwhile.
     """
-    found = set()
+    files = set()
     for number in os.listdir("/proc/self/fd"):
         with contextlib.suppress(FileNotFoundError):  # that of the listing
             target = os.readlink(f"/proc/self/fd/{number}")
             if not target.endswith(" (deleted)"):
-                found.add((number, target))
-    return found
+                files.add((number, target))
+    return files
 
 
 @pytest.fixture

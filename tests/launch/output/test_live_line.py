@@ -17,8 +17,8 @@ STREAM = f"a{live_line('step 1')}b\n{live_line('step 2')}c\x1b[1m".encode()
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 100])
 def test_live_lines_are_separated_for_all_chunk_sizes(size):
     parser, rest, texts = LiveLineParser(), b"", []
-    for at in range(0, len(STREAM), size):
-        rest += parser.feed(STREAM[at : at + size])
+    for begin in range(0, len(STREAM), size):
+        rest += parser.feed(STREAM[begin : begin + size])
         texts.append(parser.text)
     assert (rest + parser.close(), set(texts) - {b""}, parser.text) == (
         b"ab\nc\x1b[1m", {b"step 2"} | ({b"step 1"} if size < 100 else set()), b"step 2"

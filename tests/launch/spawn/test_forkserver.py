@@ -42,10 +42,10 @@ def test_preloaded_modules_are_imports_of_program(tmp_path, source, others, expe
 
 
 def test_dtrain_names_preload_their_modules(tmp_path):
-    found = loaded(tmp_path, "import dtrain as dt\ndt.init_dist()\n")
-    assert found.needed == ("torch",)
-    assert "dtrain.dist.init" in found.optional
-    assert "dtrain.shard.fsdp" not in found.optional
+    modules = loaded(tmp_path, "import dtrain as dt\ndt.init_dist()\n")
+    assert modules.needed == ("torch",)
+    assert "dtrain.dist.init" in modules.optional
+    assert "dtrain.shard.fsdp" not in modules.optional
 
 
 def test_package_target_is_read_from_its_main_file(tmp_path, monkeypatch):

@@ -102,9 +102,9 @@ def test_job_listens_only_on_loopback(start, host, who, options):
         pytest.skip(f"needs a network and a host name of its own: {refusal}")
     job = start(MEETS, who, options=options, wrap=HOSTS[host])
     job.wait_for("0", "1")
-    found = listeners(job)
+    addresses = listeners(job)
     (job.folder / "seen").touch()
     result = job.wait()
     assert result.code == 0, result.err
-    assert len(found) >= 3  # the store, and each rank
-    assert set(found) <= LOOPBACK
+    assert len(addresses) >= 3  # the store, and each rank
+    assert set(addresses) <= LOOPBACK
