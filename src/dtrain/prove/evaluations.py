@@ -52,42 +52,42 @@ class Evaluations:
         self._batches.append(sample_hashes(batch))
         return len(self._batches) == 1
 
-    def write_weights(self, model: nn.Module, step: int) -> None:
+    def write_weights(self, model: nn.Module) -> None:
         """Write the weights of an evaluation that begins. On several ranks the gather would need the same forward on all."""
         if self._weights_written or self._config.ranks > 1:
             return
         self._weights_written = True
         for name, param in parameters_by_fqn(model)[0].items():
-            self._log.write_tensor("evaluated_weight", name, param, step=step)
+            self._log.write_tensor("evaluated_weight", name, param)
         if self.exports is not None:
-            self.exports.evaluation_begins(model, step)
+            self.exports.evaluation_begins(model, self._log.step)
 
     def number_shown(self) -> None:
         """Observe that the script shows numbers, on some of its ranks: the next evaluation may run other weights."""
         self._weights_written = False
 
-    def flush(self, step: int, part: int) -> None:
+    def flush(self) -> None:
         """Write the evaluations since the last step. All ranks call this at the same place."""
         if self._batches:
-            self._log.write("evaluation", step=step, part=part, batches=self._batches)
+            self._log.write("evaluation", batches=self._batches)
             self._batches = []
         self._weights_written = False
 
-    def exported(self, path: str, tensors: Iterable[tuple[str, Tensor]], step: int) -> None:
+    def exported(self, path: str, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Write the tensors of a file that other programs will read, after the file is written."""
         for name, tensor in tensors:
-            self._log.write_tensor("exported", name, tensor, step=step, path=path)
+            self._log.write_tensor("exported", name, tensor, optimizer_index=0, path=path)
         if self.exports is None:
             return
         result, problem = None, ""
         try:
-            result = self.exports.check(path, step)
+            result = self.exports.check(path, self._log.step)
         except Exception as error:  # noqa: BLE001 - the script does not run the model this way
             problem = f"{type(error).__name__}: {error}"[:300]
         if result is None:
             self._note("export_not_run", path=os.path.basename(path), error=problem)
         else:
-            self._log.write("export_check", step=step, **result)
+            self._log.write("export_check", **result)
 
 
 class ExportCheck:
@@ -162,17 +162,17 @@ class ExportCheck:
         return {"error": min(errors), "missing": missing, "shapes": shapes}
 
     def _read(self, path: Path) -> Values:
-        part = _SHARD.search(path.name)
+        shard = _SHARD.search(path.name)
         # torch.save writes zip files, whatever their name, and wrote other files before.
         if zipfile.is_zipfile(path) or path.suffix in (".pt", ".pth", ".bin"):
             loaded = torch.load(path, map_location="cpu", weights_only=True)
             return {name: tensor for name, tensor in loaded.items() if isinstance(tensor, Tensor)}
         tensors = safetensors.torch.load_file(path)
-        if part is None:
+        if shard is None:
             return tensors
         whole = self._shards.setdefault(path.parent, {})
         whole.update(tensors)
-        return whole if part[1] == part[2] else {}
+        return whole if shard[1] == shard[2] else {}
 
     def _models_of(self, exported: Values) -> list[tuple[nn.Module, Any, Any]]:
         """Return the models that have the most tensors of a file by name and shape, else by name alone, with inputs."""

@@ -36,12 +36,12 @@ from dtrain.shard.replica_check import raise_if_written, replica_check_of
 from dtrain.shard.replicate import all_reduce_grads_
 from dtrain.shard.skipped_units import ExchangeFn
 from dtrain.state import TrainState, check_state
-from dtrain.step.metrics import add_names_of_peers
 from dtrain.step.microbatches import BatchWatch, Microbatches, check_first_run
 from dtrain.step.normalization import (
     SUM_NORMALIZER,
     LossNormalizer,
     MetricAccumulator,
+    add_names_of_peers,
     build_normalizer,
     host_weight,
     normalize_grads_,

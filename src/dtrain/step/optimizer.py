@@ -45,7 +45,7 @@ from dtrain.shard.grad_sync import grad_sync_of
 from dtrain.shard.params import check_dense
 from dtrain.shard.replicate import is_reducer_hook
 from dtrain.state import TrainState, check_state, mark_interrupted_write
-from dtrain.step.metrics import make_metric
+from dtrain.step.normalization import make_metric
 from dtrain.step.optimizer_state import check_update
 from dtrain.step.step_clock import next_clock
 from dtrain.step.transform import UpdateFn
