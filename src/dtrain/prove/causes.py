@@ -270,8 +270,8 @@ def _of_resume(difference: Difference, record: RunRecord, reference: RunRecord) 
     if kind == "samples" and fact is not None and difference.other is not None:
         # A random input of a model is a sample, too.
         common = sum((fact.value & difference.other.value).values())
-        rng = [each.of_kind("rng", difference.step) for each in (record, reference)]
-        if 4 * common >= sum(fact.value.values()) and [each.value for each in rng[0]] != [each.value for each in rng[1]]:
+        ours, theirs = ([state.value for state in run.of_kind("rng", difference.step)] for run in (record, reference))
+        if 4 * common >= sum(fact.value.values()) and ours != theirs:
             return "rng_not_saved"
         return _of_samples_after_resume(fact, difference.other, reference)
     codes = {
@@ -336,9 +336,9 @@ def _same_labels(a: Counter[str], b: Counter[str]) -> bool:
 def _same_planned(record: RunRecord, reference: RunRecord) -> bool:
     """Return True if the loaders of both runs read the same samples, by index, or if they did not say."""
 
-    def planned(each: RunRecord) -> Counter[tuple[int, int]]:
+    def planned(run: RunRecord) -> Counter[tuple[int, int]]:
         return Counter(
-            (row["epoch"], number) for rows in each.ranks for row in rows if row["kind"] == "planned" for number in row["ids"]
+            (row["epoch"], number) for rows in run.ranks for row in rows if row["kind"] == "planned" for number in row["ids"]
         )
 
     return planned(record) == planned(reference)
@@ -360,7 +360,7 @@ def _of_samples(evidence: _Evidence) -> str:
         ]
         overlap = any(first & second for index, first in enumerate(lists) for second in lists[index + 1 :])
         return "sampler_seed_per_rank" if overlap else "data_depends_on_ranks"
-    if any(len(set(row["epochs"])) > 1 for each in (evidence.record, evidence.reference) for row in each.rows("step")):
+    if any(len(set(row["epochs"])) > 1 for run in (evidence.record, evidence.reference) for row in run.rows("step")):
         return "accumulation_tail_dropped"
     return "batch_grows_with_ranks" if sum(b.values()) == evidence.config.ranks * sum(a.values()) else "data_depends_on_ranks"
 

@@ -193,7 +193,7 @@ def _record_save(recorder: RankRecorder, root: Any, state: Any) -> None:
     states = list(state.values()) if isinstance(state, Mapping) else [state]
     # The save refuses other values.
     if states and all(isinstance(value, TrainState) for value in states):
-        recorder.saved(max(value.step for value in states), str(root))
+        recorder.log.write("saved", step=max(value.step for value in states), path=str(root))
 
 
 def _observe_draws(recorder: RankRecorder) -> Hook:

@@ -133,33 +133,29 @@ class ExportCheck:
 
     def _compare(self, exported: Values, step: int, module: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:
         inner = unwrap_module(module)
-        own = _tensors(inner)
-        aliases = parameters_by_fqn(inner)[1]
-        found: dict[str, Tensor] = {}
-        shapes: list[str] = []
-        for name, tensor in exported.items():
-            known = matching_name(name, [*own, *aliases])
-            known = aliases.get(known or "", known)
-            if known is not None and own[known].shape == tensor.shape:
-                found[known] = tensor
-            elif known is not None:
-                shapes.append(f"{name} has the shape {list(tensor.shape)} instead of {list(own[known].shape)}")
+        own, names = _match(inner, exported)
+        shapes = {name: (list(exported[name].shape), list(own[target].shape)) for name, target in names.items()}
+        loaded = {names[name]: exported[name] for name, (shape, expected) in shapes.items() if shape == expected}
         snapshots = self._evaluated.get(id(inner), [])
         references = [values for _, values in reversed(snapshots)]
         if not snapshots or snapshots[-1][0] != step:
             references.insert(0, _clone(own))
         with self._borrowed(inner, own):
             _fill(own, self._initial[id(inner)])
-            _fill(own, found)
+            _fill(own, loaded)
             outputs = _run(module, args, kwargs)
             errors = []
             for values in references:
                 # The dtype of the file is checked elsewhere.
-                _fill(own, {name: value.to(found[name].dtype) if name in found else value for name, value in values.items()})
+                _fill(own, {name: value.to(loaded[name].dtype) if name in loaded else value for name, value in values.items()})
                 errors.append(_relative(_run(module, args, kwargs), outputs))
         needed = {*parameters_by_fqn(inner)[0], *buffers_by_fqn(inner, persistent_only=True)}
-        missing = sorted(needed - set(found))
-        return {"error": min(errors), "missing": missing, "shapes": shapes}
+        differs = (
+            f"{name} has the shape {shape} instead of {expected}"
+            for name, (shape, expected) in shapes.items()
+            if shape != expected
+        )
+        return {"error": min(errors), "missing": sorted(needed - set(loaded)), "shapes": list(differs)}
 
     def _read(self, path: Path) -> Values:
         shard = _SHARD.search(path.name)
@@ -180,12 +176,10 @@ class ExportCheck:
         models: list[tuple[nn.Module, Any, Any]] = []
         for module, args, kwargs in self._held.values():
             inner = unwrap_module(module)
-            own, aliases = _tensors(inner), parameters_by_fqn(inner)[1]
+            own, names = _match(inner, exported)
             if any(tensor.is_meta for tensor in own.values()):
                 continue
-            known = {name: matching_name(name, [*own, *aliases]) for name in exported}
-            shapes = {name: own[aliases.get(other, other)].shape for name, other in known.items() if other is not None}
-            count = sum(exported[name].shape == shape for name, shape in shapes.items()), len(shapes)
+            count = sum(exported[name].shape == own[target].shape for name, target in names.items()), len(names)
             if count > most:
                 most, models = count, []
             if count == most > (0, 0):
@@ -208,6 +202,13 @@ class ExportCheck:
             for module, mode in modes.items():
                 module.training = mode
             torch.set_rng_state(random)
+
+
+def _match(model: nn.Module, exported: Values) -> tuple[Values, dict[str, str]]:
+    """Return the tensors of a model, and by name in a file the model's name of the tensor. A tied tensor has one name."""
+    own, aliases = _tensors(model), parameters_by_fqn(model)[1]
+    names = {name: matching_name(name, [*own, *aliases]) for name in exported}
+    return own, {name: aliases.get(target, target) for name, target in names.items() if target is not None}
 
 
 def _reshard(model: nn.Module) -> None:

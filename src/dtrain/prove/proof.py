@@ -293,16 +293,12 @@ class Finding:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the finding as plain data."""
-        difference = self.difference
+        names = ("step", "kind", "name", "text", "relative")
         return {
             "run": self.run,
             "against": self.against,
-            "step": difference.step,
-            "kind": difference.kind,
-            "name": difference.name,
-            "text": difference.text,
-            "relative": difference.relative,
-            "ranks": list(difference.ranks),
+            **{name: getattr(self.difference, name) for name in names},
+            "ranks": list(self.difference.ranks),
             "cause": self.cause.code,
             "sentence": self.cause.sentence,
             "page": self.cause.page,

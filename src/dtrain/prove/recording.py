@@ -387,10 +387,6 @@ class RankRecorder:
         self.evaluations.number_shown()
         self.log.write("printed", text=text[:2000], events=list(self.facts.events))
 
-    def saved(self, step: int, path: str) -> None:
-        """Observe the call of a save."""
-        self.log.write("saved", step=step, path=path)
-
 
 class ScriptModels:
     """Models of one rank, in the order in which they were seen. Names in further models begin with the class of the model.
@@ -409,11 +405,11 @@ class ScriptModels:
         """Remember a model, unless its parameters are those of a known model. Mutates: the dtype of its parameters."""
         inner = unwrap_module(model)
         self._wrappers.setdefault(id(model), model)
-        if any(inner is known for known in self.modules):
+        if any(inner is other for other in self.modules):
             return
-        known = {id(param) for other in self.modules for param in other.parameters()}
-        own = [id(param) for param in inner.parameters()]
-        if self.modules and own and all(param in known for param in own):
+        earlier = {id(param) for other in self.modules for param in other.parameters()}
+        own = {id(param) for param in inner.parameters()}
+        if self.modules and own and own <= earlier:
             return
         # A module of this model was seen first.
         self.modules = [other for other in self.modules if not any(module is other for module in inner.modules())]
@@ -423,18 +419,11 @@ class ScriptModels:
 
     def parameters(self) -> dict[str, Tensor]:
         """Return the parameters of all models by name."""
-        named: dict[str, Tensor] = {}
-        for prefix, model in self._named():
-            params, _ = parameters_by_fqn(model)
-            named.update({f"{prefix}{name}": param for name, param in params.items()})
-        return named
+        return {prefix + name: param for prefix, model in self._named() for name, param in parameters_by_fqn(model)[0].items()}
 
     def buffers(self) -> dict[str, Tensor]:
         """Return the buffers of all models by name."""
-        named: dict[str, Tensor] = {}
-        for prefix, model in self._named():
-            named.update({f"{prefix}{name}": buffer for name, buffer in buffers_by_fqn(model).items()})
-        return named
+        return {prefix + name: buffer for prefix, model in self._named() for name, buffer in buffers_by_fqn(model).items()}
 
     def ties(self) -> list[str]:
         """Return the tied parameters, as ``"head.weight = embed.weight"``."""

@@ -294,8 +294,8 @@ def _facts_of_evaluations(ranks: list[list[Row]]) -> Iterator[Fact]:
         yield _fact(first, "evaluation", f"evaluation {place[2]}", value, by_rank=lists, order=index)
 
 
-def matching_name(name: str, known: Collection[str]) -> str | None:
-    """Return the name in ``known`` of an exported tensor, whose name may have another prefix."""
-    if name in known:
+def matching_name(name: str, names: Collection[str]) -> str | None:
+    """Return the name in ``names`` of an exported tensor, whose name may have another prefix."""
+    if name in names:
         return name
-    return next((other for other in known if name.endswith(f".{other}") or other.endswith(f".{name}")), None)
+    return next((other for other in names if name.endswith(f".{other}") or other.endswith(f".{name}")), None)

@@ -254,7 +254,7 @@ def _observe_files(recorder: RankRecorder) -> None:
         if tensors and isinstance(file, str | os.PathLike):
             recorder.evaluations.exported(str(file), tensors.items())
         elif not called_from("dtrain.checkpoint"):
-            recorder.saved(recorder.updates_done(), str(file))
+            recorder.log.write("saved", step=recorder.updates_done(), path=str(file))
         return result
 
     torch.save = saved  # type: ignore[assignment]

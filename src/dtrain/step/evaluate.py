@@ -130,8 +130,8 @@ def pad_to_longest_rank(loader: Any, count_fn: Callable[[Batch], tuple[int, int]
 
 def _find_padding(empty: Batch) -> Batch:
     """Return the batch to run in place of ``empty``: a real sample of its loader, else ``empty`` itself."""
-    samples = [info.padding_sample for info in get_batch_infos(empty) if info.padding_sample is not None]
-    return samples[0] if samples else empty
+    samples = (info.padding_sample for info in get_batch_infos(empty))
+    return next((sample for sample in samples if sample is not None), empty)
 
 
 def _raise_if_any_rank(rows: list[list[float]], column: int, problem: str) -> None:
@@ -268,19 +268,21 @@ class _AutoBatchEval(Generic[T]):
         Collective: those of the part. In traced mode, and after a failure, also one record.
         """
         rng_snapshot, results = RNGSnapshot(), list[T]()
-        known = guard.multi_rank and guard.traces.find(plan) is not None
+        has_trace = guard.traces.find(plan) is not None
         with guard.attempt(plan):
             results = [self.fn(model, to_device(next_part(), get_device(model)))]
         if guard.failed:
             guard.roll_back(partial(_abort_forward, model))
         try:
-            guard.raise_if_failed(_gather_statuses(guard, exchange=known or (guard.failed and guard.multi_rank)), _NO_COUNTS)
+            guard.raise_if_failed(
+                _gather_statuses(guard, exchange=guard.multi_rank and (has_trace or guard.failed)), _NO_COUNTS
+            )
         except Exception as problem:
             _abort_forward(model)
             rng_snapshot.restore()
             if not isinstance(problem, StepAborted):
                 raise
-            if not guard.retry:
+            if not problem.retry:
                 self._shrink(model, size, guard.oom_message)
             return []
         return results
@@ -333,15 +335,15 @@ class _RemainingSamples:
         while self._parts[0][1] > size:
             first, samples = self._parts[0]
             parts = split_microbatches(first, size, self.batch_spec).batches
-            counts = [count_samples_and_tokens(part, self.batch_spec)[0] for part in parts]
+            counts = [count_samples_and_tokens(batch, self.batch_spec)[0] for batch in parts]
             if sum(counts) != samples or not 0 < max(counts) <= size:
                 raise ConfigError(
                     f"{_AUTO_BATCH_EVAL}: split must return parts of at most {size} samples, {samples} in all, got {counts}. "
                     "Return parts that cover the batch in order."
                 )
-            self._parts[:1] = [(part, n) for part, n in zip(parts, counts, strict=True) if n]
-        part, self._part_size = self._parts[0]
-        return part
+            self._parts[:1] = [(batch, count) for batch, count in zip(parts, counts, strict=True) if count]
+        first, self._part_size = self._parts[0]
+        return first
 
     def advance(self) -> None:
         """Advance past the current part."""

@@ -266,11 +266,8 @@ class MetricAccumulator:
         sums["loss"] = self._plus(totals, loss.total), weights + weight if type(weight) is int else self._plus(weights, weight)
         if loss.terms or loss.aux:
             for name, (total, weight) in (*loss.terms.items(), *loss.aux.items()):
-                self._add(name, total, weight)
-
-    def _add(self, name: str, total: Tensor | float, weight: Tensor | float) -> None:
-        totals, weights = self._sums.get(name, (0, 0))
-        self._sums[name] = self._plus(totals, total), self._plus(weights, weight)
+                totals, weights = sums.get(name, (0, 0))
+                sums[name] = self._plus(totals, total), self._plus(weights, weight)
 
     def _plus(self, current: Tensor | float, value: Tensor | float) -> Tensor | float:
         """Return the sum. Mutates: ``current``, if it is a tensor."""
@@ -345,9 +342,9 @@ def _describe_return_value(value: object) -> str:
     if value is None:
         return "None. End loss_fn with `return dt.LossSum(total=loss, weight=count)`"
     if isinstance(value, Tensor) and torch.is_grad_enabled() and not value.requires_grad:
-        return f"{kind} [{_shape(value)}] without a graph. Leave out .detach() and no_grad. For a mean, {_WRAP_ADVICE}"
+        return f"{kind} {list(value.shape)} without a graph. Leave out .detach() and no_grad. For a mean, {_WRAP_ADVICE}"
     if isinstance(value, Tensor):
-        return f"{kind} [{_shape(value)}]. For a mean, {_WRAP_ADVICE}. For a sum, return dt.LossSum(total=loss, weight=count)"
+        return f"{kind} {list(value.shape)}. For a mean, {_WRAP_ADVICE}. For a sum, return dt.LossSum(total=loss, weight=count)"
     if is_number(value):
         return f"the number {value!r}, which has no graph. Return the tensor without .item(). For a mean, {_WRAP_ADVICE}"
     # An output of transformers is a mapping with attributes.
@@ -356,11 +353,6 @@ def _describe_return_value(value: object) -> str:
     if isinstance(value, tuple | list):
         return f"{kind} of {len(value)}. Return dt.LossSum(total=loss, weight=count, aux={{'accuracy': (right, count)}})"
     return f"{kind}. Return dt.LossSum(total=loss, weight=count). For a mean, {_WRAP_ADVICE}"
-
-
-def _shape(tensor: Tensor) -> str:
-    """Return the sizes of ``tensor`` for a message."""
-    return ", ".join(map(str, tensor.shape))
 
 
 def _check_terms_and_aux(loss: LossSum, caller: str) -> None:
@@ -373,7 +365,7 @@ def _check_terms_and_aux(loss: LossSum, caller: str) -> None:
                     f"{caller}: LossSum.{kind}[{name!r}] must be (total, weight), got {describe_value(pair)}. "
                     "Give the sum and the count, not their quotient."
                 )
-            invalid = [part for part in pair if not is_number(part)]
+            invalid = [value for value in pair if not is_number(value)]
             if invalid:
                 raise ConfigError(
                     f"{caller}: LossSum.{kind}[{name!r}] must be single numbers, got {describe_value(invalid[0])}. Sum it."
