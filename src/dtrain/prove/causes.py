@@ -288,14 +288,11 @@ def _of_resume(difference: Difference, record: RunRecord, reference: RunRecord) 
         return codes[kind]
     if kind in ("loss", "gradient") and any(row["draws"] for row in reference.step_rows(difference.step)):
         return "rng_not_saved"
-    return "parameters_not_saved" if _begins_with_others(record, reference, difference.step) else "unknown"
-
-
-def _begins_with_others(record: RunRecord, reference: RunRecord, step: int) -> bool:
-    """Return True if a resume that begins with ``step`` has other parameters than the run had after the step before."""
+    # A resume that begins with this step may have other parameters than the run had after the step before.
+    step = difference.step
     saved = {fact.name: fact.value for kind in ("parameter", "buffer") for fact in reference.of_kind(kind, step - 1)}
-    loaded = record.of_kind("initial", step)
-    return any(fact.name in saved and fact.value.digest != saved[fact.name].digest for fact in loaded)
+    loaded = [fact.value.digest == saved[fact.name].digest for fact in record.of_kind("initial", step) if fact.name in saved]
+    return "unknown" if all(loaded) else "parameters_not_saved"
 
 
 def _is_best_value(record: RunRecord, reference: RunRecord) -> bool:

@@ -51,6 +51,7 @@ _PRELOADED = (
     "torch._dynamo",
     "torch.nn.parallel",
 )
+_OUTPUT_FOLDERS = ("ckpt", "checkpoints", "runs", "out", "output", "outputs")
 _SKIPPED_FOLDERS = (".git", ".venv", "__pycache__", "node_modules", ".nox", ".mypy_cache", ".ruff_cache", ".pytest_cache")
 
 
@@ -90,20 +91,13 @@ def copy_work_folder(source: Path, destination: Path) -> None:
         if entry.name in _SKIPPED_FOLDERS or target.exists() or entry.name.startswith("."):
             continue
         if entry.is_dir():
-            if not _is_output(Path(entry.path)):
+            names = os.listdir(entry.path) if os.access(entry.path, os.R_OK) else []
+            if entry.name not in _OUTPUT_FOLDERS and not any(name.startswith(("step-", "checkpoint")) for name in names):
                 target.symlink_to(os.path.realpath(entry.path))
         elif entry.is_file() and entry.stat().st_size <= _MAX_COPY_BYTES:
             shutil.copy2(entry.path, target)
         else:
             target.symlink_to(os.path.realpath(entry.path))
-
-
-def _is_output(folder: Path) -> bool:
-    """Return True for a folder that looks like the output of a training run."""
-    names = {path.name for path in folder.iterdir()} if os.access(folder, os.R_OK) else set()
-    return folder.name in ("ckpt", "checkpoints", "runs", "out", "output", "outputs") or any(
-        name.startswith(("step-", "checkpoint")) for name in names
-    )
 
 
 @dataclass(slots=True, eq=False)
@@ -194,26 +188,22 @@ def _outcome(run: _Running) -> RunOutcome:
         # Another rank's error is the cause of an error in communication.
         follows = "PeerError" in record["error"] or "DistError" in record["error"] or "Connection" in record["error"]
         failures.append((follows, path.stat().st_mtime, record))
-    first = min(failures, key=lambda item: item[:2])[2] if failures else None
-    text = _last_error_line(folder)
-    if first is not None:
-        text = f"{first['error']} (rank {first['rank']}{', ' + first['where'] if first['where'] else ''})"
+    error = None
+    if failures:
+        first = min(failures, key=lambda item: item[:2])[2]
+        error = f"{first['error']} (rank {first['rank']}{', ' + first['where'] if first['where'] else ''})"
+    else:
+        # A process that ended without an exception may have written a line to its standard error.
+        outputs = [path.read_text(encoding="utf-8", errors="replace") for path in sorted(folder.glob("rank-*.err"))]
+        lines = [text.strip().rsplit("\n", 1)[-1].strip()[:300] for text in outputs if text.strip()]
+        error = lines[0] if lines else None
     return RunOutcome(
         config=run.config,
         codes=tuple(run.ranks.exits[rank].code for rank in range(run.config.ranks)),
-        error=text,
+        error=error,
         timed_out=run.timed_out,
         seconds=time.monotonic() - run.started,
     )
-
-
-def _last_error_line(folder: Path) -> str | None:
-    """Return the last line that a rank wrote to its standard error, for a process that ended without an exception."""
-    for path in sorted(folder.glob("rank-*.err")):
-        lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
-        if written := [line for line in lines if line.strip()]:
-            return written[-1].strip()[:300]
-    return None
 
 
 def run_rank(config_path: str, environment: Mapping[str, str]) -> None:

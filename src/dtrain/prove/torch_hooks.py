@@ -250,9 +250,10 @@ def _observe_files(recorder: RankRecorder) -> None:
     def saved(obj: Any, file: Any, *args: Any, **kwargs: Any) -> Any:
         note_overwrite(file)
         result = save(obj, file, *args, **kwargs)
-        tensors = _state_dict(obj)
-        if tensors and isinstance(file, str | os.PathLike):
-            recorder.evaluations.exported(str(file), tensors.items())
+        # A state dict of a model has names with tensors, and nothing else.
+        is_weights = isinstance(obj, Mapping) and obj and all(isinstance(value, Tensor) for value in obj.values())
+        if is_weights and isinstance(file, str | os.PathLike):
+            recorder.evaluations.exported(str(file), obj.items())
         elif not called_from("dtrain.checkpoint"):
             recorder.log.write("saved", step=recorder.updates_done(), path=str(file))
         return result
@@ -277,14 +278,6 @@ def _observe_files(recorder: RankRecorder) -> None:
 
     safetensors.torch.save_file = written
     conversion.convert = converted
-
-
-def _state_dict(value: Any) -> dict[str, Tensor]:
-    """Return ``value`` if it is a state dict of a model: names with tensors and nothing else."""
-    if not isinstance(value, Mapping) or not value:
-        return {}
-    tensors = {name: item for name, item in value.items() if isinstance(item, Tensor)}
-    return tensors if len(tensors) == len(value) else {}
 
 
 class PlainLoop(UpdateObserver):

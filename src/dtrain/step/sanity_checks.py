@@ -110,7 +110,7 @@ def _halves_show_mean(loss_fn: LossFn, model: nn.Module, batch: Batch, name: str
         indices, half = torch.arange(samples, device=list_tensors(batch)[0].device), (samples + 1) // 2
         # Copies, because the loss may write into its batch.
         batches = [select_samples(batch, chosen) for chosen in (indices, indices[:half], indices[half:])]
-        (total, weight), *pairs = [loss_sums(loss_fn, model, part)[name] for part in batches]
+        (total, weight), *pairs = [loss_sums(loss_fn, model, samples)[name] for samples in batches]
     # A part of the batch, or a second forward, may be more than the loss can take.
     except Exception:  # noqa: BLE001
         return None
