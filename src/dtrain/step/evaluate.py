@@ -233,10 +233,10 @@ class _AutoBatchEval(Generic[T]):
         # The error is raised once all ranks know of it.
         except Exception as problem:  # noqa: BLE001
             error = problem
-        rows = all_gather_numbers([error is not None], caller=_AUTO_BATCH_EVAL) if multi_rank else []
-        if error is not None:
+        if multi_rank:
+            _exchange([], error, "cannot count its batch")
+        elif error is not None:
             raise error
-        _raise_if_peer_failed(rows, 0, "cannot count its batch")
         return samples
 
     def _agree_on_part(self, remaining: int, plan: object, error: Exception | None, *, multi_rank: bool) -> int:
@@ -253,11 +253,7 @@ class _AutoBatchEval(Generic[T]):
                 raise error
             return remaining
         trace = self._traces.find(plan)
-        row = [remaining, 0 if trace is None else trace.digest, error is not None]
-        rows = all_gather_numbers(row, caller=_AUTO_BATCH_EVAL)
-        if error is not None:
-            raise error
-        _raise_if_peer_failed(rows, 2, "cannot run its batch again")
+        rows = _exchange([remaining, 0 if trace is None else trace.digest], error, "cannot run its batch again")
         if len({digest for _, digest, _ in rows}) > 1:
             self._traces.forget(plan)
         return int(max(samples for samples, _, _ in rows))
@@ -360,10 +356,15 @@ class _RemainingSamples:
         return self.batch if self._counted_by_caller else narrow_batch(self.batch, 0, 1, self.batch_spec)
 
 
-def _raise_if_peer_failed(rows: list[list[float]], column: int, problem: str) -> None:
-    failed = [rank for rank, row in enumerate(rows) if row[column]]
-    if failed:
-        raise PeerError(f"{_AUTO_BATCH_EVAL}: rank {failed[0]} {problem}. See its own error.")
+def _exchange(row: list[float], error: Exception | None, problem: str) -> list[list[float]]:
+    """Return the rows of all ranks, unless a rank has an ``error``, which is ``problem`` for its peers."""
+    rows = all_gather_numbers([*row, error is not None], caller=_AUTO_BATCH_EVAL)
+    if error is not None:
+        raise error
+    for rank, (*_, failed) in enumerate(rows):
+        if failed:
+            raise PeerError(f"{_AUTO_BATCH_EVAL}: rank {rank} {problem}. See its own error.")
+    return rows
 
 
 def _gather_statuses(guard: StepGuard, *, exchange: bool) -> BackwardSync:
