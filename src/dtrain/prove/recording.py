@@ -93,7 +93,7 @@ class RankRecorder:
         self.facts = StepFacts()
         self.in_step = self._in_update = False
         self.steps_of_dtrain = False
-        self._parts: dict[int, int] = {}
+        self._indices: dict[int, int] = {}
         self.updates: dict[int, int] = {}
         self._initial: set[int] = set()
         self._names: dict[int, str] = {}
@@ -146,7 +146,7 @@ class RankRecorder:
         """Observe the model and the optimizer of a new ``TrainState``, before the state is made."""
         self._start_dtrain_loop()
         self.models.add(model)
-        self.part_of(optimizer)
+        self.index_of(optimizer)
 
     @property
     def last_step(self) -> Duration:
@@ -189,15 +189,15 @@ class RankRecorder:
 
     # ---- optimizers ----
 
-    def part_of(self, optimizer: Any) -> int:
+    def index_of(self, optimizer: Any) -> int:
         """Return the number of an optimizer, in the order of the first use."""
-        return self._parts.setdefault(id(optimizer), len(self._parts))
+        return self._indices.setdefault(id(optimizer), len(self._indices))
 
     def _start_dtrain_loop(self) -> None:
         """Forget a loop by hand that prepares the training, such as that of a codec on rank 0: other ranks may not run it."""
         if not self.steps_of_dtrain:
             self.steps_of_dtrain, self.log.optimizer_index, self.log.step = True, 0, self.config.first_step
-            for seen in (self._parts, self.updates, self._initial):
+            for seen in (self._indices, self.updates, self._initial):
                 seen.clear()
             self.log.write("loop_starts")
 
@@ -206,7 +206,7 @@ class RankRecorder:
     def step_begins(self, state: TrainState, batch: Any) -> None:
         """Observe the batch of a step, before the transforms and the forward."""
         self._start_dtrain_loop()
-        self.log.optimizer_index = self.part_of(state.optimizer)
+        self.log.optimizer_index = self.index_of(state.optimizer)
         self.log.step = state.step
         self.facts = StepFacts()
         self.in_step = True
@@ -284,7 +284,7 @@ class RankRecorder:
     @contextmanager
     def update(self, state: TrainState, params: Sequence[Tensor] | None = None) -> Iterator[None]:
         """Write the gradients before the context applies them; an update in backward has several parts, each of ``params``."""
-        self.log.optimizer_index = self.part_of(state.optimizer)
+        self.log.optimizer_index = self.index_of(state.optimizer)
         if not self._in_update:
             self.write_step(state.optimizer)
             self.facts = StepFacts()
@@ -324,7 +324,7 @@ class RankRecorder:
 
     def step_ends(self, state: TrainState) -> None:
         """Observe the state after a step."""
-        self.log.optimizer_index = self.part_of(state.optimizer)
+        self.log.optimizer_index = self.index_of(state.optimizer)
         self.in_step = self._in_update = False
         self.write_parameters()
         for name, tensor in named_tensors(state.transform_states):

@@ -260,7 +260,8 @@ def _run_script(config: RunConfig, rank: int) -> int:
     main = ModuleType("__main__")
     main.__dict__.update(__file__=path, __builtins__=builtins, __cached__=None, __annotations__={})
     sys.modules["__main__"] = main
-    code, failure = 0, None
+    code = 0
+    failure: BaseException | None = None
     try:
         exec(compile(Path(path).read_bytes(), path, "exec", dont_inherit=True), main.__dict__)
     except SystemExit as error:

@@ -335,7 +335,7 @@ class PlainLoop(UpdateObserver):
         recorder.note("update_by_hand", optimizer=type(optimizer).__name__)
         if recorder.steps_of_dtrain:
             return
-        optimizer_index = recorder.log.optimizer_index = recorder.part_of(optimizer)
+        optimizer_index = recorder.log.optimizer_index = recorder.index_of(optimizer)
         recorder.log.step = recorder.updates.setdefault(optimizer_index, recorder.config.first_step)
         if self._loaded is not None:
             self._training_loaders.add(self._loaded[0])
@@ -349,7 +349,7 @@ class PlainLoop(UpdateObserver):
         recorder = self._recorder
         if recorder.steps_of_dtrain:
             return
-        optimizer_index = recorder.log.optimizer_index = recorder.part_of(optimizer)
+        optimizer_index = recorder.log.optimizer_index = recorder.index_of(optimizer)
         if recorder.records_updates():
             recorder.write_parameters()
         recorder.updates[optimizer_index] += 1
