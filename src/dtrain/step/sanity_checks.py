@@ -470,10 +470,9 @@ class _Outputs:
 
         def compare(key: _Key, tensor: Tensor) -> None:
             shape, parts = self._parts.get(key, ((), {}))
-            shape_whole = tuple(tensor.shape)
-            if len(shape) != len(shape_whole):
+            if len(shape) != tensor.ndim:
                 return
-            changed = [dim for dim, (part, whole) in enumerate(zip(shape, shape_whole, strict=True)) if part != whole]
+            changed = [dim for dim, size in enumerate(tensor.shape) if size != shape[dim]]
             if len(changed) != 1 or changed[0] not in parts:
                 return
             whole = _project(tensor, changed[0])
