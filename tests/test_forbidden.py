@@ -9,7 +9,7 @@ import dtrain
 
 SOURCE = Path(dtrain.__file__).parent
 TRUSTED = {"checkpoint/conversion/unpickle_subprocess.py"}  # a program of its own, run only when the user says --trust
-RUNS_THE_SCRIPT = {file: ["exec"] for file in ("launch/rank_main.py", "prove/proof_rank.py")}  # as Python itself would
+RUNS_THE_SCRIPT = {file: ["exec"] for file in ("launch/rank_main.py", "prove/runs.py")}  # as Python itself would
 PICKLED_DATA = {"data/stream/formats/shard_format.py": ["import pickle"]}  # of others, read only with allow_pickle=True
 FROM_ITS_OWN_CHILDREN = {"data/workers.py": ["import pickle"]}  # what its loader workers send a rank
 EXPORT_OF_THE_SCRIPT = {"prove/evaluations.py": ["torch.load"]}  # that a proof has just made, with weights_only=True

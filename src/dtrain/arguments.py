@@ -200,9 +200,9 @@ def format_duration(seconds: float) -> str:
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s"
-    for unit, size, part, smaller in (("m", 60, "s", 1), ("h", 3600, "m", 60)):
+    for unit, size, smaller_unit, smaller in (("m", 60, "s", 1), ("h", 3600, "m", 60)):
         if whole < size * (60 if unit == "m" else 24):
-            return f"{whole // size} {unit} {whole % size // smaller:02d} {part}"
+            return f"{whole // size} {unit} {whole % size // smaller:02d} {smaller_unit}"
     return f"{whole // 86400} d {whole % 86400 // 3600:02d} h"
 
 

@@ -124,5 +124,5 @@ def compile_patterns(patterns: Iterable[str], *, caller: str) -> Callable[[str],
             )
         pieces = re.split(r"(\*\*|\*)", pattern)
         parts.append("".join({"**": ".*", "*": "[^.]*"}.get(piece, re.escape(piece)) for piece in pieces))
-    regex = re.compile("|".join(f"(?:{part})" for part in parts) if parts else r"(?!)")
+    regex = re.compile("|".join(f"(?:{text})" for text in parts) if parts else r"(?!)")
     return lambda name: regex.fullmatch(name) is not None

@@ -204,7 +204,7 @@ def _assign_node_cores(cores: Sequence[Core], nproc: int) -> Iterator[list[int]]
 
 def _split_evenly(items: Sequence[_Item], parts: int) -> list[Sequence[_Item]]:
     """Split ``items`` into ``parts`` blocks whose sizes differ by at most one."""
-    borders = [len(items) * part // parts for part in range(parts + 1)]
+    borders = [len(items) * number // parts for number in range(parts + 1)]
     return [items[begin:end] for begin, end in pairwise(borders)]
 
 

@@ -152,7 +152,7 @@ def parse_release(version: str) -> tuple[int, ...]:
     True
     """
     leading = re.match(r"[0-9]+(\.[0-9]+)*", version)
-    numbers = [int(part) for part in leading[0].split(".")] if leading else []
+    numbers = [int(number) for number in leading[0].split(".")] if leading else []
     while numbers and numbers[-1] == 0:
         numbers.pop()
     return tuple(numbers)

@@ -91,4 +91,4 @@ def is_rewind(step: int, names: Iterable[str], logged: Iterable[tuple[Collection
         logged: names of metrics, and the last step at which they were logged.
     """
     metrics = set(names) - {STEP, TIME}
-    return any(last > step and not metrics.isdisjoint(known) for known, last in logged)
+    return any(last > step and not metrics.isdisjoint(earlier) for earlier, last in logged)

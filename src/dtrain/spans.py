@@ -131,8 +131,8 @@ class span:
     __slots__ = ("_name",)
 
     def __init__(self, name: str, category: TimeCategory | None = None) -> None:
-        known = type(name) is str and name in _RECORDER.totals
-        if not known or (category is not None and _RECORDER.categories.get(name) != category):
+        is_declared = type(name) is str and name in _RECORDER.totals
+        if not is_declared or (category is not None and _RECORDER.categories.get(name) != category):
             _declare_span(name, category)
         self._name = name
 
@@ -180,10 +180,10 @@ def _declare_span(name: str, category: TimeCategory | None) -> None:
         raise ConfigError(f"span: name must be a text of 1 to 60 printable characters, got {name!r}. Shorten the name.")
     if category is not None:
         check_choice("span", "category", category, TIME_CATEGORIES)
-    known = _RECORDER.categories.get(name)
-    if category is not None and known not in (None, category):
-        raise ConfigError(f"span: category of {name!r} must be {known} as before, got {category!r}. Choose another name.")
-    if known is None and len(_RECORDER.categories) < _MAX_NAMES:
+    declared = _RECORDER.categories.get(name)
+    if category is not None and declared not in (None, category):
+        raise ConfigError(f"span: category of {name!r} must be {declared} as before, got {category!r}. Choose another name.")
+    if declared is None and len(_RECORDER.categories) < _MAX_NAMES:
         _RECORDER.categories[name] = category or "other"
 
 

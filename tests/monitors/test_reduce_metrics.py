@@ -5,7 +5,7 @@ from dtrain.dist.init import get_dist_info
 from dtrain.errors import ConfigError, StepError
 from dtrain.monitors.reduce_metrics import reduce_metrics, tokens_per_second
 from dtrain.schedules.clock import Clock
-from dtrain.step.metrics import add_metrics, make_metric
+from dtrain.step.normalization import add_metrics, make_metric
 from dtrain.typing import Metric
 
 

@@ -93,7 +93,7 @@ def test_transform_state_memory_is_counted():
 
 
 def test_training_after_an_estimate_has_real_metric_weights(monkeypatch):
-    monkeypatch.setattr("dtrain.step.metrics._UNIT_WEIGHTS", {})  # no step has run in this process
+    monkeypatch.setattr("dtrain.step.normalization._UNIT_WEIGHTS", {})  # no step has run in this process
     estimate_memory(linears(transforms=[dt.transforms.clip_by_norm(1.0)]), world_size=4)
     model = nn.Linear(2, 1)
     step = dt.compose_step(

@@ -17,7 +17,7 @@ torch = pytest.importorskip("torch")
 STEP = {
     "kind": "step",
     "step": 0,
-    "part": 0,
+    "optimizer_index": 0,
     "samples": [],
     "losses": [],
     "forwards": 1,
@@ -39,17 +39,21 @@ def write_run(folder, ranks, *, gradient=None, tensors=(), rows=()):
         log.write(row.pop("kind"), **row)
         if gradient is not None:
             values = gradient[rank] if isinstance(gradient[0], list) else gradient
-            log.write_tensor("gradient", "weight", torch.tensor(values, dtype=torch.float64), step=0, part=0, order=0)
+            log.write_tensor(
+                "gradient", "weight", torch.tensor(values, dtype=torch.float64), step=0, optimizer_index=0, order=0
+            )
         for kind, name, values, *step in tensors:
-            log.write_tensor(kind, name, torch.tensor(values, dtype=torch.float64), step=step[0] if step else 0, part=0)
+            log.write_tensor(
+                kind, name, torch.tensor(values, dtype=torch.float64), step=step[0] if step else 0, optimizer_index=0
+            )
         log.close()
     return read_record(folder.name, folder)
 
 
 def first_cause(reference, record, ranks=2, *, resumed=False, same_layout=False):
     comparison = compare_records(reference, record, same_layout=same_layout)
-    config = RunConfig(name="run", folder="", work_folder="", script="", ranks=ranks)
-    return explain(comparison.first, record, reference, config, resumed).code
+    config = RunConfig(name="run", folder="", script="", ranks=ranks)
+    return explain(comparison.differences[0], record, reference, config, resumed).code
 
 
 def test_equal_records_are_equal_bit_for_bit(tmp_path):

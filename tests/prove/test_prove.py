@@ -92,10 +92,10 @@ def test_rounded_frequencies_are_the_first_module_that_rounding_does_not_explain
     monkeypatch.chdir(tmp_path)
     report = dt.prove.prove(BUGS / "rotary_rounded.py", world_sizes=(), steps=2, keep_precision=True, timeout_s=600.0)
     assert [finding.cause.code for finding in report.findings] == ["rotary_rounded"]
-    worst = max(report.modules, key=lambda module: module.ratio)
+    worst = max(report.modules, key=lambda module: module.output / module.rounding)
     assert (worst.name, worst.dtype, worst.is_far) == ("rotary", "bfloat16", True)
     assert worst.gradient is not None
-    assert not any(module.is_far for module in report.modules if module.order < worst.order)
+    assert not any(module.is_far for module in report.modules[: report.modules.index(worst)])
     assert "The first module in the program whose error rounding does not explain: rotary" in report.text()
 
 

@@ -235,7 +235,7 @@ def _read_and_apply(
     names = ", ".join(loaded.ignored[:5]) + (", ..." if len(loaded.ignored) > 5 else "")
     parts = [f"loaded {folder} in {seconds:.2g} s", f"ignored {names}" if names else "", agreed.skipped]
     log("; ".join(filter(None, parts)))
-    return {name: new_state._replace(restored=restored) for name, new_state in new_states.items()}
+    return {name: new_state._replace(restored=restored)._recorded() for name, new_state in new_states.items()}
 
 
 def _restore_objects(states: Mapping[str, TrainState], values: StoredValues, entries: Mapping[str, Any]) -> None:

@@ -20,7 +20,7 @@ from dtrain.dist.rng import derive_seed
 from dtrain.errors import ConfigError, StepError
 from dtrain.launch import heartbeats
 from dtrain.schedules.clock import Clock
-from dtrain.step.metrics import make_metric
+from dtrain.step.normalization import make_metric
 from dtrain.typing import Metrics
 
 

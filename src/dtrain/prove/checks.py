@@ -29,8 +29,7 @@ def check_record(record: RunRecord) -> list[Difference]:
     differs = "differs between ranks when the optimizer runs"
     exports = list(_check_evaluated_exports(record)) or list(_check_reloaded_exports(record))
     gradients = [] if weights else _between_ranks(record, "gradient", differs, "gradient_not_reduced")
-    found: dict[str | None, Difference] = {}
-    for difference in (
+    contradictions = (
         *weights,
         *_check_optimizers(record),
         *gradients,
@@ -38,9 +37,15 @@ def check_record(record: RunRecord) -> list[Difference]:
         *_check_frozen(record),
         *_check_epochs(record),
         *exports,
-    ):
-        found.setdefault(difference.code, difference)
-    return sorted(found.values(), key=lambda difference: difference.step)
+    )
+    return sorted(_first_of_each_kind(contradictions), key=lambda difference: difference.step)
+
+
+def _first_of_each_kind(differences: Sequence[Difference]) -> list[Difference]:
+    first: dict[str | None, Difference] = {}
+    for difference in differences:
+        first.setdefault(difference.code, difference)
+    return list(first.values())
 
 
 def _contradiction(code: str, step: int, kind: str, name: str, text: str, **more: Any) -> Difference:
@@ -151,7 +156,6 @@ class ModuleError:
     Args:
         name: module.
         kind: class of the module.
-        order: place in the order in which the modules ran.
         dtype: dtype of the output.
         output: difference of the output from float32.
         gradient: difference of the output's gradient from float32; None if there is none.
@@ -163,7 +167,6 @@ class ModuleError:
 
     name: str
     kind: str
-    order: int
     dtype: str
     output: float
     gradient: float | None
@@ -173,14 +176,9 @@ class ModuleError:
     step: int
 
     @property
-    def ratio(self) -> float:
-        """Number of measured roundings in the error of the output."""
-        return self.output / self.rounding
-
-    @property
     def is_far(self) -> bool:
         """True if rounding does not explain the error."""
-        return self.ratio > FAR
+        return self.output > FAR * self.rounding
 
 
 def compare_precision(exact: RunRecord | None, written: RunRecord, rounded: RunRecord | None) -> list[Difference]:
@@ -191,17 +189,14 @@ def compare_precision(exact: RunRecord | None, written: RunRecord, rounded: RunR
         written: record of the run in the script's own dtypes.
         rounded: record of the run in these dtypes whose modules round in another way.
     """
-    found: dict[str, Difference] = {}
-    differences = [*_rounded_exports(written)]
+    differences = list(_rounded_exports(written))
     if exact is not None and rounded is not None:
         # A rounded buffer explains the errors of modules.
         rounded_values = list(_rounded_buffers(exact, written)) or list(
             _imprecise_modules(module_errors(exact, written, rounded))
         )
         differences = [*rounded_values, *differences]
-    for difference in differences:
-        found.setdefault(str(difference.code), difference)
-    return list(found.values())
+    return _first_of_each_kind(differences)
 
 
 def module_errors(exact: RunRecord, written: RunRecord, rounded: RunRecord) -> list[ModuleError]:
@@ -210,14 +205,13 @@ def module_errors(exact: RunRecord, written: RunRecord, rounded: RunRecord) -> l
     measured = dict(_relative(written, rounded, "activation"))
     rows = {row["name"]: row for row in reversed(written.rows("activation"))}
     errors = []
-    for order, (name, error) in enumerate(_relative(exact, written, "activation")):
+    for name, error in _relative(exact, written, "activation"):
         row = rows[name]
         unit = 2.0 ** -BITS.get(row["dtype"], 53)
         errors.append(
             ModuleError(
                 name=name,
                 kind=row["kind_of"],
-                order=order,
                 dtype=row["dtype"],
                 output=error,
                 gradient=gradients.get(name),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
@@ -38,7 +38,7 @@ class Difference:
 
     Args:
         step: step, from 0.
-        kind: kind of the fact, as in ``records.KINDS``, or of a check.
+        kind: kind of the fact, as in ``KINDS``, or of a check.
         name: parameter, buffer, metric or variable.
         text: what differs, by how much.
         relative: relative difference; None if there is no number.
@@ -70,11 +70,6 @@ class Comparison:
     largest: float
     relative: tuple[tuple[Fact, float], ...] = field(default=(), repr=False)
 
-    @property
-    def first(self) -> Difference | None:
-        """The first difference, or None."""
-        return self.differences[0] if self.differences else None
-
 
 def compare_records(
     reference: RunRecord,
@@ -101,14 +96,14 @@ def compare_records(
     differences, sizes, is_bitwise = list[Difference](), list[tuple[Fact, float]](), True
     scales, constants = _scales(reference), _constant_numbers(reference)
     for fact in reference.facts.values():
-        partner, first_step = other.facts.get(fact.key), first_steps.get(fact.part)
+        partner, first_step = other.facts.get(fact.key), first_steps.get(fact.optimizer_index)
         if partner is None or fact.kind not in kinds or fact.key in ignored or fact.step < (first_step or 0):
             continue
         of_layout = fact.kind in ("variable", "generator", "rng", "optimizer_state") or _is_local_buffer(partner, other)
         if (of_layout and not same_layout) or (fact.kind == "variable" and fact.name in constants):
             continue
         # Without draws, the state of a generator changes nothing.
-        if fact.kind == "rng" and not any(row["draws"] for row in reference.step_rows(fact.step, fact.part)):
+        if fact.kind == "rng" and not any(row["draws"] for row in reference.step_rows(fact.step, fact.optimizer_index)):
             continue
         # A resumed run begins after the evaluations and the log of its first step.
         if fact.step and fact.step == first_step and fact.kind in ("evaluation", "metric"):
@@ -120,8 +115,28 @@ def compare_records(
         is_bitwise &= result == _EQUAL
         sizes.append((fact, result.relative if result.is_certain else 0.0))
         if result.text:
-            differences.append(_difference(fact, partner, result))
-    differences += _missing_steps(reference, other, min(first_steps.values(), default=0))
+            ranks: tuple[int, ...] = ()
+            if partner.kind in TENSORS and len(set(partner.by_rank) - {None}) > 1:
+                ranks = tuple(rank for rank, value in enumerate(partner.by_rank) if value not in (None, fact.value.digest))
+            relative = None if fact.kind in ("samples", "evaluation") else result.relative or None
+            differences.append(
+                Difference(
+                    step=fact.step,
+                    kind=fact.kind,
+                    name=fact.name,
+                    text=result.text,
+                    relative=relative,
+                    ranks=ranks,
+                    reference=fact,
+                    other=partner,
+                    certain=result.is_certain,
+                )
+            )
+    begin = min(first_steps.values(), default=0)
+    expected, steps = ([step for step in record.steps if step >= begin] for record in (reference, other))
+    if expected and expected != steps:
+        text = f"end after {format_count(len(steps), 'update')} instead of {len(expected)}"
+        differences.append(Difference(step=min(expected[-1:] + steps[-1:]), kind="steps", name="", text=text))
     # A loss may be weighted in another way, unless the gradients of its step differ, too.
     gradients = {difference.step for difference in differences if difference.kind == "gradient"}
     differences = [difference for difference in differences if difference.certain or difference.step in gradients]
@@ -306,57 +321,3 @@ _COMPARE: Mapping[str, Callable[[Fact, Fact, _Options], _Result]] = {
 
 def _plain(fact: Fact) -> Any:
     return fact.value["digest"] if fact.kind in ("variable", "generator") else fact.value
-
-
-def _difference(fact: Fact, partner: Fact, result: _Result) -> Difference:
-    ranks: tuple[int, ...] = ()
-    if partner.kind in TENSORS and len(set(partner.by_rank) - {None}) > 1:
-        ranks = tuple(rank for rank, value in enumerate(partner.by_rank) if value is not None and value != fact.value.digest)
-    return Difference(
-        step=fact.step,
-        kind=fact.kind,
-        name=fact.name,
-        text=result.text,
-        relative=None if fact.kind in ("samples", "evaluation") else result.relative or None,
-        ranks=ranks,
-        reference=fact,
-        other=partner,
-        certain=result.is_certain,
-    )
-
-
-def _missing_steps(reference: RunRecord, other: RunRecord, first_step: int) -> Iterator[Difference]:
-    expected = [step for step in reference.steps if step >= first_step]
-    found = [step for step in other.steps if step >= first_step]
-    if expected != found and expected:
-        last_a, last_b = expected[-1], found[-1] if found else None
-        yield Difference(
-            step=min(last_a, last_b if last_b is not None else last_a),
-            kind="steps",
-            name="",
-            text=f"end after {format_count(len(found), 'update')} instead of {len(expected)}",
-        )
-
-
-def label(difference: Difference) -> str:
-    """Return the subject of a difference: ``"gradient of head.weight"``."""
-    kind: Mapping[str, str] = {
-        "initial": "initial value of",
-        "generator": "generator",
-        "variable": "variable",
-        "ties": "tied parameters",
-        "samples": "samples",
-        "rng": "random state",
-        "loss": "loss",
-        "optimizer_state": "state of the optimizer",
-        "gradient": "gradient of",
-        "lr": "learning rate",
-        "parameter": "parameter",
-        "buffer": "buffer",
-        "transform": "state of the transform",
-        "metric": "metric",
-        "evaluation": "samples of",
-        "exported": "exported",
-        "steps": "steps",
-    }
-    return f"{kind.get(difference.kind, difference.kind)} {difference.name}".strip()

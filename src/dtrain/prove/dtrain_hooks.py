@@ -164,7 +164,7 @@ def _hooks_of_numbers(recorder: RankRecorder) -> dict[Hook, Hook]:
 
     def reduced(metrics: Any) -> dict[str, float]:
         means = reduce_metrics(metrics)
-        recorder.metrics("reduce_metrics", None, means)
+        recorder.metrics("reduce_metrics", means)
         return means
 
     def saved(root: Any, state: Any, **options: Any) -> Any:
@@ -174,7 +174,7 @@ def _hooks_of_numbers(recorder: RankRecorder) -> dict[Hook, Hook]:
     log, save = FaultTolerantLogger.__call__, Checkpointer.save
 
     def logged(logger: Any, step: int, numbers: Mapping[str, Any], /) -> None:
-        recorder.metrics("log", step, numbers)
+        recorder.metrics("log", numbers)
         log(logger, step, numbers)
 
     @functools.wraps(save)
@@ -193,7 +193,7 @@ def _record_save(recorder: RankRecorder, root: Any, state: Any) -> None:
     states = list(state.values()) if isinstance(state, Mapping) else [state]
     # The save refuses other values.
     if states and all(isinstance(value, TrainState) for value in states):
-        recorder.saved(max(value.step for value in states), str(root))
+        recorder.log.write("saved", step=max(value.step for value in states), path=str(root))
 
 
 def _observe_draws(recorder: RankRecorder) -> Hook:

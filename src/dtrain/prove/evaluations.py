@@ -52,42 +52,42 @@ class Evaluations:
         self._batches.append(sample_hashes(batch))
         return len(self._batches) == 1
 
-    def write_weights(self, model: nn.Module, step: int) -> None:
+    def write_weights(self, model: nn.Module) -> None:
         """Write the weights of an evaluation that begins. On several ranks the gather would need the same forward on all."""
         if self._weights_written or self._config.ranks > 1:
             return
         self._weights_written = True
         for name, param in parameters_by_fqn(model)[0].items():
-            self._log.write_tensor("evaluated_weight", name, param, step=step)
+            self._log.write_tensor("evaluated_weight", name, param)
         if self.exports is not None:
-            self.exports.evaluation_begins(model, step)
+            self.exports.evaluation_begins(model, self._log.step)
 
     def number_shown(self) -> None:
         """Observe that the script shows numbers, on some of its ranks: the next evaluation may run other weights."""
         self._weights_written = False
 
-    def flush(self, step: int, part: int) -> None:
+    def flush(self) -> None:
         """Write the evaluations since the last step. All ranks call this at the same place."""
         if self._batches:
-            self._log.write("evaluation", step=step, part=part, batches=self._batches)
+            self._log.write("evaluation", batches=self._batches)
             self._batches = []
         self._weights_written = False
 
-    def exported(self, path: str, tensors: Iterable[tuple[str, Tensor]], step: int) -> None:
+    def exported(self, path: str, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Write the tensors of a file that other programs will read, after the file is written."""
         for name, tensor in tensors:
-            self._log.write_tensor("exported", name, tensor, step=step, path=path)
+            self._log.write_tensor("exported", name, tensor, optimizer_index=0, path=path)
         if self.exports is None:
             return
         result, problem = None, ""
         try:
-            result = self.exports.check(path, step)
+            result = self.exports.check(path, self._log.step)
         except Exception as error:  # noqa: BLE001 - the script does not run the model this way
             problem = f"{type(error).__name__}: {error}"[:300]
         if result is None:
             self._note("export_not_run", path=os.path.basename(path), error=problem)
         else:
-            self._log.write("export_check", step=step, **result)
+            self._log.write("export_check", **result)
 
 
 class ExportCheck:
@@ -133,46 +133,42 @@ class ExportCheck:
 
     def _compare(self, exported: Values, step: int, module: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:
         inner = unwrap_module(module)
-        own = _tensors(inner)
-        aliases = parameters_by_fqn(inner)[1]
-        found: dict[str, Tensor] = {}
-        shapes: list[str] = []
-        for name, tensor in exported.items():
-            known = matching_name(name, [*own, *aliases])
-            known = aliases.get(known or "", known)
-            if known is not None and own[known].shape == tensor.shape:
-                found[known] = tensor
-            elif known is not None:
-                shapes.append(f"{name} has the shape {list(tensor.shape)} instead of {list(own[known].shape)}")
+        own, names = _match(inner, exported)
+        shapes = {name: (list(exported[name].shape), list(own[target].shape)) for name, target in names.items()}
+        loaded = {names[name]: exported[name] for name, (shape, expected) in shapes.items() if shape == expected}
         snapshots = self._evaluated.get(id(inner), [])
         references = [values for _, values in reversed(snapshots)]
         if not snapshots or snapshots[-1][0] != step:
             references.insert(0, _clone(own))
         with self._borrowed(inner, own):
             _fill(own, self._initial[id(inner)])
-            _fill(own, found)
+            _fill(own, loaded)
             outputs = _run(module, args, kwargs)
             errors = []
             for values in references:
                 # The dtype of the file is checked elsewhere.
-                _fill(own, {name: value.to(found[name].dtype) if name in found else value for name, value in values.items()})
+                _fill(own, {name: value.to(loaded[name].dtype) if name in loaded else value for name, value in values.items()})
                 errors.append(_relative(_run(module, args, kwargs), outputs))
         needed = {*parameters_by_fqn(inner)[0], *buffers_by_fqn(inner, persistent_only=True)}
-        missing = sorted(needed - set(found))
-        return {"error": min(errors), "missing": missing, "shapes": shapes}
+        differs = (
+            f"{name} has the shape {shape} instead of {expected}"
+            for name, (shape, expected) in shapes.items()
+            if shape != expected
+        )
+        return {"error": min(errors), "missing": sorted(needed - set(loaded)), "shapes": list(differs)}
 
     def _read(self, path: Path) -> Values:
-        part = _SHARD.search(path.name)
+        shard = _SHARD.search(path.name)
         # torch.save writes zip files, whatever their name, and wrote other files before.
         if zipfile.is_zipfile(path) or path.suffix in (".pt", ".pth", ".bin"):
             loaded = torch.load(path, map_location="cpu", weights_only=True)
             return {name: tensor for name, tensor in loaded.items() if isinstance(tensor, Tensor)}
         tensors = safetensors.torch.load_file(path)
-        if part is None:
+        if shard is None:
             return tensors
         whole = self._shards.setdefault(path.parent, {})
         whole.update(tensors)
-        return whole if part[1] == part[2] else {}
+        return whole if shard[1] == shard[2] else {}
 
     def _models_of(self, exported: Values) -> list[tuple[nn.Module, Any, Any]]:
         """Return the models that have the most tensors of a file by name and shape, else by name alone, with inputs."""
@@ -180,12 +176,10 @@ class ExportCheck:
         models: list[tuple[nn.Module, Any, Any]] = []
         for module, args, kwargs in self._held.values():
             inner = unwrap_module(module)
-            own, aliases = _tensors(inner), parameters_by_fqn(inner)[1]
+            own, names = _match(inner, exported)
             if any(tensor.is_meta for tensor in own.values()):
                 continue
-            known = {name: matching_name(name, [*own, *aliases]) for name in exported}
-            shapes = {name: own[aliases.get(other, other)].shape for name, other in known.items() if other is not None}
-            count = sum(exported[name].shape == shape for name, shape in shapes.items()), len(shapes)
+            count = sum(exported[name].shape == own[target].shape for name, target in names.items()), len(names)
             if count > most:
                 most, models = count, []
             if count == most > (0, 0):
@@ -208,6 +202,13 @@ class ExportCheck:
             for module, mode in modes.items():
                 module.training = mode
             torch.set_rng_state(random)
+
+
+def _match(model: nn.Module, exported: Values) -> tuple[Values, dict[str, str]]:
+    """Return the tensors of a model, and by name in a file the model's name of the tensor. A tied tensor has one name."""
+    own, aliases = _tensors(model), parameters_by_fqn(model)[1]
+    names = {name: matching_name(name, [*own, *aliases]) for name in exported}
+    return own, {name: aliases.get(target, target) for name, target in names.items() if target is not None}
 
 
 def _reshard(model: nn.Module) -> None:

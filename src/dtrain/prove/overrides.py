@@ -33,7 +33,7 @@ _UNCHANGED = (
     "dtrain.storage",
     "dtrain.dist",
     "dtrain.prove",
-    "dtrain.step.metrics",
+    "dtrain.step.normalization",
     "safetensors",
     "torch._utils",
     "torch._weights_only_unpickler",
@@ -156,9 +156,9 @@ class EvenRandom:
         for name in ("rand", "randn", "randint"):
             setattr(torch, name, self._sized(getattr(torch, name), skip=2 if name == "randint" else 0))
         for name in ("rand_like", "randn_like", "randint_like", "bernoulli"):
-            setattr(torch, name, self._like(getattr(torch, name)))
+            setattr(torch, name, self._like(getattr(torch, name), in_place=False))
         for name in ("bernoulli_", "uniform_", "normal_", "random_", "exponential_"):
-            setattr(Tensor, name, self._in_place(getattr(Tensor, name)))
+            setattr(Tensor, name, self._like(getattr(Tensor, name), in_place=True))
         for name in ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"):
             setattr(F, name, self._dropout(getattr(F, name)))
         F.scaled_dot_product_attention = self._attention(F.scaled_dot_product_attention)
@@ -237,27 +237,16 @@ class EvenRandom:
 
         return sized
 
-    def _like(self, draw: Any) -> Any:
+    def _like(self, draw: Any, *, in_place: bool) -> Any:
         @functools.wraps(draw)
         def like(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
             if not self._has_rows(tensor.shape, kwargs):
                 return draw(tensor, *args, **kwargs)
             with self._row_generator():
-                row = draw(tensor[:1], *args, **kwargs)
-            return row.repeat(tensor.shape[0], *[1] * (tensor.ndim - 1))
+                row = draw(tensor[:1].clone(), *args, **kwargs)
+            return tensor.copy_(row.expand_as(tensor)) if in_place else row.repeat(len(tensor), *[1] * (tensor.ndim - 1))
 
         return like
-
-    def _in_place(self, draw: Any) -> Any:
-        @functools.wraps(draw)
-        def in_place(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-            if not self._has_rows(tensor.shape, kwargs):
-                return draw(tensor, *args, **kwargs)
-            with self._row_generator():
-                row = draw(tensor[:1].clone(), *args, **kwargs)
-            return tensor.copy_(row.expand_as(tensor))
-
-        return in_place
 
     def _dropout(self, drop: Any) -> Any:
         @functools.wraps(drop)

@@ -14,10 +14,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from dtrain.arguments import format_count
+from dtrain.arguments import check_int, format_count
+from dtrain.errors import ConfigError
 from dtrain.prove.causes import Cause, explain
 from dtrain.prove.checks import FAR, ModuleError, check_record, compare_precision, computed_samples, module_errors, rounding_of
-from dtrain.prove.compare import Comparison, Difference, compare_records, label, unstable_keys
+from dtrain.prove.compare import Comparison, Difference, compare_records, unstable_keys
 from dtrain.prove.run_config import (
     AGAIN,
     BASE,
@@ -27,7 +28,7 @@ from dtrain.prove.run_config import (
     SERVING,
     WRITTEN,
     PlannedRun,
-    ProveOptions,
+    RunConfig,
     first_runs,
     next_runs,
 )
@@ -89,21 +90,19 @@ def prove(
     Raises:
         ConfigError: the script is no file, or an option is out of range.
     """
-    options = ProveOptions(
-        script=Path(script).absolute(),
-        args=tuple(args),
-        steps=steps,
-        ranks=tuple(world_sizes),
-        keep_precision=keep_precision,
-        seed=seed,
-        timeout_s=timeout_s,
-    )
+    script = Path(script).absolute()
+    check_int("prove", "steps", steps, minimum=2)
+    for count in world_sizes:
+        check_int("prove", "world_sizes", count, minimum=2)
+    if not script.is_file():
+        raise ConfigError(f"prove: script must be a Python file, got {str(script)!r}. Check the path.")
     started, folder = time.monotonic(), Path(tempfile.mkdtemp(prefix="dtrain-prove-"))
     say = on_progress or (lambda line: None)
     try:
-        proof = _Proof(options, folder, slots or len(os.sched_getaffinity(0)), say)
-        proof.run()
-        return proof.report(time.monotonic() - started)
+        first = first_runs(script, args, folder, steps=steps, keep_precision=keep_precision)
+        proof = _Proof(slots or len(os.sched_getaffinity(0)), timeout_s, say)
+        proof.run(first, lambda base, record: next_runs(base, record, world_sizes, seed))
+        return proof.report(first[0].config, time.monotonic() - started)
     finally:
         if os.environ.get("DTRAIN_PROVE_KEEP"):
             say(f"records are in {folder}")
@@ -114,8 +113,8 @@ def prove(
 class _Proof:
     """Runs of one proof, their records and findings."""
 
-    def __init__(self, options: ProveOptions, folder: Path, slots: int, on_progress: Callable[[str], None]) -> None:
-        self._options, self._folder, self._slots, self._on_progress = options, folder, slots, on_progress
+    def __init__(self, slots: int, timeout_s: float, on_progress: Callable[[str], None]) -> None:
+        self._slots, self._timeout_s, self._on_progress = slots, timeout_s, on_progress
         self._records: dict[str, RunRecord] = {}
         self._outcomes: dict[str, RunOutcome] = {}
         self._rows: list[RunRow] = []
@@ -123,29 +122,28 @@ class _Proof:
         self._unstable: set[tuple[int, int, str, str]] = set()
         self._rounding: Mapping[tuple[str, int], float] = {}
 
-    def run(self) -> None:
-        """Run and compare everything."""
-        first = first_runs(self._options, self._folder)
+    def run(self, first: Sequence[PlannedRun], plan: Callable[[RunConfig, RunRecord], list[PlannedRun]]) -> None:
+        """Run and compare everything: the first runs, and those that ``plan`` chooses from the first run and its record."""
         self._execute(first)
-        base = first[0].config
-        if self._outcomes[BASE].failed or not self._records[BASE].steps:
+        config, record = first[0].config, self._records[BASE]
+        if self._outcomes[BASE].failed or not record.steps:
             self._add_row(first[0])
             return
-        self._unstable = unstable_keys(self._records[BASE], self._records[AGAIN])
-        later = next_runs(self._options, self._folder, base, self._records[BASE])
+        self._unstable = unstable_keys(record, self._records[AGAIN])
+        later = plan(config, record)
         self._execute([run for run in later if run.after is None])
         self._execute([self._resumed(run) for run in later if run.after is not None])
-        if self._options.keep_precision:
-            rounded = [record for record in map(self._complete, (ROUNDED, ROUNDED_AGAIN)) if record is not None]
-            self._rounding = rounding_of(self._records[BASE], rounded)
-            self._unstable |= computed_samples(self._records[BASE], rounded)
+        if config.dtype == "as written":
+            rounded = [other for name in (ROUNDED, ROUNDED_AGAIN) if (other := self._complete(name)) is not None]
+            self._rounding = rounding_of(record, rounded)
+            self._unstable |= computed_samples(record, rounded)
         for run in (*first, *later):
             self._add_row(run)
 
     def _execute(self, runs: Sequence[PlannedRun]) -> None:
         for run in runs:
             if run.after is None:
-                copy_work_folder(Path.cwd(), Path(run.config.work_folder))
+                copy_work_folder(Path.cwd(), run.config.work_folder)
 
         def ended(outcome: RunOutcome) -> None:
             name = outcome.config.name
@@ -153,112 +151,107 @@ class _Proof:
             self._records[name] = read_record(name, Path(outcome.config.folder))
             self._on_progress(f"{name}: {outcome.seconds:.1f} s{', failed' if outcome.failed else ''}")
 
-        run_all([run.config for run in runs], slots=self._slots, timeout_s=self._options.timeout_s, on_end=ended)
+        run_all([run.config for run in runs], slots=self._slots, timeout_s=self._timeout_s, on_end=ended)
 
     def _resumed(self, run: PlannedRun) -> PlannedRun:
         """Return a run that resumes, with a copy of the folder of the killed run."""
-        killed = self._outcomes[str(run.after)].config
-        shutil.copytree(killed.work_folder, run.config.work_folder, symlinks=True)
-        saves = [row["step"] for row in self._records[str(run.after)].rows("saved")]
+        killed = str(run.after)
+        shutil.copytree(self._outcomes[killed].config.work_folder, run.config.work_folder, symlinks=True)
+        saves = [row["step"] for row in self._records[killed].rows("saved")]
         # In a loop that does not use dtrain's step, the steps of the resumed run count from the last save.
         return replace(run, config=replace(run.config, first_step=max(saves, default=0)))
 
     def _add_row(self, run: PlannedRun) -> None:
-        name = run.config.name
+        """Compare a run, and add its row to the table, unless the run only serves others."""
+        name, whole_name = run.config.name, f"{run.config.ranks} ranks"
         outcome, record = self._outcomes[name], self._records[name]
-        if outcome.failed and run.optional and not self._failed(f"{run.config.ranks} ranks"):
+        if outcome.failed and run.optional and not self._failed(whole_name):
             text = f"the script does not run this way: {outcome.error}"
             self._rows.append(RunRow(name=name, against=run.against, verdict="not run", text=text))
             return
         if problem := self._problem(name):
             self._rows.append(RunRow(name=name, against=run.against, verdict="failed", text=problem))
             return
-        differences = check_record(record)
-        comparison: Comparison | None = None
-        if name == (BASE if self._options.keep_precision else WRITTEN):
+        differences, comparison = check_record(record), None
+        if name == self._written_name:
             differences += compare_precision(self._complete(FLOAT32), record, self._complete(ROUNDED))
         elif run.against:
+            # If a transform draws per rank, losses depend on the ranks by design.
+            draws_per_rank = self._records[BASE].note("transform_draws") is not None
             comparison = compare_records(
                 self._records[run.against],
                 record,
                 same_layout=run.same_layout,
-                kinds=KINDS if run.config.ranks == 1 or not self._draws_per_rank() else _DATA_KINDS,
+                kinds=_DATA_KINDS if draws_per_rank and run.config.ranks > 1 else KINDS,
                 ignored=self._unstable,
                 first_steps=record.first_steps if run.after else {},
                 rounding={} if run.same_layout else self._rounding,
             )
-        whole = next((row for row in self._rows if run.after and row.name == f"{run.config.ranks} ranks"), None)
+        whole = next((row for row in self._rows if run.after and row.name == whole_name), None)
         if whole is not None and whole.verdict in ("differs", "failed"):
             # The run differs on these ranks without a resume.
             self._rows.append(RunRow(name=name, against=run.against, verdict="differs", findings=whole.findings))
             return
-        found = self._explain(run, differences, comparison)
-        verdict = "differs" if found else comparison.verdict if comparison else "ran"
-        largest = comparison.largest if comparison else None
+        findings = self._explain(run, differences, comparison)
         if run.config.kill_after is None and name not in SERVING:
-            self._rows.append(RunRow(name=name, against=run.against, verdict=verdict, largest=largest, findings=tuple(found)))
+            verdict = "differs" if findings else comparison.verdict if comparison else "ran"
+            largest = comparison.largest if comparison else None
+            self._rows.append(RunRow(name=name, against=run.against, verdict=verdict, largest=largest, findings=findings))
 
     def _problem(self, name: str) -> str:
         """Return why a run cannot be compared; "" if it can."""
         outcome = self._outcomes[name]
         if outcome.timed_out:
-            return f"did not end in {self._options.timeout_s:g} s; raise --timeout, or give arguments of a shorter run"
+            return f"did not end in {self._timeout_s:g} s; raise --timeout, or give arguments of a shorter run"
         if outcome.failed:
             return outcome.error or f"ended with the exit codes {outcome.codes}"
         trains = name != BASE or self._records[name].steps
         return "" if trains else "no update of an optimizer was seen; give the arguments with which the script trains"
 
-    def _draws_per_rank(self) -> bool:
-        """Return True if a transform of the script draws per rank, so that losses depend on the ranks by design."""
-        return self._records[BASE].note("transform_draws") is not None
+    def _explain(self, run: PlannedRun, checks: Sequence[Difference], comparison: Comparison | None) -> tuple[int, ...]:
+        """Add the findings of a run, and return their numbers. A cause that was found already is not reported twice."""
+        record, reference = self._records[run.config.name], self._records.get(run.against)
+        first = [] if comparison is None else comparison.differences[:1]
+        numbers: dict[int, None] = {}
+        for difference in (*checks, *first):
+            cause = explain(difference, record, reference, run.config, run.after is not None)
+            codes = [finding.cause.code for finding in self._findings]
+            if cause.code not in codes:
+                codes.append(cause.code)
+                self._findings.append(Finding(run=run.config.name, against=run.against, difference=difference, cause=cause))
+            numbers[codes.index(cause.code)] = None
+        return tuple(numbers)
+
+    @property
+    def _written_name(self) -> str:
+        """Name of the run in the script's own dtypes."""
+        return BASE if self._outcomes[BASE].config.dtype == "as written" else WRITTEN
+
+    def _failed(self, name: str) -> bool:
+        return name in self._outcomes and self._outcomes[name].failed
 
     def _complete(self, name: str) -> RunRecord | None:
         """Return the record of a run that has not failed; None if there is none."""
         return None if self._failed(name) else self._records.get(name)
 
-    def _modules(self) -> list[ModuleError]:
-        written = self._complete(BASE if self._options.keep_precision else WRITTEN)
-        exact, rounded = self._complete(FLOAT32), self._complete(ROUNDED)
-        return [] if written is None or exact is None or rounded is None else module_errors(exact, written, rounded)
-
-    def _failed(self, name: str) -> bool:
-        return name in self._outcomes and self._outcomes[name].failed
-
-    def _explain(self, run: PlannedRun, checks: Sequence[Difference], comparison: Comparison | None) -> list[int]:
-        """Add the findings of a run, and return their numbers. A cause that was found already is not reported twice."""
-        record = self._records[run.config.name]
-        reference = self._records[run.against] if run.against else None
-        candidates = list(checks)
-        if comparison is not None and comparison.first is not None:
-            candidates.append(comparison.first)
-        numbers = []
-        for difference in candidates:
-            cause = explain(difference, record, reference, run.config, run.after is not None)
-            known = next((n for n, each in enumerate(self._findings) if each.cause.code == cause.code), None)
-            if known is None:
-                known = len(self._findings)
-                self._findings.append(Finding(run=run.config.name, against=run.against, difference=difference, cause=cause))
-            if known not in numbers:
-                numbers.append(known)
-        return numbers
-
-    def report(self, seconds: float) -> ProveReport:
+    def report(self, base: RunConfig, seconds: float) -> ProveReport:
         """Return the report."""
-        notes = self._records[BASE].notes if BASE in self._records else ()
+        record, keep_precision = self._records[BASE], base.dtype == "as written"
+        written, exact, rounded = (self._complete(name) for name in (self._written_name, FLOAT32, ROUNDED))
+        modules = [] if written is None or exact is None or rounded is None else module_errors(exact, written, rounded)
+        ranks = [rows for other in self._records.values() for rows in other.ranks]
         return ProveReport(
-            script=str(self._options.script),
-            steps=self._options.steps,
+            script=base.script,
+            steps=base.steps,
             rows=tuple(self._rows),
             findings=tuple(self._findings),
-            notes=tuple(dict(note) for note in notes),
-            plain=BASE in self._records and not self._records[BASE].rows("layout"),
-            modules=tuple(self._modules()),
+            notes=tuple(record.notes),
+            plain=not record.rows("layout"),
+            modules=tuple(modules),
             rounding=max(self._rounding.values(), default=None),
-            keep_precision=self._options.keep_precision,
+            keep_precision=keep_precision,
             seconds=seconds,
-            cpu_seconds=sum(
-                row["cpu_s"] for each in self._records.values() for rows in each.ranks for row in rows if row["kind"] == "end"
-            ),
+            cpu_seconds=sum(row["cpu_s"] for rows in ranks for row in rows if row["kind"] == "end"),
         )
 
 
@@ -295,20 +288,17 @@ class Finding:
     @property
     def subject(self) -> str:
         """Step and name of the fact that differs, as in ``"step 0, gradient of head.weight"``."""
-        return f"step {self.difference.step}, {label(self.difference)}"
+        difference = self.difference
+        return f"step {difference.step}, {KINDS.get(difference.kind, difference.kind)} {difference.name}".rstrip()
 
     def as_dict(self) -> dict[str, Any]:
         """Return the finding as plain data."""
-        difference = self.difference
+        names = ("step", "kind", "name", "text", "relative")
         return {
             "run": self.run,
             "against": self.against,
-            "step": difference.step,
-            "kind": difference.kind,
-            "name": difference.name,
-            "text": difference.text,
-            "relative": difference.relative,
-            "ranks": list(difference.ranks),
+            **{name: getattr(self.difference, name) for name in names},
+            "ranks": list(self.difference.ranks),
             "cause": self.cause.code,
             "sentence": self.cause.sentence,
             "page": self.cause.page,

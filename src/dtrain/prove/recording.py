@@ -1,7 +1,7 @@
 """Record the facts of one rank of a run for ``dtrain prove`` (``RankRecorder``), which hooks of dtrain and torch observe.
 
-Facts have the step before whose update they belong, counted from 0, and the number of the optimizer (``part``), because a
-script may train several models. ``dtrain_hooks`` observes dtrain's step, ``torch_hooks`` all other loops.
+Facts have the step before whose update they belong, counted from 0, and the number of the optimizer, because a script may
+train several models. ``dtrain_hooks`` observes dtrain's step, ``torch_hooks`` all other loops.
 """
 
 from __future__ import annotations
@@ -89,12 +89,11 @@ class RankRecorder:
     def __init__(self, config: RunConfig, rank: int) -> None:
         self.config = config
         self.log = RunLog(Path(config.folder), rank)
-        self.step = config.first_step
+        self.log.step = config.first_step
         self.facts = StepFacts()
         self.in_step = self._in_update = False
         self.steps_of_dtrain = False
-        self._parts: dict[int, int] = {}
-        self.part = 0
+        self._indices: dict[int, int] = {}
         self.updates: dict[int, int] = {}
         self._initial: set[int] = set()
         self._names: dict[int, str] = {}
@@ -147,7 +146,7 @@ class RankRecorder:
         """Observe the model and the optimizer of a new ``TrainState``, before the state is made."""
         self._start_dtrain_loop()
         self.models.add(model)
-        self.part_of(optimizer)
+        self.index_of(optimizer)
 
     @property
     def last_step(self) -> Duration:
@@ -175,7 +174,7 @@ class RankRecorder:
         """Return the batch of a dtrain loader in the dtype of the run, with its position."""
         if isinstance(batch, FailedBatch):
             return batch
-        self.random.batch_loaded(self.step, count_samples(batch))
+        self.random.batch_loaded(self.log.step, count_samples(batch))
         if self.dtype is None:
             return batch
         for info in get_batch_infos(batch):
@@ -190,15 +189,15 @@ class RankRecorder:
 
     # ---- optimizers ----
 
-    def part_of(self, optimizer: Any) -> int:
+    def index_of(self, optimizer: Any) -> int:
         """Return the number of an optimizer, in the order of the first use."""
-        return self._parts.setdefault(id(optimizer), len(self._parts))
+        return self._indices.setdefault(id(optimizer), len(self._indices))
 
     def _start_dtrain_loop(self) -> None:
         """Forget a loop by hand that prepares the training, such as that of a codec on rank 0: other ranks may not run it."""
         if not self.steps_of_dtrain:
-            self.steps_of_dtrain, self.part, self.step = True, 0, self.config.first_step
-            for seen in (self._parts, self.updates, self._initial):
+            self.steps_of_dtrain, self.log.optimizer_index, self.log.step = True, 0, self.config.first_step
+            for seen in (self._indices, self.updates, self._initial):
                 seen.clear()
             self.log.write("loop_starts")
 
@@ -207,15 +206,14 @@ class RankRecorder:
     def step_begins(self, state: TrainState, batch: Any) -> None:
         """Observe the batch of a step, before the transforms and the forward."""
         self._start_dtrain_loop()
-        part = self.part = self.part_of(state.optimizer)
-        self.step = state.step
+        self.log.optimizer_index = self.index_of(state.optimizer)
+        self.log.step = state.step
         self.facts = StepFacts()
         self.in_step = True
-        self.stop_if_done(part)
-        self.write_initial(state.optimizer, part)
+        self.stop_if_done()
+        self.write_initial(state.optimizer)
         self.log.write(
             "layout",
-            step=self.step,
             data_rank=state.spec.data_rank,
             data_ranks=state.spec.data_ranks,
             counts=state.spec.counts_in_loss,
@@ -223,50 +221,49 @@ class RankRecorder:
         self.facts.samples = sample_hashes(batch)
         self.facts.rng = self.rng_digest()
 
-    def stop_if_done(self, part: int) -> None:
+    def stop_if_done(self) -> None:
         """End the process at the step of the kill, or a loop that goes on beyond the limit."""
-        in_loop = self.in_step if self.config.has_dtrain_loop else part == 0
-        if in_loop and self.step == self.config.kill_after:
+        in_loop = self.in_step or not self.config.has_dtrain_loop
+        if in_loop and self.log.step == self.config.kill_after:
             if dist.is_initialized():
                 dist.barrier()
-            self.log.write("killed", step=self.step)
+            self.log.write("killed")
             os.kill(os.getpid(), signal.SIGKILL)
-        if self.step >= _HARD_LIMIT:
+        if self.log.step >= _HARD_LIMIT:
             self.note("loop_cut")
             raise EndOfProof(0)
 
-    def write_initial(self, optimizer: Any, part: int) -> None:
+    def write_initial(self, optimizer: Any) -> None:
         """Write the variables of the script, and before the first step of an optimizer the initial parameters."""
         self.flush_evaluation()
-        if part == 0:
+        optimizer_index = self.log.optimizer_index
+        if optimizer_index == 0:
             for variable in model_values(self.models.modules):
-                self.log.write("variable", step=self.step, **variable)
+                self.log.write("variable", **variable)
             for variable in script_variables(script_frames(sys._getframe(1), self.config.script), self.models.modules):
-                self.log.write("variable", step=self.step, **variable)
-        if part in self._initial:
+                self.log.write("variable", **variable)
+        if optimizer_index in self._initial:
             return
-        self._initial.add(part)
+        self._initial.add(optimizer_index)
         named = self.models.parameters()
         names = self._names = {id(param): name for name, param in named.items()}
         own = [id(param) for group in optimizer.param_groups for param in group["params"]]
         self.log.write(
             "optimizer",
-            step=self.step,
-            part=part,
             optimizer=type(optimizer).__name__,
             params=len(own),
             unknown=[index for index, param in enumerate(own) if param not in names],
             names=[names[param] for param in own if param in names],
             model_params=len(named),
         )
-        if part == 0:
+        if optimizer_index == 0:
             for name, param in named.items():
                 if not param.is_meta:
-                    self.log.write_tensor("initial", name, param, step=self.step, part=part, trains=param.requires_grad)
-            self._write_buffers("initial", part)
+                    self.log.write_tensor("initial", name, param, trains=param.requires_grad)
+            self._write_buffers("initial")
         if own and not any(param in names for param in own):
             for number, param in enumerate(param for group in optimizer.param_groups for param in group["params"]):
-                self.log.write_tensor("initial", f"optimizer.{number}", param, step=self.step, part=part, trains=True)
+                self.log.write_tensor("initial", f"optimizer.{number}", param, trains=True)
 
     def rng_digest(self) -> str:
         """Return a digest of the state of torch's global generator."""
@@ -276,7 +273,7 @@ class RankRecorder:
         """Observe the start of a forward of the step."""
         self.facts.forwards += 1
         self.facts.shapes += [list(tensor.shape[1:]) for tensor in list_tensors(batch)[:1]]
-        self.random.begin(self.step, count_samples(batch))
+        self.random.begin(self.log.step, count_samples(batch))
 
     def loss(self, loss: LossSum) -> None:
         """Observe the loss of a microbatch, at the end of its forward."""
@@ -287,6 +284,7 @@ class RankRecorder:
     @contextmanager
     def update(self, state: TrainState, params: Sequence[Tensor] | None = None) -> Iterator[None]:
         """Write the gradients before the context applies them; an update in backward has several parts, each of ``params``."""
+        self.log.optimizer_index = self.index_of(state.optimizer)
         if not self._in_update:
             self.write_step(state.optimizer)
             self.facts = StepFacts()
@@ -308,46 +306,44 @@ class RankRecorder:
 
     def write_step(self, optimizer: Any) -> None:
         """Write the facts of the step and the state of the optimizer, right before its update."""
-        step, part = self.step, self.part_of(optimizer)
         modules = hashlib.blake2b("\n".join(self.facts.modules).encode(), digest_size=8).hexdigest()
         rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
         content = {**asdict(self.facts), "modules": modules, "ties": self.models.ties(), "lr": rates}
-        self.log.write("step", step=step, part=part, **content)
-        self.log.write_optimizer_state(optimizer, step=step, part=part)
+        self.log.write("step", **content)
+        self.log.write_optimizer_state(optimizer)
 
     def write_gradients(self, optimizer: Any, params: Sequence[Tensor] | None = None) -> None:
         """Write the gradients of ``params``, or of all parameters of the optimizer."""
-        step, part = self.step, self.part_of(optimizer)
         # In backward, some units of a model have unsharded parameters, which are other objects.
         names = self._names | {id(param): name for name, param in self.models.parameters().items()}
         chosen = None if params is None else {id(param) for param in params}
         for number, param in enumerate(param for group in optimizer.param_groups for param in group["params"]):
             if param.grad is not None and (chosen is None or id(param) in chosen):
                 name = names.get(id(param), f"optimizer.{number}")
-                self.log.write_tensor("gradient", name, param.grad, step=step, part=part, order=number)
+                self.log.write_tensor("gradient", name, param.grad, order=number)
 
     def step_ends(self, state: TrainState) -> None:
         """Observe the state after a step."""
-        part = self.part_of(state.optimizer)
+        self.log.optimizer_index = self.index_of(state.optimizer)
         self.in_step = self._in_update = False
-        self.write_parameters(part)
+        self.write_parameters()
         for name, tensor in named_tensors(state.transform_states):
             if not name.startswith("auto_microbatch"):
-                self.log.write_tensor("transform", name, tensor, step=self.step, part=part)
-        self.updates[part] = state.step
-        self.step = state.step
+                self.log.write_tensor("transform", name, tensor)
+        self.updates[self.log.optimizer_index] = state.step
+        self.log.step = state.step
 
-    def write_parameters(self, part: int) -> None:
+    def write_parameters(self) -> None:
         """Write all parameters and buffers after an update."""
         for name, param in self.models.parameters().items():
             if not param.is_meta:
-                self.log.write_tensor("parameter", name, param, step=self.step, part=part, trains=param.requires_grad)
-        self._write_buffers("buffer", part)
+                self.log.write_tensor("parameter", name, param, trains=param.requires_grad)
+        self._write_buffers("buffer")
 
-    def _write_buffers(self, kind: str, part: int) -> None:
+    def _write_buffers(self, kind: str) -> None:
         for name, buffer in self.models.buffers().items():
             if not buffer.is_meta:
-                self.log.write_tensor(kind, name, buffer, step=self.step, part=part, buffer=True)
+                self.log.write_tensor(kind, name, buffer, buffer=True)
 
     # ---- evaluations, metrics, saves ----
 
@@ -356,7 +352,7 @@ class RankRecorder:
         self.random.end()
         if batch is not None:
             self.add_evaluated(batch)
-            self.random.begin(self.step, count_samples(batch))
+            self.random.begin(self.log.step, count_samples(batch))
 
     def add_evaluated(self, batch: Any) -> None:
         """Add the samples of a forward without gradient."""
@@ -366,22 +362,20 @@ class RankRecorder:
     def flush_evaluation(self) -> None:
         """End the evaluations since the last step."""
         self.random.end()
-        self.evaluations.flush(self.step, self.part)
+        self.evaluations.flush()
 
-    def metrics(self, source: str, step: int | None, numbers: Mapping[str, Any]) -> None:
+    def metrics(self, source: str, numbers: Mapping[str, Any]) -> None:
         """Observe numbers that a logger receives or ``reduce_metrics`` returns."""
         self.random.end()
         self.evaluations.number_shown()
         plain = {name: to_number(value) for name, value in numbers.items() if is_number(value)}
-        self.log.write(
-            "metrics", step=self.step, part=self.part, source=source, at=step, numbers=plain, events=list(self.facts.events)
-        )
+        self.log.write("metrics", source=source, numbers=plain, events=list(self.facts.events))
         if source == "log":
             self.facts.events = []
 
-    def records_updates(self, part: int) -> bool:
+    def records_updates(self) -> bool:
         """Return True if the next update by hand is recorded. All runs count the updates, so that all cut a loop alike."""
-        return not self.config.has_dtrain_loop and self.updates.get(part, 0) < self.config.steps * _RECORDED
+        return not self.config.has_dtrain_loop and self.updates.get(self.log.optimizer_index, 0) < self.config.steps * _RECORDED
 
     def updates_done(self) -> int:
         """Return the number of complete updates of the first optimizer, since the start of the run."""
@@ -391,11 +385,7 @@ class RankRecorder:
         """Observe a printed line."""
         self.random.end()
         self.evaluations.number_shown()
-        self.log.write("printed", step=self.step, part=self.part, text=text[:2000], events=list(self.facts.events))
-
-    def saved(self, step: int, path: str) -> None:
-        """Observe the call of a save."""
-        self.log.write("saved", step=step, path=path)
+        self.log.write("printed", text=text[:2000], events=list(self.facts.events))
 
 
 class ScriptModels:
@@ -415,11 +405,11 @@ class ScriptModels:
         """Remember a model, unless its parameters are those of a known model. Mutates: the dtype of its parameters."""
         inner = unwrap_module(model)
         self._wrappers.setdefault(id(model), model)
-        if any(inner is known for known in self.modules):
+        if any(inner is other for other in self.modules):
             return
-        known = {id(param) for other in self.modules for param in other.parameters()}
-        own = [id(param) for param in inner.parameters()]
-        if self.modules and own and all(param in known for param in own):
+        earlier = {id(param) for other in self.modules for param in other.parameters()}
+        own = {id(param) for param in inner.parameters()}
+        if self.modules and own and own <= earlier:
             return
         # A module of this model was seen first.
         self.modules = [other for other in self.modules if not any(module is other for module in inner.modules())]
@@ -429,18 +419,11 @@ class ScriptModels:
 
     def parameters(self) -> dict[str, Tensor]:
         """Return the parameters of all models by name."""
-        named: dict[str, Tensor] = {}
-        for prefix, model in self._named():
-            params, _ = parameters_by_fqn(model)
-            named.update({f"{prefix}{name}": param for name, param in params.items()})
-        return named
+        return {prefix + name: param for prefix, model in self._named() for name, param in parameters_by_fqn(model)[0].items()}
 
     def buffers(self) -> dict[str, Tensor]:
         """Return the buffers of all models by name."""
-        named: dict[str, Tensor] = {}
-        for prefix, model in self._named():
-            named.update({f"{prefix}{name}": buffer for name, buffer in buffers_by_fqn(model).items()})
-        return named
+        return {prefix + name: buffer for prefix, model in self._named() for name, buffer in buffers_by_fqn(model).items()}
 
     def ties(self) -> list[str]:
         """Return the tied parameters, as ``"head.weight = embed.weight"``."""
@@ -467,32 +450,32 @@ class ModuleOutputs:
     """Outputs of the modules of a run's models.
 
     Args:
-        config: the run. ``activations`` records the first forward; ``perturb`` changes the rounding of all forwards.
+        config: the run. ``activations`` records the first forward; ``perturb_seed`` changes the rounding of all forwards.
         log: files of the rank.
     """
 
     def __init__(self, config: RunConfig, log: RunLog) -> None:
         self._config, self._log = config, log
-        self._generator = torch.Generator().manual_seed(config.perturb_seed)
+        self._generator = torch.Generator().manual_seed(config.perturb_seed or 0)
 
-    def after(self, module: nn.Module, name: str, output: Any, *, step: int, forwards: int) -> Any:
+    def after(self, module: nn.Module, name: str, output: Any, *, forwards: int) -> Any:
         """Return the output of a module, after a forward with gradient."""
-        if self._config.perturb and not module._modules:
+        if self._config.perturb_seed is not None and not module._modules:
             output = self._perturbed(output)
         # Activation checkpointing repeats forwards in backward.
         in_backward = torch._C._current_graph_task_id() != -1
-        if self._config.activations and step == self._config.first_step and forwards <= 1 and not in_backward:
-            self._record(module, name, output, step)
+        if self._config.activations and self._log.step == self._config.first_step and forwards <= 1 and not in_backward:
+            self._record(module, name, output)
         return output
 
-    def _record(self, module: nn.Module, name: str, output: Any, step: int) -> None:
+    def _record(self, module: nn.Module, name: str, output: Any) -> None:
         own = next(module.parameters(recurse=False), None) is not None
         kind = type(module).__name__.removeprefix("FSDP")
         for tensor in list_tensors([output])[:1]:
             if tensor.is_floating_point():
-                self._log.write_tensor("activation", name, tensor, step=step, kind_of=kind, own=own, leaf=not module._modules)
+                self._log.write_tensor("activation", name, tensor, kind_of=kind, own=own, leaf=not module._modules)
                 if tensor.requires_grad:
-                    tensor.register_hook(partial(self._log.write_tensor, "activation_gradient", name, step=step))
+                    tensor.register_hook(partial(self._log.write_tensor, "activation_gradient", name))
 
     def _perturbed(self, output: Any) -> Any:
         """Return ``output`` with one number in twelve changed by a unit in the last place, up or down, and so its gradient.

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import random
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from dtrain.arguments import check_int
-from dtrain.errors import ConfigError
+import msgspec
+
 from dtrain.prove.run_records import BITS, RunRecord
-from dtrain.typing import Plain
 
 Dtype = Literal["fp64", "fp32", "as written"]
 
@@ -23,8 +21,7 @@ class RunConfig:
 
     Args:
         name: name of the run, unique in the proof, as in ``"2 ranks, replicate"``.
-        folder: folder of the run's records and output.
-        work_folder: current folder of the ranks. A resumed run has the folder of the killed run.
+        folder: folder of the run's records, its output and its current folder.
         script: path of the script.
         args: arguments of the script.
         ranks: number of ranks.
@@ -38,14 +35,12 @@ class RunConfig:
         has_dtrain_loop: if True, the script runs dtrain's step, so the steps of a loop by hand prepare the training.
         first_step: number of the first step in a script that does not use dtrain's step, in a resumed run.
         activations: if True, record the outputs of all modules in the first forward, and their gradients.
-        perturb: if True, change the last bit of the outputs of modules, to measure the effect of rounding.
-        perturb_seed: seed of these changes.
+        perturb_seed: seed of changes of the last bit of modules' outputs, which show the effect of rounding; None changes none.
         check_exports: if True, load exported files again, and compare outputs.
     """
 
     name: str
     folder: str
-    work_folder: str
     script: str
     args: tuple[str, ...] = ()
     ranks: int = 1
@@ -59,23 +54,25 @@ class RunConfig:
     has_dtrain_loop: bool = False
     first_step: int = 0
     activations: bool = False
-    perturb: bool = False
-    perturb_seed: int = 0
+    perturb_seed: int | None = None
     check_exports: bool = False
+
+    @property
+    def work_folder(self) -> Path:
+        """Current folder of the ranks."""
+        return Path(self.folder, "work")
 
     def write(self) -> Path:
         """Write the config into its folder, which is created, and return the path."""
-        path = Path(self.folder) / "run.json"
+        path = Path(self.folder, "run.json")
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(asdict(self)), encoding="utf-8")
+        path.write_bytes(msgspec.json.encode(self))
         return path
 
     @classmethod
     def read(cls, path: Path) -> RunConfig:
         """Read a config that ``write`` has written."""
-        values: dict[str, Plain] = json.loads(path.read_text(encoding="utf-8"))
-        values["args"] = tuple(values["args"])  # type: ignore[arg-type, assignment]
-        return cls(**values)  # type: ignore[arg-type]
+        return msgspec.json.decode(path.read_bytes(), type=cls)
 
 
 SAVE_INTERVAL = 2
@@ -91,36 +88,6 @@ ROUNDED, ROUNDED_AGAIN = "1 rank, other rounding", "1 rank, other rounding, agai
 SERVING = (EVEN, FLOAT32, ROUNDED, ROUNDED_AGAIN)
 """Runs that are not rows of the answer."""
 _STRATEGIES = ("full_shard", "shard_grad_op", "replicate")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProveOptions:
-    """Script of ``prove``, and the runs to make of it.
-
-    Args:
-        script: path of the script.
-        args: arguments of the script.
-        steps: number of steps of each run.
-        ranks: numbers of ranks that are compared with one rank.
-        keep_precision: if True, runs compute in the script's own dtypes.
-        seed: seed of the step after which a run is killed.
-        timeout_s: seconds after which a run is ended.
-    """
-
-    script: Path
-    args: tuple[str, ...] = ()
-    steps: int = 4
-    ranks: tuple[int, ...] = (2, 3)
-    keep_precision: bool = False
-    seed: int = 0
-    timeout_s: float = 300.0
-
-    def __post_init__(self) -> None:
-        check_int("prove", "steps", self.steps, minimum=2)
-        for count in self.ranks:
-            check_int("prove", "world_sizes", count, minimum=2)
-        if not self.script.is_file():
-            raise ConfigError(f"prove: script must be a Python file, got {str(self.script)!r}. Check the path.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,38 +109,41 @@ class PlannedRun:
     optional: bool = False
 
 
-def first_runs(options: ProveOptions, folder: Path) -> list[PlannedRun]:
-    """Return the run on one rank, and its repetition."""
+def first_runs(script: Path, args: Sequence[str], folder: Path, *, steps: int, keep_precision: bool) -> list[PlannedRun]:
+    """Return the run on one rank, and its repetition, which have a folder each in ``folder``."""
     base = RunConfig(
         name=BASE,
         folder=str(folder / "base"),
-        work_folder=str(folder / "base" / "work"),
-        script=str(options.script),
-        args=options.args,
-        steps=options.steps,
-        dtype="as written" if options.keep_precision else "fp64",
-        activations=options.keep_precision,
+        script=str(script),
+        args=tuple(args),
+        steps=steps,
+        dtype="as written" if keep_precision else "fp64",
+        activations=keep_precision,
         check_exports=True,
     )
-    return [
-        PlannedRun(config=base),
-        PlannedRun(config=_variant(base, folder, "again", name=AGAIN), against=BASE, same_layout=True),
-    ]
+    return [PlannedRun(config=base), PlannedRun(config=_variant(base, "again", name=AGAIN), against=BASE, same_layout=True)]
 
 
-def next_runs(options: ProveOptions, folder: Path, base: RunConfig, record: RunRecord) -> list[PlannedRun]:
-    """Return the runs that the first run of the script makes possible."""
-    base = replace(base, has_dtrain_loop=bool(record.rows("layout")))
+def next_runs(base: RunConfig, record: RunRecord, world_sizes: Sequence[int], seed: int) -> list[PlannedRun]:
+    """Return the runs that the first run of the script makes possible.
+
+    Args:
+        base: the first run.
+        record: record of the first run.
+        world_sizes: numbers of ranks that are compared with one rank.
+        seed: seed of the step after which a run is killed.
+    """
+    base, keep_precision = replace(base, has_dtrain_loop=bool(record.rows("layout"))), base.dtype == "as written"
     draws = record.note("draws") is not None or record.note("frozen_statistics") is not None
     reference, runs = EVEN if draws else BASE, list[PlannedRun]()
 
     def plan(name: str, place: str, changes: Mapping[str, object], against: str = "", **comparison: Any) -> None:
-        runs.append(PlannedRun(config=_variant(base, folder, place, name=name, **changes), against=against, **comparison))
+        runs.append(PlannedRun(config=_variant(base, place, name=name, **changes), against=against, **comparison))
 
     if draws:
         plan(EVEN, "even", {"even_random": True})
     written = record.note("sharding")
-    for position, ranks in enumerate(options.ranks):
+    for position, ranks in enumerate(world_sizes):
         layout = {"ranks": ranks, "even_random": draws}
         plan(f"{ranks} ranks", f"ranks-{ranks}", layout, reference)
         if position == 0 and written is not None and written["strategy"] in (*_STRATEGIES, "no_shard"):
@@ -193,22 +163,22 @@ def next_runs(options: ProveOptions, folder: Path, base: RunConfig, record: RunR
         BITS.get(row["dtype"], 64) < BITS["float32"] for row in record.rows("activation")
     )
     as_written: dict[str, object] = {"dtype": "as written"}
-    if options.keep_precision or low:
-        plan(ROUNDED, "rounded", {**as_written, "activations": True, "perturb": True})
-    if options.keep_precision:
+    if keep_precision or low:
+        plan(ROUNDED, "rounded", {**as_written, "activations": True, "perturb_seed": 0})
+    if keep_precision:
         # The change of one number, such as a loss, may be small by chance.
-        plan(ROUNDED_AGAIN, "rounded-2", {**as_written, "perturb": True, "perturb_seed": 1})
+        plan(ROUNDED_AGAIN, "rounded-2", {**as_written, "perturb_seed": 1})
     if low:
         plan(FLOAT32, "float32", {"dtype": "fp32", "activations": True})
-    if not options.keep_precision and (low or record.rows("exported")):
+    if not keep_precision and (low or record.rows("exported")):
         plan(WRITTEN, "written", {**as_written, "activations": True}, FLOAT32 if low else "")
-    kill_after = choose_kill(record, options.seed)
+    kill_after = choose_kill(record, seed)
     if kill_after is not None:
         killed = f"killed after step {kill_after}"
         plan(killed, "killed", {"kill_after": kill_after})
         plan(f"{killed}, resumed", "resumed", {}, BASE, same_layout=True, after=killed)
         # With draws, the steps before the kill drew other random numbers, so the parameters differ.
-        for ranks in () if draws else options.ranks[:1]:
+        for ranks in () if draws else world_sizes[:1]:
             plan(f"{killed}, resumed on {ranks} ranks", f"resumed-{ranks}", {"ranks": ranks}, BASE, after=killed)
     return runs
 
@@ -234,7 +204,7 @@ def choose_kill(record: RunRecord, seed: int) -> int | None:
     return random.Random(seed).randint(saves[0], last - 1)
 
 
-def _variant(base: RunConfig, folder: Path, place: str, **changes: object) -> RunConfig:
-    only_base = {"activations": False, "check_exports": False}
-    changes = {**only_base, "folder": str(folder / place), "work_folder": str(folder / place / "work"), **changes}
-    return replace(base, **changes)  # type: ignore[arg-type]
+def _variant(base: RunConfig, place: str, **changes: object) -> RunConfig:
+    """Return the first run with changes, and with the folder ``place`` beside its folder."""
+    only_base = {"activations": False, "check_exports": False, "folder": str(Path(base.folder).with_name(place))}
+    return replace(base, **{**only_base, **changes})  # type: ignore[arg-type]

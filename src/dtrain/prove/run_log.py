@@ -18,9 +18,11 @@ import hashlib
 import json
 import os
 import random
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import islice
 from pathlib import Path
 from types import FrameType
 from typing import IO, Any
@@ -60,13 +62,18 @@ class RunLog:
     Args:
         folder: folder of the run.
         rank: rank whose facts are written.
+
+    Attributes:
+        step: number of the step in progress, from 0, which facts get.
+        optimizer_index: number of the optimizer in progress, which facts get.
     """
 
     def __init__(self, folder: Path, rank: int) -> None:
         self._facts: IO[str] = open(folder / f"rank-{rank}.jsonl", "w", buffering=1, encoding="utf-8")  # noqa: SIM115 - closed by the process
         self._numbers: IO[bytes] = open(folder / f"rank-{rank}.f64", "wb")  # noqa: SIM115
-        self._at = 0
+        self._offset = 0
         self.rank = rank
+        self.step = self.optimizer_index = 0
 
     def close(self) -> None:
         """Close the files."""
@@ -74,8 +81,11 @@ class RunLog:
         self._numbers.close()
 
     def write(self, kind: str, **content: Any) -> None:
-        """Write a fact."""
-        self._facts.write(json.dumps({"kind": kind, **content}, default=str) + "\n")
+        """Write a fact of the step in progress."""
+        self._facts.write(
+            json.dumps({"kind": kind, "step": self.step, "optimizer_index": self.optimizer_index, **content}, default=str)
+            + "\n"
+        )
 
     def write_tensor(self, kind: str, name: str, tensor: Tensor, **content: Any) -> None:
         """Write a tensor: shape, dtype, norm, digest and sketch. Only rank 0 writes sketches.
@@ -87,13 +97,13 @@ class RunLog:
         if self.rank and full is not detached:
             return
         flat = flatten(full)
-        at = None
+        place = None
         if not self.rank:
             numbers = sketch(flat)
             self._numbers.write(numbers.tobytes())
             self._numbers.flush()
-            at, self._at = [self._at, len(numbers)], self._at + len(numbers)
-        norm = float(torch.linalg.vector_norm(flat)) if len(flat) else 0.0
+            place, self._offset = [self._offset, len(numbers)], self._offset + len(numbers)
+        norm = float(torch.linalg.vector_norm(flat))
         self.write(
             kind,
             name=name,
@@ -101,11 +111,11 @@ class RunLog:
             dtype=str(tensor.dtype).removeprefix("torch."),
             norm=repr(norm),
             digest=digest(flat),
-            sketch=at,
+            sketch=place,
             **content,
         )
 
-    def write_optimizer_state(self, optimizer: Any, *, step: int, part: int) -> None:
+    def write_optimizer_state(self, optimizer: Any) -> None:
         """Write the number of tensors in the optimizer's state on this rank, and their norm."""
         tensors = [
             value
@@ -115,8 +125,8 @@ class RunLog:
             if isinstance(value, Tensor) and value.numel() > 1
         ]
         flat = [flatten(to_local(value)) for value in tensors]
-        norm = sum(float(each.square().sum()) for each in flat) ** 0.5
-        self.write("optimizer_state", step=step, part=part, tensors=len(flat), norm=repr(norm))
+        norm = sum(float(values.square().sum()) for values in flat) ** 0.5
+        self.write("optimizer_state", tensors=len(flat), norm=repr(norm))
 
 
 def flatten(tensor: Tensor) -> Tensor:
@@ -164,7 +174,7 @@ def sample_hashes(batch: Any) -> list[str]:
     if len(sizes) != 1:
         return ["/".join(_hash_rows(tensors, 1, whole=True)[0])]
     count = sizes.pop()
-    return ["/".join(parts) for parts in _hash_rows([tensor for tensor in tensors if tensor.ndim], count, whole=False)]
+    return ["/".join(pair) for pair in _hash_rows([tensor for tensor in tensors if tensor.ndim], count, whole=False)]
 
 
 def _hash_rows(tensors: Sequence[Tensor], count: int, *, whole: bool) -> list[tuple[str, str]]:
@@ -184,7 +194,7 @@ def _hash_rows(tensors: Sequence[Tensor], count: int, *, whole: bool) -> list[tu
 
 
 def _without_padding(row: Any) -> Any:
-    """Return the elements of a sequence without those at its end and begin that a collate function may have added."""
+    """Return a sequence without the elements at its end and begin that a collate function may have added."""
     if row.ndim == 0 or row.size == 0:
         return row
     others = np.flatnonzero(~np.isin(row.reshape(len(row), -1), _PADDING).all(axis=1))
@@ -220,37 +230,25 @@ def to_number(value: Any) -> float:
 def script_frames(frame: FrameType | None, script: str) -> list[FrameType]:
     """Return the frames of the script, and of modules in its folder, that called the current function."""
     folder = os.path.dirname(os.path.realpath(script)) + os.sep
-    found = []
-    while frame is not None:
-        if os.path.realpath(frame.f_code.co_filename).startswith(folder):
-            found.append(frame)
-        frame = frame.f_back
-    return found
+    return [
+        caller for caller, _ in traceback.walk_stack(frame) if os.path.realpath(caller.f_code.co_filename).startswith(folder)
+    ]
 
 
 def script_variables(frames: Sequence[FrameType], models: Sequence[nn.Module]) -> Iterator[dict[str, Any]]:
-    """Yield the values of the frames' variables: name, type, digest, and the number if it is one.
+    """Yield the values of the frames' variables: name, type, digest, the number if it is one, and if it has a weight's shape.
 
     Variables that only ``for`` assigns are left out: after a resume a loop may count from another number.
     """
-    seen: set[int] = set()
-    known = _know(models)
-    count = 0
-    for frame in frames:
-        for name, value in list(frame.f_locals.items()):
-            if name.startswith("__") or name in _counters(frame.f_code.co_filename):
-                continue
-            for path, type_name, content, number in _values(name, value, 0, seen, known):
-                count += 1
-                if count > _MAX_VALUES:
-                    return
-                yield {
-                    "name": path,
-                    "type": type_name,
-                    "digest": content,
-                    "value": number,
-                    "weights": type_name == "tensor" and number is not None and value_shape(number) in known.shapes,
-                }
+    seen, owned = set[int](), _owned_by(models)
+    values = (
+        row
+        for frame in frames
+        for name, value in list(frame.f_locals.items())
+        if not name.startswith("__") and name not in _counters(frame.f_code.co_filename)
+        for row in _values(name, value, 0, seen, owned)
+    )
+    yield from islice(values, _MAX_VALUES)
 
 
 @lru_cache(maxsize=64)
@@ -269,7 +267,7 @@ def _counters(file: str) -> frozenset[str]:
 
 def model_values(models: Sequence[nn.Module]) -> Iterator[dict[str, Any]]:
     """Yield numbers that modules of the script keep as plain attributes, such as the layers to drop in a step."""
-    known = _know(models)
+    owned = _owned_by(models)
     for number, model in enumerate(models):
         for name, module in model.named_modules():
             if type(module).__module__.split(".")[0] in _LIBRARIES:
@@ -279,24 +277,12 @@ def model_values(models: Sequence[nn.Module]) -> Iterator[dict[str, Any]]:
                     continue
                 path = f"model{number or ''}.{name + '.' if name else ''}{key}"
                 if type(value) in (list, tuple) or isinstance(value, bool | int | float):
-                    for each, type_name, content, numeric in _values(path, value, _DEPTH, set(), known):
-                        yield {
-                            "name": each,
-                            "type": type_name,
-                            "digest": content,
-                            "value": numeric,
-                            "weights": False,
-                            "of_model": True,
-                        }
-
-
-def value_shape(text: str) -> tuple[int, ...]:
-    """Return the shape that ``_values`` gives for a tensor, as text."""
-    return tuple(int(size) for size in text.split("x")) if text else ()
+                    for row in _values(path, value, _DEPTH, set(), owned):
+                        yield row | {"of_model": True}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Known:
+class _Owned:
     """What belongs to the models of a script: objects by ``id``, shapes of parameters, and addresses of tensors."""
 
     modules: frozenset[int]
@@ -305,10 +291,10 @@ class _Known:
     addresses: frozenset[int]
 
 
-def _know(models: Sequence[nn.Module]) -> _Known:
+def _owned_by(models: Sequence[nn.Module]) -> _Owned:
     parameters = [param for model in models for param in model.parameters()]
     buffers = [buffer for model in models for buffer in model.buffers()]
-    return _Known(
+    return _Owned(
         modules=frozenset(id(module) for model in models for module in model.modules()),
         parameters=frozenset(map(id, parameters)),
         shapes=frozenset(tuple(param.shape) for param in parameters),
@@ -320,50 +306,51 @@ def _address(tensor: Tensor) -> int:
     return to_local(tensor.detach()).data_ptr()
 
 
-def _values(path: str, value: Any, depth: int, seen: set[int], known: _Known) -> Iterator[tuple[str, str, str, Any]]:
+def _values(path: str, value: Any, depth: int, seen: set[int], owned: _Owned) -> Iterator[dict[str, Any]]:
+    def row(kind: str, content: str, *, name: str = path, number: float | None = None, weights: bool = False) -> dict[str, Any]:
+        return {"name": name, "type": kind, "digest": content, "value": number, "weights": weights}
+
+    def of_tensor(tensor: Tensor, name: str) -> dict[str, Any]:
+        return row("tensor", digest(flatten(to_local(tensor))), name=name, weights=tuple(tensor.shape) in owned.shapes)
+
     if isinstance(value, bool | int | float):
-        yield path, "number", repr(value), float(value)
+        yield row("number", repr(value), number=float(value))
         return
     if id(value) in seen or depth > _DEPTH:
         return
     seen.add(id(value))
+    items: list[tuple[str, Any]] = []
     if isinstance(value, Tensor):
         # A larger tensor that is not a parameter is data of the script.
-        small = value.numel() <= _MAX_ELEMENTS or tuple(value.shape) in known.shapes
+        small = value.numel() <= _MAX_ELEMENTS or tuple(value.shape) in owned.shapes
         # A tensor of a state dict is the memory of a parameter or buffer.
-        if small and not value.is_meta and not isinstance(value, nn.Parameter) and _address(value) not in known.addresses:
-            yield path, "tensor", digest(flatten(to_local(value))), "x".join(map(str, value.shape))
+        if small and not value.is_meta and not isinstance(value, nn.Parameter) and _address(value) not in owned.addresses:
+            yield of_tensor(value, path)
     elif isinstance(value, torch.Generator):
-        yield path, "generator", digest(flatten(value.get_state())), None
+        yield row("generator", digest(flatten(value.get_state())))
     elif isinstance(value, random.Random):
-        yield path, "generator", str(hash(value.getstate())), None
+        yield row("generator", str(hash(value.getstate())))
     elif isinstance(value, np.random.Generator):
-        yield path, "generator", str(value.bit_generator.state), None
+        yield row("generator", str(value.bit_generator.state))
     elif isinstance(value, nn.Module):
-        if id(value) not in known.modules:
+        if id(value) not in owned.modules:
             for name, tensor in (*value.named_parameters(), *value.named_buffers()):
-                if not tensor.is_meta and id(tensor) not in known.parameters:
-                    yield f"{path}.{name}", "tensor", digest(flatten(to_local(tensor))), "x".join(map(str, tensor.shape))
+                if not tensor.is_meta and id(tensor) not in owned.parameters:
+                    yield of_tensor(tensor, f"{path}.{name}")
     elif isinstance(value, Mapping):
-        for key, item in list(value.items())[:_MAX_VALUES]:
-            if isinstance(key, str | int):
-                yield from _values(f"{path}[{key!r}]", item, depth + 1, seen, known)
-    elif type(value) in (list, tuple) and len(value) <= _MAX_VALUES:
-        for index, item in enumerate(value):
-            yield from _values(f"{path}[{index}]", item, depth + 1, seen, known)
+        items = [(f"[{key!r}]", item) for key, item in list(value.items())[:_MAX_VALUES] if isinstance(key, str | int)]
+    elif type(value) in (list, tuple):
+        items = [(f"[{index}]", item) for index, item in enumerate(value)] if len(value) <= _MAX_VALUES else []
     elif _is_of_script(value):
-        for key, item in vars(value).items():
-            yield from _values(f"{path}.{key}", item, depth + 1, seen, known)
-    elif _is_early_stop(value):
-        for key, item in value.state_dict().items():
-            yield from _values(f"{path}.{key}", item, depth + 1, seen, known)
+        items = [(f".{key}", item) for key, item in vars(value).items()]
+    # An ``early_stop``.
+    elif type(value).__module__.startswith("dtrain.monitors") and hasattr(value, "state_dict"):
+        items = [(f".{key}", item) for key, item in value.state_dict().items()]
+    for suffix, item in items:
+        yield from _values(path + suffix, item, depth + 1, seen, owned)
 
 
 def _is_of_script(value: Any) -> bool:
     """Return True for an instance of a class that the script, or a module of its folder, defines."""
     library = type(value).__module__.split(".")[0] in _LIBRARIES
     return not library and hasattr(value, "__dict__") and not isinstance(value, type) and type(value).__name__ != "module"
-
-
-def _is_early_stop(value: Any) -> bool:
-    return type(value).__module__.startswith("dtrain.monitors") and hasattr(value, "state_dict")

@@ -18,25 +18,25 @@ from typing import Any
 
 import numpy as np
 
-KINDS = (
-    "initial",
-    "generator",
-    "ties",
-    "samples",
-    "rng",
-    "loss",
-    "optimizer_state",
-    "gradient",
-    "lr",
-    "parameter",
-    "buffer",
-    "transform",
-    "variable",
-    "evaluation",
-    "metric",
-    "exported",
-)
-"""Kinds of facts in the order of a step. Variables come late, because most of them follow from data and parameters."""
+KINDS: Mapping[str, str] = {
+    "initial": "initial value of",
+    "generator": "generator",
+    "ties": "tied parameters",
+    "samples": "samples",
+    "rng": "random state",
+    "loss": "loss",
+    "optimizer_state": "state of the optimizer",
+    "gradient": "gradient of",
+    "lr": "learning rate",
+    "parameter": "parameter",
+    "buffer": "buffer",
+    "transform": "state of the transform",
+    "variable": "variable",
+    "evaluation": "samples of",
+    "metric": "metric",
+    "exported": "exported",
+}
+"""Kinds of facts in the order of a step, with their names in texts. Variables come late, because most follow from others."""
 
 TENSORS = ("initial", "gradient", "parameter", "buffer", "transform", "exported")
 """Kinds of facts that are tensors."""
@@ -83,7 +83,7 @@ class Fact:
 
     Args:
         step: step before whose update the fact belongs, from 0.
-        part: number of the optimizer.
+        optimizer_index: number of the optimizer.
         kind: one of ``KINDS``.
         name: parameter, buffer, metric or variable.
         value: ``TensorFact``, ``LossFact``, number, text or counter of samples.
@@ -92,7 +92,7 @@ class Fact:
     """
 
     step: int
-    part: int
+    optimizer_index: int
     kind: str
     name: str
     value: Any
@@ -102,7 +102,7 @@ class Fact:
     @property
     def key(self) -> tuple[int, int, str, str]:
         """Identity of the fact in all runs."""
-        return self.step, self.part, self.kind, self.name
+        return self.step, self.optimizer_index, self.kind, self.name
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -141,10 +141,13 @@ class RunRecord:
         """Return the facts of one kind, in one step or in all steps."""
         return [fact for fact in self.facts.values() if fact.kind == kind and step in (None, fact.step)]
 
-    def step_rows(self, step: int, part: int = 0) -> list[Row]:
+    def step_rows(self, step: int, optimizer_index: int = 0) -> list[Row]:
         """Return the row of a step of each rank that has one."""
         return [
-            row for rows in self.ranks for row in rows if row["kind"] == "step" and (row["step"], row["part"]) == (step, part)
+            row
+            for rows in self.ranks
+            for row in rows
+            if row["kind"] == "step" and (row["step"], row["optimizer_index"]) == (step, optimizer_index)
         ]
 
     @property
@@ -152,7 +155,7 @@ class RunRecord:
         """First step with an update of each optimizer."""
         first: dict[int, int] = {}
         for row in self.rows("step"):
-            first[row["part"]] = min(row["step"], first.get(row["part"], row["step"]))
+            first[row["optimizer_index"]] = min(row["step"], first.get(row["optimizer_index"], row["step"]))
         return first
 
     @property
@@ -177,14 +180,21 @@ def read_record(name: str, folder: Path) -> RunRecord:
     whole = numbers_path.stat().st_size // 8 if numbers_path.exists() else 0
     numbers = np.fromfile(numbers_path, count=whole) if whole else np.empty(0)
     facts = [*_facts_of_rank_0(ranks, numbers), *_facts_of_steps(ranks), *_facts_of_evaluations(ranks)] if ranks else []
-    facts.sort(key=lambda fact: (fact.step, fact.part, KINDS.index(fact.kind), fact.order))
+    facts.sort(key=lambda fact: (fact.step, fact.optimizer_index, list(KINDS).index(fact.kind), fact.order))
     notes = [row for rows in ranks[:1] for row in rows if row["kind"] == "note"]
     return RunRecord(name=name, ranks=ranks, facts={fact.key: fact for fact in facts}, notes=notes, numbers=numbers)
 
 
 def _fact(row: Row, kind: str, name: str, value: Any, *, by_rank: Iterable[Any] = (), order: int = 0) -> Fact:
-    part = row.get("part", 0)
-    return Fact(step=row["step"], part=part, kind=kind, name=name, value=value, by_rank=tuple(by_rank), order=order)
+    return Fact(
+        step=row["step"],
+        optimizer_index=row["optimizer_index"],
+        kind=kind,
+        name=name,
+        value=value,
+        by_rank=tuple(by_rank),
+        order=order,
+    )
 
 
 def _facts_of_rank_0(ranks: list[list[Row]], numbers: Any) -> Iterator[Fact]:
@@ -193,7 +203,7 @@ def _facts_of_rank_0(ranks: list[list[Row]], numbers: Any) -> Iterator[Fact]:
     for rank, rows in enumerate(ranks):
         for row in rows:
             if row["kind"] in TENSORS:
-                digests.setdefault((row["kind"], row["step"], row.get("part", 0), row["name"]), {})[rank] = row["digest"]
+                digests.setdefault((row["kind"], row["step"], row["optimizer_index"], row["name"]), {})[rank] = row["digest"]
     seen: Counter[tuple[int, int, str]] = Counter()
     for place, row in enumerate(ranks[0]):
         kind = row["kind"]
@@ -208,7 +218,7 @@ def _facts_of_rank_0(ranks: list[list[Row]], numbers: Any) -> Iterator[Fact]:
                 trains=row.get("trains", True),
                 is_buffer=row.get("buffer", False),
             )
-            by_rank = digests[kind, row["step"], row.get("part", 0), row["name"]]
+            by_rank = digests[kind, row["step"], row["optimizer_index"], row["name"]]
             # Backward reaches the last parameters first.
             order = -row["order"] if kind == "gradient" else place
             yield _fact(row, kind, row["name"], tensor, by_rank=map(by_rank.get, range(len(ranks))), order=order)
@@ -217,7 +227,7 @@ def _facts_of_rank_0(ranks: list[list[Row]], numbers: Any) -> Iterator[Fact]:
         elif kind == "optimizer_state":
             yield _fact(row, kind, "", (row["tensors"], float(row["norm"])))
         for name, value in _read_metrics(row):
-            key = row["step"], row.get("part", 0), name
+            key = row["step"], row["optimizer_index"], name
             seen[key] += 1
             label = name if seen[key] == 1 else f"{name}, {seen[key]}"
             yield _fact(row, "metric", label, value, by_rank=(row,), order=place)
@@ -242,7 +252,7 @@ def _facts_of_steps(ranks: list[list[Row]]) -> Iterator[Fact]:
         if data_ranks[rank] is None or data_ranks[rank] not in data_ranks[:rank]:
             for row in rows:
                 if row["kind"] == "step":
-                    by_step.setdefault((row["step"], row["part"]), []).append(row)
+                    by_step.setdefault((row["step"], row["optimizer_index"]), []).append(row)
     for rows in by_step.values():
         first, losses = rows[0], [loss for row in rows for loss in row["losses"]]
         weights = [weight for _, weight in losses]
@@ -266,9 +276,9 @@ def _facts_of_evaluations(ranks: list[list[Row]]) -> Iterator[Fact]:
         seen, evaluations = Counter[tuple[int, int]](), dict[tuple[int, int, int], Row]()
         for row in rows:
             if row["kind"] == "evaluation":
-                step, part = row["step"], row.get("part", 0)
-                seen[step, part] += 1
-                evaluations[step, part, seen[step, part]] = row
+                step, optimizer_index = row["step"], row["optimizer_index"]
+                seen[step, optimizer_index] += 1
+                evaluations[step, optimizer_index, seen[step, optimizer_index]] = row
         per_rank.append(evaluations)
     for index, (place, first) in enumerate(per_rank[0].items()):
         by_rank = [
@@ -284,8 +294,8 @@ def _facts_of_evaluations(ranks: list[list[Row]]) -> Iterator[Fact]:
         yield _fact(first, "evaluation", f"evaluation {place[2]}", value, by_rank=lists, order=index)
 
 
-def matching_name(name: str, known: Collection[str]) -> str | None:
-    """Return the name in ``known`` of an exported tensor, whose name may have another prefix."""
-    if name in known:
+def matching_name(name: str, names: Collection[str]) -> str | None:
+    """Return the name in ``names`` of an exported tensor, whose name may have another prefix."""
+    if name in names:
         return name
-    return next((other for other in known if name.endswith(f".{other}") or other.endswith(f".{name}")), None)
+    return next((other for other in names if name.endswith(f".{other}") or other.endswith(f".{name}")), None)

@@ -6,27 +6,52 @@ is ended with the run. Every run has a current folder of its own, which is a cop
 
 from __future__ import annotations
 
+import builtins
 import json
+import multiprocessing.util
 import os
+import resource
 import shutil
 import signal
+import sys
+import tempfile
 import time
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from multiprocessing.forkserver import ForkServer
 from multiprocessing.util import Finalize
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 from dtrain import launch_protocol
-from dtrain.launch.local_ranks import LocalRanks, wait_for_exits
-from dtrain.prove.proof_rank import run_rank
+from dtrain.launch.local_ranks import LocalRanks, enter_rank, wait_for_exits
+from dtrain.launch.processes import die_with_parent
 from dtrain.prove.run_config import RunConfig
 
 # Time for the other ranks to end after one has failed, so that the first error is recorded. Seconds.
 _SETTLE_S = 5.0
 # Files above this size are links into the original folder instead of copies. Bytes.
 _MAX_COPY_BYTES = 1 << 20
+# With all that they import: checkpoints, loaders, sharding and the step.
+_PRELOADED = (
+    "dtrain.prove.dtrain_hooks",
+    "dtrain.prove.torch_hooks",
+    "dtrain.checkpoint.load",
+    "dtrain.checkpoint.load_weights",
+    "dtrain.data.build_loader",
+    "dtrain.loggers.records",
+    "dtrain.loggers.text",
+    "dtrain.losses",
+    "dtrain.run.run_dir",
+    "dtrain.shard.materialize",
+    "dtrain.transforms",
+    "torch._dynamo",
+    "torch.nn.parallel",
+)
+_OUTPUT_FOLDERS = ("ckpt", "checkpoints", "runs", "out", "output", "outputs")
 _SKIPPED_FOLDERS = (".git", ".venv", "__pycache__", "node_modules", ".nox", ".mypy_cache", ".ruff_cache", ".pytest_cache")
 
 
@@ -66,20 +91,13 @@ def copy_work_folder(source: Path, destination: Path) -> None:
         if entry.name in _SKIPPED_FOLDERS or target.exists() or entry.name.startswith("."):
             continue
         if entry.is_dir():
-            if not _is_output(Path(entry.path)):
+            names = os.listdir(entry.path) if os.access(entry.path, os.R_OK) else []
+            if entry.name not in _OUTPUT_FOLDERS and not any(name.startswith(("step-", "checkpoint")) for name in names):
                 target.symlink_to(os.path.realpath(entry.path))
         elif entry.is_file() and entry.stat().st_size <= _MAX_COPY_BYTES:
             shutil.copy2(entry.path, target)
         else:
             target.symlink_to(os.path.realpath(entry.path))
-
-
-def _is_output(folder: Path) -> bool:
-    """Return True for a folder that looks like the output of a training run."""
-    names = {path.name for path in folder.iterdir()} if os.access(folder, os.R_OK) else set()
-    return folder.name in ("ckpt", "checkpoints", "runs", "out", "output", "outputs") or any(
-        name.startswith(("step-", "checkpoint")) for name in names
-    )
 
 
 @dataclass(slots=True, eq=False)
@@ -96,38 +114,32 @@ def run_all(
     *,
     slots: int,
     timeout_s: float,
-    on_start: Callable[[RunConfig], None] = lambda config: None,
-    on_end: Callable[[RunOutcome], None] = lambda outcome: None,
-) -> dict[str, RunOutcome]:
-    """Run all ``configs`` and return their outcomes by name.
+    on_end: Callable[[RunOutcome], None],
+) -> None:
+    """Run all ``configs``.
 
     Args:
         configs: runs that do not depend on each other.
         slots: number of ranks that run at a time; a run with more ranks runs alone.
         timeout_s: seconds after which a run is ended.
-        on_start: called with each run that starts.
         on_end: called with each outcome.
     """
-    waiting, running, outcomes = list(configs), list[_Running](), dict[str, RunOutcome]()
+    waiting, running = list(configs), list[_Running]()
     try:
         while waiting or running:
             used = sum(run.config.ranks for run in running)
             while waiting and (not running or used + waiting[0].ranks <= slots):
                 config = waiting.pop(0)
-                on_start(config)
                 running.append(_start(config, timeout_s))
                 used += config.ranks
             _wait(running)
             for run in [run for run in running if not run.ranks.running]:
                 running.remove(run)
                 run.ranks.end()
-                outcome = _outcome(run)
-                outcomes[run.config.name] = outcome
-                on_end(outcome)
+                on_end(_outcome(run))
     finally:
         for run in running:
             run.ranks.end()
-    return outcomes
 
 
 def _start(config: RunConfig, timeout_s: float) -> _Running:
@@ -148,9 +160,9 @@ def _start(config: RunConfig, timeout_s: float) -> _Running:
 
 @cache
 def _fork_server() -> ForkServer:
-    """Return the server of this process whose forks are the ranks of all proofs."""
+    """Return the server of this process whose forks are the ranks of all proofs. It imports what most scripts import."""
     server = ForkServer()
-    server.set_forkserver_preload(["dtrain.prove.preload"])
+    server.set_forkserver_preload(list(_PRELOADED))
     Finalize(None, server._stop, exitpriority=10)  # type: ignore[attr-defined]
     return server
 
@@ -176,23 +188,97 @@ def _outcome(run: _Running) -> RunOutcome:
         # Another rank's error is the cause of an error in communication.
         follows = "PeerError" in record["error"] or "DistError" in record["error"] or "Connection" in record["error"]
         failures.append((follows, path.stat().st_mtime, record))
-    first = min(failures, key=lambda item: item[:2])[2] if failures else None
-    text = _last_error_line(folder)
-    if first is not None:
-        text = f"{first['error']} (rank {first['rank']}{', ' + first['where'] if first['where'] else ''})"
+    error = None
+    if failures:
+        first = min(failures, key=lambda item: item[:2])[2]
+        error = f"{first['error']} (rank {first['rank']}{', ' + first['where'] if first['where'] else ''})"
+    else:
+        # A process that ended without an exception may have written a line to its standard error.
+        outputs = [path.read_text(encoding="utf-8", errors="replace") for path in sorted(folder.glob("rank-*.err"))]
+        lines = [text.strip().rsplit("\n", 1)[-1].strip()[:300] for text in outputs if text.strip()]
+        error = lines[0] if lines else None
     return RunOutcome(
         config=run.config,
         codes=tuple(run.ranks.exits[rank].code for rank in range(run.config.ranks)),
-        error=text,
+        error=error,
         timed_out=run.timed_out,
         seconds=time.monotonic() - run.started,
     )
 
 
-def _last_error_line(folder: Path) -> str | None:
-    """Return the last line that a rank wrote to its standard error, for a process that ended without an exception."""
-    for path in sorted(folder.glob("rank-*.err")):
-        lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
-        if written := [line for line in lines if line.strip()]:
-            return written[-1].strip()[:300]
-    return None
+def run_rank(config_path: str, environment: Mapping[str, str]) -> None:
+    """Run the script of a ``RunConfig`` as the main module of this process, and exit with its exit code.
+
+    Args:
+        config_path: path of the config, whose folder gets the records and the output.
+        environment: all environment variables of the rank.
+
+    Mutates: everything about this process.
+    """
+    os.setsid()
+    die_with_parent(os.getppid())
+    enter_rank(environment)
+    rank, config = int(os.environ["RANK"]), RunConfig.read(Path(config_path))
+    for stream, name in ((1, "out"), (2, "err")):
+        fd = os.open(Path(config.folder, f"rank-{rank}.{name}"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+        os.dup2(fd, stream)
+        os.close(fd)
+    sys.stdout, sys.stderr = (
+        open(fd, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115 - the process ends with them
+        for fd in (1, 2)
+    )
+    os.chdir(config.work_folder)
+    # A killed rank removes none of its temporary files; the proof removes this folder.
+    tempfile.tempdir = os.environ["TMPDIR"] = tempfile.mkdtemp(prefix="tmp-", dir=config.folder)
+    code = _run_script(config, rank)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Semaphores of loader workers.
+    multiprocessing.util._run_finalizers()  # type: ignore[attr-defined]
+    # Exit handlers have run in ``multiprocessing``'s place; threads of the script must not keep the process.
+    os._exit(code)
+
+
+def _run_script(config: RunConfig, rank: int) -> int:
+    """Run the script with a recorder, and return its exit code. The first error of the rank goes to a file."""
+    import numpy as np
+    import torch
+
+    from dtrain.prove.dtrain_hooks import observe_dtrain
+    from dtrain.prove.recording import RankRecorder
+    from dtrain.prove.torch_hooks import observe_torch
+
+    # All ranks are forks of one process, whose generators would be equal. A script without a seed must show as one.
+    torch.default_generator.seed()
+    np.random.seed()
+    recorder = RankRecorder(config, rank)
+    observe_dtrain(recorder)
+    observe_torch(recorder)
+    path = os.path.abspath(config.script)
+    sys.argv = [config.script, *config.args]
+    sys.path.insert(0, os.path.dirname(os.path.realpath(path)))
+    main = ModuleType("__main__")
+    main.__dict__.update(__file__=path, __builtins__=builtins, __cached__=None, __annotations__={})
+    sys.modules["__main__"] = main
+    code = 0
+    failure: BaseException | None = None
+    try:
+        exec(compile(Path(path).read_bytes(), path, "exec", dont_inherit=True), main.__dict__)
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        failure = error if code else None
+    except BaseException as error:  # noqa: BLE001 - every exception ends the script, and the proof shows it
+        traceback.print_exc()
+        code, failure = 1, error
+    if failure is not None:
+        frames: list[Any] = traceback.extract_tb(failure.__traceback__)
+        own = [frame for frame in frames if os.path.realpath(frame.filename) == os.path.realpath(path)]
+        where = f"{os.path.basename(own[-1].filename)}:{own[-1].lineno}" if own else ""
+        line = " ".join(f"{type(failure).__name__}: {failure}".split())
+        record = {"rank": rank, "error": line[:1000], "where": where}
+        Path(config.folder, f"rank-{rank}.failure.json").write_text(json.dumps(record), encoding="utf-8")
+    recorder.flush_evaluation()
+    cpu_s = sum(sum(resource.getrusage(who)[:2]) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    recorder.log.write("end", code=code, cpu_s=cpu_s)
+    recorder.log.close()
+    return code

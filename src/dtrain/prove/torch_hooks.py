@@ -102,11 +102,11 @@ class _Forwards:
             if not recorder.steps_of_dtrain:
                 self._loop.forward(inputs if is_data else [])
         elif is_data and not recorder.in_step:
-            recorder.evaluations.write_weights(module, recorder.step)
+            recorder.evaluations.write_weights(module)
             if not called_from("dtrain.step.evaluate"):
                 recorder.add_evaluated(inputs)
         if inputs and inputs[0].ndim and not called_from("dtrain.step.evaluate"):
-            recorder.random.begin(recorder.step, inputs[0].shape[0])
+            recorder.random.begin(recorder.log.step, inputs[0].shape[0])
 
     def _after(self, module: nn.Module, output: Any) -> Any:
         recorder = self._recorder
@@ -120,7 +120,7 @@ class _Forwards:
         recorder.facts.modules.append(name)
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training and not recorder.averages_statistics:
             recorder.note("batch_norm")
-        return recorder.outputs.after(module, name, output, step=recorder.step, forwards=recorder.facts.forwards)
+        return recorder.outputs.after(module, name, output, forwards=recorder.facts.forwards)
 
 
 def called_from(module: str, *, depth: int = 12) -> bool:
@@ -183,7 +183,6 @@ class _Loaders:
             "pass",
             loader=list(self._passes).index(id(loader)),
             number=number,
-            step=recorder.step,
             sampler=type(sampler).__name__,
             epoch=getattr(sampler, "epoch", None),
             seed=getattr(sampler, "seed", None),
@@ -194,7 +193,7 @@ class _Loaders:
             if self._loop.is_over(loader):
                 return
             self._loop.batch_loaded(loader, number, batch)
-            recorder.random.batch_loaded(recorder.step, count_samples(batch))
+            recorder.random.batch_loaded(recorder.log.step, count_samples(batch))
             yield cast_floats(batch, recorder.dtype) if recorder.dtype is not None else batch
 
 
@@ -251,11 +250,12 @@ def _observe_files(recorder: RankRecorder) -> None:
     def saved(obj: Any, file: Any, *args: Any, **kwargs: Any) -> Any:
         note_overwrite(file)
         result = save(obj, file, *args, **kwargs)
-        tensors = _state_dict(obj)
-        if tensors and isinstance(file, str | os.PathLike):
-            recorder.evaluations.exported(str(file), tensors.items(), recorder.step)
+        # A state dict of a model has names with tensors, and nothing else.
+        is_weights = isinstance(obj, Mapping) and obj and all(isinstance(value, Tensor) for value in obj.values())
+        if is_weights and isinstance(file, str | os.PathLike):
+            recorder.evaluations.exported(str(file), obj.items())
         elif not called_from("dtrain.checkpoint"):
-            recorder.saved(recorder.updates_done(), str(file))
+            recorder.log.write("saved", step=recorder.updates_done(), path=str(file))
         return result
 
     torch.save = saved  # type: ignore[assignment]
@@ -264,7 +264,7 @@ def _observe_files(recorder: RankRecorder) -> None:
     @functools.wraps(save_file)
     def written(tensors: Any, filename: Any, *args: Any, **kwargs: Any) -> Any:
         result = save_file(tensors, filename, *args, **kwargs)
-        recorder.evaluations.exported(str(filename), tensors.items(), recorder.step)
+        recorder.evaluations.exported(str(filename), tensors.items())
         return result
 
     @functools.wraps(convert)
@@ -273,19 +273,11 @@ def _observe_files(recorder: RankRecorder) -> None:
         written_to = Path(destination)
         for file in sorted(written_to.glob("*.safetensors")) if written_to.is_dir() else [written_to]:
             if file.suffix == ".safetensors":
-                recorder.evaluations.exported(str(file), safetensors.torch.load_file(file).items(), recorder.step)
+                recorder.evaluations.exported(str(file), safetensors.torch.load_file(file).items())
         return result
 
     safetensors.torch.save_file = written
     conversion.convert = converted
-
-
-def _state_dict(value: Any) -> dict[str, Tensor]:
-    """Return ``value`` if it is a state dict of a model: names with tensors and nothing else."""
-    if not isinstance(value, Mapping) or not value:
-        return {}
-    tensors = {name: item for name, item in value.items() if isinstance(item, Tensor)}
-    return tensors if len(tensors) == len(value) else {}
 
 
 class PlainLoop(UpdateObserver):
@@ -309,7 +301,7 @@ class PlainLoop(UpdateObserver):
         """Observe a forward with gradient of a whole model."""
         recorder = self._recorder
         if not recorder.facts.forwards:
-            recorder.stop_if_done(0)
+            recorder.stop_if_done()
             recorder.flush_evaluation()
             recorder.facts.rng = recorder.rng_digest()
         facts = recorder.facts
@@ -343,12 +335,12 @@ class PlainLoop(UpdateObserver):
         recorder.note("update_by_hand", optimizer=type(optimizer).__name__)
         if recorder.steps_of_dtrain:
             return
-        part = recorder.part = recorder.part_of(optimizer)
-        recorder.step = recorder.updates.setdefault(part, recorder.config.first_step)
+        optimizer_index = recorder.log.optimizer_index = recorder.index_of(optimizer)
+        recorder.log.step = recorder.updates.setdefault(optimizer_index, recorder.config.first_step)
         if self._loaded is not None:
             self._training_loaders.add(self._loaded[0])
-        if recorder.records_updates(part):
-            recorder.write_initial(optimizer, part)
+        if recorder.records_updates():
+            recorder.write_initial(optimizer)
             recorder.write_step(optimizer)
             recorder.write_gradients(optimizer)
         recorder.facts = StepFacts()
@@ -357,8 +349,8 @@ class PlainLoop(UpdateObserver):
         recorder = self._recorder
         if recorder.steps_of_dtrain:
             return
-        part = recorder.part_of(optimizer)
-        if recorder.records_updates(part):
-            recorder.write_parameters(part)
-        recorder.updates[part] += 1
-        recorder.step = recorder.updates[part]
+        optimizer_index = recorder.log.optimizer_index = recorder.index_of(optimizer)
+        if recorder.records_updates():
+            recorder.write_parameters()
+        recorder.updates[optimizer_index] += 1
+        recorder.log.step = recorder.updates[optimizer_index]

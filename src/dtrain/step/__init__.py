@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from dtrain.step.compose import optimizer_in_backward as optimizer_in_backward
     from dtrain.step.evaluate import auto_batch_eval as auto_batch_eval
     from dtrain.step.grad_cache import grad_cache_step as grad_cache_step
-    from dtrain.step.metrics import add_metrics as add_metrics
-    from dtrain.step.metrics import make_metric as make_metric
     from dtrain.step.microbatch_search import ProbeResult as ProbeResult
     from dtrain.step.microbatch_search import RankMemory as RankMemory
+    from dtrain.step.normalization import add_metrics as add_metrics
+    from dtrain.step.normalization import make_metric as make_metric
     from dtrain.step.optimizer import set_lr_ as set_lr_
     from dtrain.step.transform import GradFn as GradFn
     from dtrain.step.transform import GradStep as GradStep

@@ -147,7 +147,7 @@ def _run_until_fits(search: _Search, kept: _Kept) -> tuple[TrainState, Metrics]:
         search.state = result.state
         if result.output is not None:
             break
-        prober.gather_largest_batch()
+        prober.gather_memory()
         reassign("search")
         failed = prober.largest_batch if size is None else min(size, prober.largest_batch)
         spans.record_event("out_of_memory", step=state.step, size=failed)
@@ -361,14 +361,14 @@ class _Search:
 
     def shrink(self, size: int | None) -> int | None:
         """Return a smaller size after a step of ``size`` that barely fits; the same size if it is the minimum."""
-        self.prober.gather_largest_batch()
+        self.prober.gather_memory()
         current = size or self.prober.largest_batch
         self.probes.append(ProbeResult(size=current, fits=False))
         return size if current <= self.config.min_size else self.run()
 
     def grow(self, size: int | None) -> int | None:
         """Search again from ``size``. The largest input since the last search decides, so each rank uses the larger peak."""
-        ranks = self.prober.gather_memory(0)
+        ranks = self.prober.gather_memory()
         result = self._probe(size)
         if result.fits and ranks and result.rank_memory:
             worst = [replace(now, peak=max(now.peak, then.peak)) for now, then in zip(result.rank_memory, ranks, strict=True)]

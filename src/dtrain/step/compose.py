@@ -146,7 +146,12 @@ class Step:
             ConfigError: ``state`` is not a state of this step's ``init``.
         """
         if not isinstance(state, TrainState):
-            _refuse_arguments(state, batch)
+            if isinstance(batch, TrainState):
+                raise ConfigError(
+                    f"step: the arguments must be (state, batch), got ({type(state).__name__}, TrainState). Swap them: "
+                    "`state, metrics = step(state, batch)`."
+                )
+            check_state(state, "step", "state, metrics = step(state, batch)")
         state._check_not_stale("step")
         missing = [t.name for t in self.transforms if t.name not in state.transform_states and not t.read_only]
         if missing:
@@ -245,15 +250,6 @@ def bind_grad_options(
                 f"{inspect.signature(grad)}. Add the parameter to grad, or leave {name} out."
             )
     return partial(grad, **options)
-
-
-def _refuse_arguments(state: object, batch: object) -> None:
-    if isinstance(batch, TrainState):
-        raise ConfigError(
-            f"step: the arguments must be (state, batch), got ({type(state).__name__}, TrainState). Swap them: "
-            "`state, metrics = step(state, batch)`."
-        )
-    check_state(state, "step", "state, metrics = step(state, batch)")
 
 
 def should_stop(state: TrainState) -> bool:

@@ -130,8 +130,8 @@ def pad_to_longest_rank(loader: Any, count_fn: Callable[[Batch], tuple[int, int]
 
 def _find_padding(empty: Batch) -> Batch:
     """Return the batch to run in place of ``empty``: a real sample of its loader, else ``empty`` itself."""
-    samples = [info.padding_sample for info in get_batch_infos(empty) if info.padding_sample is not None]
-    return samples[0] if samples else empty
+    samples = (info.padding_sample for info in get_batch_infos(empty))
+    return next((sample for sample in samples if sample is not None), empty)
 
 
 def _raise_if_any_rank(rows: list[list[float]], column: int, problem: str) -> None:
@@ -233,10 +233,10 @@ class _AutoBatchEval(Generic[T]):
         # The error is raised once all ranks know of it.
         except Exception as problem:  # noqa: BLE001
             error = problem
-        rows = all_gather_numbers([error is not None], caller=_AUTO_BATCH_EVAL) if multi_rank else []
-        if error is not None:
+        if multi_rank:
+            _exchange([], error, "cannot count its batch")
+        elif error is not None:
             raise error
-        _raise_if_peer_failed(rows, 0, "cannot count its batch")
         return samples
 
     def _agree_on_part(self, remaining: int, plan: object, error: Exception | None, *, multi_rank: bool) -> int:
@@ -253,11 +253,7 @@ class _AutoBatchEval(Generic[T]):
                 raise error
             return remaining
         trace = self._traces.find(plan)
-        row = [remaining, 0 if trace is None else trace.digest, error is not None]
-        rows = all_gather_numbers(row, caller=_AUTO_BATCH_EVAL)
-        if error is not None:
-            raise error
-        _raise_if_peer_failed(rows, 2, "cannot run its batch again")
+        rows = _exchange([remaining, 0 if trace is None else trace.digest], error, "cannot run its batch again")
         if len({digest for _, digest, _ in rows}) > 1:
             self._traces.forget(plan)
         return int(max(samples for samples, _, _ in rows))
@@ -268,19 +264,21 @@ class _AutoBatchEval(Generic[T]):
         Collective: those of the part. In traced mode, and after a failure, also one record.
         """
         rng_snapshot, results = RNGSnapshot(), list[T]()
-        known = guard.multi_rank and guard.traces.find(plan) is not None
+        has_trace = guard.traces.find(plan) is not None
         with guard.attempt(plan):
             results = [self.fn(model, to_device(next_part(), get_device(model)))]
         if guard.failed:
             guard.roll_back(partial(_abort_forward, model))
         try:
-            guard.raise_if_failed(_gather_statuses(guard, exchange=known or (guard.failed and guard.multi_rank)), _NO_COUNTS)
+            guard.raise_if_failed(
+                _gather_statuses(guard, exchange=guard.multi_rank and (has_trace or guard.failed)), _NO_COUNTS
+            )
         except Exception as problem:
             _abort_forward(model)
             rng_snapshot.restore()
             if not isinstance(problem, StepAborted):
                 raise
-            if not guard.retry:
+            if not problem.retry:
                 self._shrink(model, size, guard.oom_message)
             return []
         return results
@@ -333,15 +331,15 @@ class _RemainingSamples:
         while self._parts[0][1] > size:
             first, samples = self._parts[0]
             parts = split_microbatches(first, size, self.batch_spec).batches
-            counts = [count_samples_and_tokens(part, self.batch_spec)[0] for part in parts]
+            counts = [count_samples_and_tokens(batch, self.batch_spec)[0] for batch in parts]
             if sum(counts) != samples or not 0 < max(counts) <= size:
                 raise ConfigError(
                     f"{_AUTO_BATCH_EVAL}: split must return parts of at most {size} samples, {samples} in all, got {counts}. "
                     "Return parts that cover the batch in order."
                 )
-            self._parts[:1] = [(part, n) for part, n in zip(parts, counts, strict=True) if n]
-        part, self._part_size = self._parts[0]
-        return part
+            self._parts[:1] = [(batch, count) for batch, count in zip(parts, counts, strict=True) if count]
+        first, self._part_size = self._parts[0]
+        return first
 
     def advance(self) -> None:
         """Advance past the current part."""
@@ -358,10 +356,15 @@ class _RemainingSamples:
         return self.batch if self._counted_by_caller else narrow_batch(self.batch, 0, 1, self.batch_spec)
 
 
-def _raise_if_peer_failed(rows: list[list[float]], column: int, problem: str) -> None:
-    failed = [rank for rank, row in enumerate(rows) if row[column]]
-    if failed:
-        raise PeerError(f"{_AUTO_BATCH_EVAL}: rank {failed[0]} {problem}. See its own error.")
+def _exchange(row: list[float], error: Exception | None, problem: str) -> list[list[float]]:
+    """Return the rows of all ranks, unless a rank has an ``error``, which is ``problem`` for its peers."""
+    rows = all_gather_numbers([*row, error is not None], caller=_AUTO_BATCH_EVAL)
+    if error is not None:
+        raise error
+    for rank, (*_, failed) in enumerate(rows):
+        if failed:
+            raise PeerError(f"{_AUTO_BATCH_EVAL}: rank {rank} {problem}. See its own error.")
+    return rows
 
 
 def _gather_statuses(guard: StepGuard, *, exchange: bool) -> BackwardSync:

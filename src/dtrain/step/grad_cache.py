@@ -281,10 +281,11 @@ class ForwardCache:
             for leaves in zip(*(own or [empty]), strict=True)
         ]
         if needs_grad:
-            floats = [
-                (index, leaf) for index, leaf in enumerate(joined) if isinstance(leaf, Tensor) and leaf.is_floating_point()
-            ]
-            call.leaves = {index: leaf.requires_grad_() for index, leaf in floats}
+            call.leaves = {
+                index: leaf.requires_grad_()
+                for index, leaf in enumerate(joined)
+                if isinstance(leaf, Tensor) and leaf.is_floating_point()
+            }
             self._calls.append(call)
         return tree_unflatten(joined, tree)
 
@@ -296,8 +297,8 @@ class ForwardCache:
         """Set the gradients of ``leaves()``, None for an unused output. Mutates: this cache, which drops the leaves."""
         remaining = iter(grads)
         for call in self._calls:
-            by_index = {at: next(remaining) for at in call.leaves}
-            call.grads = {at: grad for at, grad in by_index.items() if grad is not None}
+            by_index = {index: next(remaining) for index in call.leaves}
+            call.grads = {index: grad for index, grad in by_index.items() if grad is not None}
             call.leaves.clear()
 
     def is_own(self, index: int) -> bool:
@@ -319,9 +320,9 @@ class ForwardCache:
                 with call.rng_snapshots[index].replay():
                     outputs, _ = _forward(self.model, call, index)
             rows = call.row_range(index)
-            for at, grad in call.grads.items():
-                if outputs[at].requires_grad:
-                    pairs.append((outputs[at], grad.narrow(0, *rows) if rows else torch.zeros_like(outputs[at])))
+            for leaf, grad in call.grads.items():
+                if outputs[leaf].requires_grad:
+                    pairs.append((outputs[leaf], grad.narrow(0, *rows) if rows else torch.zeros_like(outputs[leaf])))
         return pairs
 
     def _split_rows(self, inputs: list[Any]) -> list[tuple[int, int]]:

@@ -36,12 +36,12 @@ from dtrain.shard.replica_check import raise_if_written, replica_check_of
 from dtrain.shard.replicate import all_reduce_grads_
 from dtrain.shard.skipped_units import ExchangeFn
 from dtrain.state import TrainState, check_state
-from dtrain.step.metrics import add_names_of_peers
 from dtrain.step.microbatches import BatchWatch, Microbatches, check_first_run
 from dtrain.step.normalization import (
     SUM_NORMALIZER,
     LossNormalizer,
     MetricAccumulator,
+    add_names_of_peers,
     build_normalizer,
     host_weight,
     normalize_grads_,
@@ -92,7 +92,7 @@ def gradient_run(
     spans.begin("step", 0)
     watch: BatchWatch | None = None
     try:
-        run = _begin_run(state, batch, caller, records_units)
+        run = _begin_run(state, batch, caller)
         error: Exception | None = None
         try:
             run.microbatches, run.weights = prepare()
@@ -109,7 +109,7 @@ def gradient_run(
             with report_missing_ranks(caller) if run.state.spec.mesh is not None else nullcontext():
                 run.grad_sync.begin_step(run.state.params, within_replica=run.state.spec.replica_info is not None)
                 run.buffers.begin_step()
-                with run._guarded() as run.checked:
+                with run._guarded(records_units) as run.checked:
                     run._begin_forwards()
                     yield run
                     run._end_backwards()
@@ -129,7 +129,7 @@ def gradient_run(
         spans.end("step")
 
 
-def _begin_run(state: TrainState, batch: Batch, caller: str, records_units: bool) -> GradientRun:
+def _begin_run(state: TrainState, batch: Batch, caller: str) -> GradientRun:
     """Check the state, and find the batch's position in its loader, unless a composed step has found it."""
     if not isinstance(state, TrainState):
         check_state(state, caller, f"state, metrics = dt.{caller}(state, batch, loss_fn=loss_fn)")
@@ -147,7 +147,7 @@ def _begin_run(state: TrainState, batch: Batch, caller: str, records_units: bool
     if context.model_syncs is None:
         context.model_syncs = grad_sync_of(state.model), buffer_sync_of(state.model)
     grad_sync, buffers = context.model_syncs
-    return GradientRun(state=state, caller=caller, records_units=records_units, grad_sync=grad_sync, buffers=buffers)
+    return GradientRun(state=state, caller=caller, grad_sync=grad_sync, buffers=buffers)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -157,7 +157,6 @@ class GradientRun:
     Args:
         state: state whose gradient is computed, with the position of its batch.
         caller: name of the gradient function.
-        records_units: as in ``gradient_run``.
         grad_sync: synchronization of the model's gradients.
         buffers: synchronization of the model's buffers.
         microbatches: this rank's microbatches.
@@ -172,7 +171,6 @@ class GradientRun:
 
     state: TrainState
     caller: str
-    records_units: bool
     grad_sync: GradSync
     buffers: BufferSync
     microbatches: Microbatches = _NO_MICROBATCHES
@@ -260,7 +258,7 @@ class GradientRun:
         guard = self.checked if self.guard is None else self.guard.collective_guard
         return guard.exchange_event if self.uneven_plan is not None and isinstance(guard, CheckedGuard) else None
 
-    def _guarded(self) -> AbstractContextManager[CheckedGuard | None]:
+    def _guarded(self, records_units: bool) -> AbstractContextManager[CheckedGuard | None]:
         """Return the context of all forwards and backwards, which ends at an out-of-memory error of a guarded step."""
         guard = self.guard
         if guard is None and not self.is_uneven:
@@ -268,19 +266,20 @@ class GradientRun:
         conditions = self.replay_conditions()
         if self.is_uneven:
             plan = (self.caller, *conditions)
-            is_known = not self.records_units or self.grad_sync.knows_order(conditions)
+            is_known = not records_units or self.grad_sync.knows_order(conditions)
             self.uneven_plan = None if is_known and plan in self.state._run_context.monitor.uneven_plans else plan
         if guard is None:
             return check_collectives(self.caller, EQUAL_MICROBATCHES_ADVICE) if self.uneven_plan is not None else nullcontext()
         guard.samples = self.microbatches.samples
         # The plan holds only facts that ranks agree on: ranks with different plans would run in different modes.
-        run_plan = (self.num_microbatches, self.counts.shapes_hash, *conditions)
+        count = min(self.required_microbatches, guard.max_microbatches or self.required_microbatches)
+        run_plan = (count, self.counts.shapes_hash, *conditions)
         # A rank without a microbatch is led through the units by records, which a trace lacks.
         return guard.attempt(run_plan, traced=self.uneven_plan is None)
 
     def _begin_forwards(self) -> None:
-        if self.guard is not None and self.guard.prepare is not None:
-            self.guard.prepare()
+        if self.guard is not None:
+            self.guard.capture_buffers()
         if self.weights:
             self.normalizer = build_normalizer(self.weights, self.state.device, self.state.spec)
         self.sums = MetricAccumulator(self.state.device)

@@ -90,10 +90,10 @@ def next_size(probes: Sequence[ProbeResult], bounds: SizeBounds) -> int | None:
     """
     if any(t.fits and t.size >= bounds.largest_batch for t in probes):
         return None
-    found = _next_partial_size(probes, bounds)
-    if found is None and len(probes) < bounds.max_probes and _full_batch_may_fit(probes, bounds):
+    size = _next_partial_size(probes, bounds)
+    if size is None and len(probes) < bounds.max_probes and _full_batch_may_fit(probes, bounds):
         return bounds.largest_batch
-    return found
+    return size
 
 
 def split_by_fit(probes: Sequence[ProbeResult]) -> tuple[list[ProbeResult], int | None]:
@@ -110,7 +110,9 @@ def _next_partial_size(probes: Sequence[ProbeResult], bounds: SizeBounds) -> int
     if len(probes) >= bounds.max_probes:
         return None if fitting else bounds.min_size
     if not fitting:
-        return _next_size_before_first_fit(failed, bounds)
+        # The minimum if memory can be measured, else the whole batch and its halves.
+        first = bounds.largest_batch if failed is None else bounds.round_down(failed / 2)
+        return bounds.min_size if bounds.measurable else first
     measured = [t for t in fitting if t.rank_memory]
     # Two measured sizes may not be on one line yet, so a smaller improvement justifies a third probe.
     enough = best + int(best * (_TOLERANCE if len(measured) != 2 else _TOLERANCE / 4))
@@ -144,13 +146,6 @@ def _full_batch_may_fit(probes: Sequence[ProbeResult], bounds: SizeBounds) -> bo
     ]
     near = bounds.largest_batch / _FULL_BATCH_MARGIN
     return all(_predict_max_size(saved, rank, bounds.headroom) >= near for rank in range(len(measured[-1].rank_memory)))
-
-
-def _next_size_before_first_fit(failed: int | None, bounds: SizeBounds) -> int:
-    """Return a size before any size fits: the minimum if memory can be measured, else the whole batch and its halves."""
-    if bounds.measurable:
-        return bounds.min_size
-    return bounds.largest_batch if failed is None else bounds.round_down(failed / 2)
 
 
 def _predict_max_size(measured: Sequence[ProbeResult], rank: int, headroom: float) -> float:

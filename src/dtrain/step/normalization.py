@@ -1,6 +1,6 @@
 """Normalize the summed loss by the global token (or sample) count, known after backward or declared before it.
 
-Also check the return value of a loss function, and add up the metrics of a step's microbatches.
+Also check the return value of a loss function, make metrics, and add up those of a step's microbatches.
 """
 
 from __future__ import annotations
@@ -8,7 +8,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from numbers import Real
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -16,6 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from dtrain.data.batch import BatchSpec
+from dtrain.dist.collectives import all_gather_json
 from dtrain.dist.dtensor import scale_
 from dtrain.dist.init import get_dist_info
 from dtrain.errors import ConfigError, StepError
@@ -263,11 +266,8 @@ class MetricAccumulator:
         sums["loss"] = self._plus(totals, loss.total), weights + weight if type(weight) is int else self._plus(weights, weight)
         if loss.terms or loss.aux:
             for name, (total, weight) in (*loss.terms.items(), *loss.aux.items()):
-                self._add(name, total, weight)
-
-    def _add(self, name: str, total: Tensor | float, weight: Tensor | float) -> None:
-        totals, weights = self._sums.get(name, (0, 0))
-        self._sums[name] = self._plus(totals, total), self._plus(weights, weight)
+                totals, weights = sums.get(name, (0, 0))
+                sums[name] = self._plus(totals, total), self._plus(weights, weight)
 
     def _plus(self, current: Tensor | float, value: Tensor | float) -> Tensor | float:
         """Return the sum. Mutates: ``current``, if it is a tensor."""
@@ -342,9 +342,9 @@ def _describe_return_value(value: object) -> str:
     if value is None:
         return "None. End loss_fn with `return dt.LossSum(total=loss, weight=count)`"
     if isinstance(value, Tensor) and torch.is_grad_enabled() and not value.requires_grad:
-        return f"{kind} [{_shape(value)}] without a graph. Leave out .detach() and no_grad. For a mean, {_WRAP_ADVICE}"
+        return f"{kind} {list(value.shape)} without a graph. Leave out .detach() and no_grad. For a mean, {_WRAP_ADVICE}"
     if isinstance(value, Tensor):
-        return f"{kind} [{_shape(value)}]. For a mean, {_WRAP_ADVICE}. For a sum, return dt.LossSum(total=loss, weight=count)"
+        return f"{kind} {list(value.shape)}. For a mean, {_WRAP_ADVICE}. For a sum, return dt.LossSum(total=loss, weight=count)"
     if is_number(value):
         return f"the number {value!r}, which has no graph. Return the tensor without .item(). For a mean, {_WRAP_ADVICE}"
     # An output of transformers is a mapping with attributes.
@@ -353,11 +353,6 @@ def _describe_return_value(value: object) -> str:
     if isinstance(value, tuple | list):
         return f"{kind} of {len(value)}. Return dt.LossSum(total=loss, weight=count, aux={{'accuracy': (right, count)}})"
     return f"{kind}. Return dt.LossSum(total=loss, weight=count). For a mean, {_WRAP_ADVICE}"
-
-
-def _shape(tensor: Tensor) -> str:
-    """Return the sizes of ``tensor`` for a message."""
-    return ", ".join(map(str, tensor.shape))
 
 
 def _check_terms_and_aux(loss: LossSum, caller: str) -> None:
@@ -370,7 +365,7 @@ def _check_terms_and_aux(loss: LossSum, caller: str) -> None:
                     f"{caller}: LossSum.{kind}[{name!r}] must be (total, weight), got {describe_value(pair)}. "
                     "Give the sum and the count, not their quotient."
                 )
-            invalid = [part for part in pair if not is_number(part)]
+            invalid = [value for value in pair if not is_number(value)]
             if invalid:
                 raise ConfigError(
                     f"{caller}: LossSum.{kind}[{name!r}] must be single numbers, got {describe_value(invalid[0])}. Sum it."
@@ -388,3 +383,77 @@ def is_number(value: object) -> bool:
 def describe_value(value: object) -> str:
     """Return ``value`` for a message; for a tensor, its shape."""
     return f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+
+
+def make_metric(total: Tensor | float, weight: Tensor | float, device: torch.device | None = None) -> Metric:
+    """Make a ``Metric`` in float64 on ``device``, without a host sync. Sums of many tokens stay exact.
+
+    Args:
+        total: weighted sum on this rank, scalar ``[]`` or a number.
+        weight: weight of the sum, scalar ``[]`` or a number.
+        device: device of the metric, such as ``state.device``. None takes the device of ``total`` or ``weight``, and for
+            two numbers the device of this rank.
+
+    Example:
+        >>> import dtrain as dt
+        >>> metric = dt.step.make_metric(torch.tensor(3.0), 2)
+        >>> metric.total.item(), metric.weight.item()
+        (3.0, 2.0)
+    """
+    if device is None:
+        tensor = next((x for x in (total, weight) if isinstance(x, Tensor)), None)
+        device = tensor.device if tensor is not None else get_dist_info().device
+
+    def scalar(x: Tensor | float) -> Tensor:
+        # torch.full fills on the device. torch.tensor would copy from the host.
+        return (
+            x.detach().to(device, torch.float64)
+            if isinstance(x, Tensor)
+            else torch.full((), x, dtype=torch.float64, device=device)
+        )
+
+    return Metric(scalar(total), scalar(weight))
+
+
+_UNIT_WEIGHTS: dict[torch.device, Tensor] = {}
+
+
+def unit_weight(device: torch.device) -> Tensor:
+    """Return the weight of a metric that counts once: float64 ``[]``, cached per device, never modified."""
+    weight = _UNIT_WEIGHTS.get(device)
+    if weight is None:
+        weight = torch.ones((), dtype=torch.float64, device=device)
+        # A simulated step makes fake tensors, which must not be cached.
+        if type(weight) is Tensor:
+            _UNIT_WEIGHTS[device] = weight
+    return weight
+
+
+def add_metrics(a: Metrics, b: Metrics) -> Metrics:
+    """Add two metrics: totals and weights of shared names are added, other names are kept.
+
+    Start with ``{}`` and add the metrics of each step. ``reduce_metrics`` of the sum is the exact mean over all steps, in one
+    exchange. A mean of the steps' means would overweight short steps.
+
+    Args:
+        a: metrics by name.
+        b: metrics by name.
+
+    Example:
+        >>> import dtrain as dt
+        >>> step_metrics = {"loss": Metric(torch.tensor(4.0), torch.tensor(2.0))}
+        >>> dt.step.add_metrics(dt.step.add_metrics({}, step_metrics), step_metrics)["loss"]
+        Metric(total=tensor(8.), weight=tensor(4.))
+    """
+    return {**a, **b, **{name: a[name] + b[name] for name in a if name in b}}
+
+
+def add_names_of_peers(metrics: Metrics, device: torch.device) -> Metrics:
+    """Return ``metrics`` with zeros for the metrics that only other ranks have.
+
+    Collective: one exchange of JSON on the control group.
+    """
+    names = cast("list[list[str]]", all_gather_json(list(metrics), caller="step"))
+    missing = [name for name in dict.fromkeys(chain.from_iterable(names)) if name not in metrics]
+    zero = torch.zeros((), dtype=torch.float64, device=device)
+    return {**metrics, **{name: Metric(zero, zero) for name in missing}}

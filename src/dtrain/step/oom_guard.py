@@ -60,12 +60,12 @@ class StepAborted(Exception):
 
     Args:
         counts: counts that ranks agreed on before the step.
-        statuses: status of every rank.
+        retry: if True, the step says nothing about memory and must be repeated.
     """
 
-    def __init__(self, counts: StepCounts, statuses: Sequence[RankStatus]) -> None:
+    def __init__(self, counts: StepCounts, *, retry: bool) -> None:
         super().__init__("a guarded step was aborted")
-        self.counts, self.statuses = counts, tuple(statuses)
+        self.counts, self.retry = counts, retry
 
 
 @dataclass(slots=True, eq=False)
@@ -81,28 +81,21 @@ class StepGuard:
         traces: traces of the model's collectives, shared by the steps of a run.
         multi_rank: if True, the model runs on several ranks, and no rank may be left waiting.
         max_microbatches: number of microbatches of a probe, which leaves no gradient; None runs all microbatches.
-        prepare: function that the step calls first in ``attempt``, and which may run out of memory, too.
-        on_oom: function called when memory runs out, before any memory is freed.
-        allocator_retried: function called after a step that fits; True if the allocator had to free memory.
-        read_live_bytes: function that returns the bytes in use; None skips the measurement.
-        forward_bytes: out: bytes kept by the first forward.
+        prober: prober that runs the step, and measures its memory; None for a part of an evaluation.
+        forward_bytes: out: bytes kept by the first forward of a probe.
         samples: out: this rank's samples.
         oom_message: out: message of the allocator on this rank.
         failed: out: True if the step failed on this rank, or if this rank had to leave the step of another rank.
         status: out: status of this rank.
         statuses: out: status of every rank.
         error: out: error of this rank that is not out of memory.
-        collectives_issued: out: number of collectives before this rank's failure.
-        retry: out: True if the step says nothing about memory and must be repeated.
+        collective_guard: out: guard of the collectives of the last attempt.
     """
 
     traces: TraceCache
     multi_rank: bool
     max_microbatches: int | None = None
-    prepare: Callable[[], None] | None = None
-    on_oom: Callable[[], object] | None = None
-    allocator_retried: Callable[[], bool] | None = None
-    read_live_bytes: Callable[[], int] | None = None
+    prober: MicrobatchProber | None = None
     forward_bytes: int = 0
     samples: int = 0
     oom_message: str = ""
@@ -111,22 +104,32 @@ class StepGuard:
     statuses: Sequence[RankStatus] = ()
     error: Exception | None = None
     collective_guard: CollectiveGuard | None = field(default=None, repr=False)
-    collectives_issued: int = 0
-    retry: bool = False
+
+    @property
+    def collectives_issued(self) -> int:
+        """Number of collectives before this rank's failure."""
+        return self.collective_guard.collective_index if self.failed and self.collective_guard is not None else 0
 
     def limit_microbatches(self, required: int) -> int:
         """Return the number of microbatches to run out of ``required``."""
         return required if self.max_microbatches is None else min(required, self.max_microbatches)
 
+    def capture_buffers(self) -> None:
+        """Take the snapshot of the model's buffers, in ``attempt``, because memory may run out on one of several ranks."""
+        if self.prober is not None and self.multi_rank:
+            self.prober.buffers.capture()
+
     def begin_first_forward(self) -> None:
         """Start to measure the memory that the first forward keeps for its backward."""
-        if self.read_live_bytes is not None:
-            self.forward_bytes = -self.read_live_bytes()
+        self.forward_bytes = -self._live_bytes()
 
     def end_first_forward(self) -> None:
         """End the measurement of ``begin_first_forward``."""
-        if self.read_live_bytes is not None:
-            self.forward_bytes += self.read_live_bytes()
+        self.forward_bytes += self._live_bytes()
+
+    def _live_bytes(self) -> int:
+        memory = None if self.prober is None or self.max_microbatches is None else self.prober.device_memory
+        return 0 if memory is None else memory.read().live
 
     @contextmanager
     def attempt(self, plan: object, *, traced: bool = True) -> Iterator[None]:
@@ -154,7 +157,7 @@ class StepGuard:
             # The loss may have replaced the reason for which this rank had to abort by an error of its own.
             self.record_failure(error if guard is None or guard.exit_reason is None else guard.exit_reason)
         else:
-            if self.allocator_retried is not None and self.allocator_retried():
+            if self.prober is not None and self.prober.allocator_retried():
                 self.status |= RankStatus.ALLOCATOR_RETRIED
 
     def roll_back(self, undo: Callable[[], None]) -> None:
@@ -182,7 +185,6 @@ class StepGuard:
                     f"ranks wait in ({error}), so it leaves them. Find what uses the memory, and start again from the last "
                     "checkpoint."
                 ) from error
-            self.collectives_issued = self.collective_guard.collective_index
 
     def record_failure(self, error: Exception) -> None:
         """Record that this rank has failed. Mutates: this guard; frees the tensors in the frames of ``error``."""
@@ -193,8 +195,8 @@ class StepGuard:
         elif is_out_of_memory(error):
             self.status |= RankStatus.OUT_OF_MEMORY
             self.oom_message = " ".join(str(error).split()) or type(error).__name__
-            if self.on_oom is not None:
-                self.on_oom()
+            if self.prober is not None and self.prober.on_oom is not None:
+                self.prober.on_oom()
             _free_frames(error)
         else:
             self.status |= RankStatus.ERROR
@@ -232,8 +234,7 @@ class StepGuard:
             raise PeerError(
                 f"step: rank {broken[0]} failed ({len(broken)} of {len(self.statuses)} ranks did). See its own error."
             )
-        self.retry = not any(RankStatus.OUT_OF_MEMORY in self.statuses[rank] for rank in first)
-        raise StepAborted(counts, self.statuses)
+        raise StepAborted(counts, retry=not any(RankStatus.OUT_OF_MEMORY in self.statuses[rank] for rank in first))
 
 
 def _free_frames(error: BaseException) -> None:
@@ -259,30 +260,21 @@ def raise_does_not_fit(prefix: str, *, device: torch.device, strategy: str, oom_
     Raises:
         OutOfMemoryError: always.
     """
-    device_memory = get_device_memory(device)
-    stats = device_memory.read() if device_memory is not None else None
-    own: dict[str, Plain] = {"oom_message": " ".join(oom_message.split())[:300]}
-    if stats is not None:
-        own |= {"capacity": stats.capacity, "live": stats.live, "free": stats.free, "used_by_others": stats.used_by_others}
-    reports = cast("list[dict[str, Plain]]", all_gather_json(own, caller=prefix.partition(":")[0]))
-    rank = next((rank for rank, report in enumerate(reports) if report["oom_message"]), get_dist_info().rank)
-    report = reports[rank]
-    memory = (
-        f" (of {_format_mib(report['capacity'])}, {_format_mib(report['live'])} in use and {_format_mib(report['free'])} free "
-        f"without it, {_format_mib(report['used_by_others'])} used by others)"
-        if "capacity" in report
-        else ""
-    )
-    message = str(report["oom_message"]).rstrip(".")
+    memory = ""
+    if (device_memory := get_device_memory(device)) is not None:
+        stats = device_memory.read()
+        sizes = (stats.capacity, stats.live, stats.free, stats.used_by_others)
+        capacity, live, free, others = (f"{size / 2**20:,.1f} MiB" for size in sizes)
+        memory = f" (of {capacity}, {live} in use and {free} free without it, {others} used by others)"
+    own: Plain = [" ".join(oom_message.split())[:300], memory]
+    reports = cast("list[list[str]]", all_gather_json(own, caller=prefix.partition(":")[0]))
+    rank = next((rank for rank, (message, _) in enumerate(reports) if message), get_dist_info().rank)
+    message, memory = reports[rank]
     remedies = [text for text, replaced in _REMEDIES if not replaced or strategy in replaced]
     raise OutOfMemoryError(
-        f"{prefix} {subject} does not fit on rank {rank}: {message or 'out of memory'}{memory}. "
+        f"{prefix} {subject} does not fit on rank {rank}: {message.rstrip('.') or 'out of memory'}{memory}. "
         f"Try, in this order: {', '.join(remedies)}."
     )
-
-
-def _format_mib(value: Plain) -> str:
-    return f"{float(cast('int', value)) / 2**20:,.1f} MiB"
 
 
 @dataclass(slots=True, eq=False)
@@ -337,23 +329,14 @@ class MicrobatchProber:
         rng_snapshot = RNGSnapshot()
         if not multi_rank:
             self.buffers.capture()
-        memory = self.device_memory
-        guard = StepGuard(
-            traces=self.traces,
-            multi_rank=multi_rank,
-            max_microbatches=max_microbatches,
-            prepare=self.buffers.capture if multi_rank else None,
-            on_oom=self.on_oom,
-            allocator_retried=self.allocator_retried,
-            read_live_bytes=None if max_microbatches is None or memory is None else lambda: memory.read().live,
-        )
-        started, output = time.monotonic(), None
+        guard = StepGuard(traces=self.traces, multi_rank=multi_rank, max_microbatches=max_microbatches, prober=self)
+        started, output, retry = time.monotonic(), None, False
         try:
             after, metrics = inner(state._replace(_guard=guard), batch, **({} if size is None else {"microbatch_size": size}))
             counts = after._step_counts
             output = after._replace(_guard=None), metrics
         except StepAborted as aborted:
-            counts = aborted.counts
+            counts, retry = aborted.counts, aborted.retry
         except Exception as error:
             if multi_rank or not is_out_of_memory(error):
                 self._restore(state, rng_snapshot)
@@ -372,7 +355,7 @@ class MicrobatchProber:
         self.oom_message, self.samples = guard.oom_message, guard.samples
         if result.output is None:
             self._restore(state, rng_snapshot)
-        if guard.retry:
+        if retry:
             # The trace was dropped, so the next run has no trace to differ from.
             return self.run_guarded(inner, result.state, batch, size, max_microbatches=max_microbatches)
         return result
@@ -405,31 +388,20 @@ class MicrobatchProber:
         )
         return probe, result.state
 
-    def gather_memory(self, before: int, forward_bytes: int = 0) -> tuple[RankMemory, ...]:
+    def gather_memory(self, before: int = 0, forward_bytes: int = 0) -> tuple[RankMemory, ...]:
         """Return the measurements of every rank since the last reset; empty if one rank cannot measure.
 
         Collective: one record on the control channel. Mutates: ``largest_batch``.
         """
         stats = memory.read() if (memory := self.device_memory) is not None else None
-        row = [
-            self.samples,
-            stats is not None,
-            forward_bytes,
-            before,
-            stats.peak if stats else 0,
-            stats.capacity if stats else 0,
-        ]
-        rows = all_gather_numbers(row, caller="auto_microbatch")
+        measured = (0, 0) if stats is None else (stats.peak, stats.capacity)
+        rows = all_gather_numbers([self.samples, stats is not None, forward_bytes, before, *measured], caller="auto_microbatch")
         self.largest_batch = int(max(row[0] for row in rows))
         if not all(row[1] for row in rows):
             return ()
         return tuple(
             RankMemory(forward_bytes=int(row[2]), before=int(row[3]), peak=int(row[4]), capacity=int(row[5])) for row in rows
         )
-
-    def gather_largest_batch(self) -> None:
-        """Update ``largest_batch``. Collective: one record on the control channel. Mutates: ``largest_batch``."""
-        self.largest_batch = int(max(row[0] for row in all_gather_numbers([self.samples], caller="auto_microbatch")))
 
     def allocator_retried(self) -> bool:
         """Return True if this rank's allocator flushed its cache since the last call."""

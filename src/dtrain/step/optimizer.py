@@ -45,7 +45,7 @@ from dtrain.shard.grad_sync import grad_sync_of
 from dtrain.shard.params import check_dense
 from dtrain.shard.replicate import is_reducer_hook
 from dtrain.state import TrainState, check_state, mark_interrupted_write
-from dtrain.step.metrics import make_metric
+from dtrain.step.normalization import make_metric
 from dtrain.step.optimizer_state import check_update
 from dtrain.step.step_clock import next_clock
 from dtrain.step.transform import UpdateFn
@@ -374,18 +374,13 @@ def step_optimizer(optimizer: torch.optim.Optimizer) -> None:
     # ``item``, ``float``, ``int`` and ``bool`` of a tensor all are one operation. A handler costs other operations nothing.
     handlers: dict[Any, Any] = dtensor_dispatcher()._custom_op_handlers
     before = {**handlers}
-    handlers[_READ_NUMBER] = _read_whole_number
+    handlers[_READ_NUMBER] = lambda operation, args, kwargs: args[0].detach().full_tensor().item()
     handlers.update(dict.fromkeys(_UNDEFINED_IF_EMPTY, _reduce_whole))
     try:
         optimizer.step()
     finally:
         handlers.clear()
         handlers.update(before)
-
-
-def _read_whole_number(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    with torch.no_grad():
-        return args[0].full_tensor().item()
 
 
 def _reduce_whole(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -11,6 +11,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -44,13 +45,13 @@ def stored_options(group: Mapping[str, Any]) -> dict[str, Any]:
 
     A dtype, a device, a class or a function is code of the script: a resumed run keeps its own.
     """
-    stored = {key: value for key, value in group.items() if key not in _NOT_STORED}
-    is_code = {
-        key: isinstance(value, torch.dtype | torch.device | type)
-        or (callable(value) and not isinstance(value, nn.Module | Tensor))
-        for key, value in stored.items()
+    return {
+        key: value
+        for key, value in group.items()
+        if key not in _NOT_STORED
+        and not isinstance(value, torch.dtype | torch.device | type)
+        and (not callable(value) or isinstance(value, nn.Module | Tensor))
     }
-    return {key: value for key, value in stored.items() if not is_code[key]}
 
 
 def state_by_owner(state: TrainState) -> dict[str, dict[str, Any]]:
@@ -61,7 +62,7 @@ def state_by_owner(state: TrainState) -> dict[str, dict[str, Any]]:
     """
     kind = type(state.optimizer).__name__
     names = {id(param): name for name, param in state.params.items()}
-    found: dict[str, dict[str, Any]] = {}
+    by_owner: dict[str, dict[str, Any]] = {}
     for key, content in state.optimizer.state.items():
         name = key if isinstance(key, str) else names.get(id(key))
         if name is None:
@@ -74,9 +75,9 @@ def state_by_owner(state: TrainState) -> dict[str, dict[str, Any]]:
             raise ConfigError(
                 f"{kind}: the state of {name} must be a dict, got {type(content).__name__}. Use a dict of tensors."
             )
-        found[f"{name} of the optimizer" if isinstance(key, str) else name] = dict(content)
-    groups = {f"group {at}": stored_options(group) for at, group in enumerate(state.optimizer.param_groups)}
-    return {**dict(sorted(found.items())), **groups}
+        by_owner[f"{name} of the optimizer" if isinstance(key, str) else name] = dict(content)
+    groups = {f"group {index}": stored_options(group) for index, group in enumerate(state.optimizer.param_groups)}
+    return {**dict(sorted(by_owner.items())), **groups}
 
 
 def check_storable(state: TrainState) -> None:
@@ -101,8 +102,8 @@ def _leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         for key, value in tree.items():
             yield from _leaves(value, f"{path}.{key}" if path else str(key))
     elif type(tree) in (list, tuple):
-        for at, value in enumerate(tree):
-            yield from _leaves(value, f"{path}.{at}")
+        for index, value in enumerate(tree):
+            yield from _leaves(value, f"{path}.{index}")
     else:
         yield path, tree
 
@@ -231,12 +232,11 @@ def _warn_if_not_storable(state: TrainState) -> bool:
 def _raise_first_number(mine: Sequence[str], name: str, caller: str) -> None:
     """Raise with the first number that differs. Collective: one exchange of JSON."""
     gathered: Any = all_gather_json(list(mine), caller=caller)
-    for at in range(max(map(len, gathered))):
-        read = [numbers[at] if at < len(numbers) else "nothing" for numbers in gathered]
+    for number, read in enumerate(zip_longest(*gathered, fillvalue="nothing"), start=1):
         if (rank := _first_other(read)) is not None:
             raise DesyncError(
                 f"{caller}: {name}.step must read equal numbers on all ranks, but rank {rank} has read {read[rank]} and rank 0 "
-                f"{read[0]} (number {at + 1} of the step). The norm of a shard is not the norm of the parameter. Compute with "
+                f"{read[0]} (number {number} of the step). The norm of a shard is not the norm of the parameter. Compute with "
                 "the DTensor, not with its to_local()."
             )
 
@@ -274,9 +274,9 @@ def _explain(failure: Exception, state: TrainState, caller: str) -> Exception:
 
 def _rows(states: Sequence[TrainState]) -> Iterator[tuple[str, Any]]:
     """Iterate over the leaves of all states, with a path for messages."""
-    for at, state in enumerate(states):
+    for number, state in enumerate(states):
         for owner, content in state_by_owner(state).items():
-            suffix = f"{owner} of state {at}" if len(states) > 1 else owner
+            suffix = f"{owner} of state {number}" if len(states) > 1 else owner
             yield from ((f"{key!r} of {suffix}", value) for key, value in _leaves(content))
 
 

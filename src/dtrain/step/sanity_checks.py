@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, cast
 
@@ -37,17 +37,7 @@ from dtrain.state import TrainState
 from dtrain.step.evaluate import auto_batch_eval
 from dtrain.typing import Batch, LossFn, LossSum, Plain
 
-_IDENTITY_OPS = (
-    "Neg",
-    "ToCopy",
-    "View",
-    "UnsafeView",
-    "ReshapeAlias",
-    "Alias",
-    "Clone",
-    "Squeeze",
-    "Unsqueeze",
-)
+_IDENTITY_OPS = ("Neg", "ToCopy", "View", "UnsafeView", "ReshapeAlias", "Alias", "Clone", "Squeeze", "Unsqueeze")
 _REDUCTION_MEAN = 1
 """The number of ``reduction="mean"`` in torch's own losses; a sum is 2."""
 # Values hashed per tensor, and tensors per batch.
@@ -118,8 +108,8 @@ def _halves_show_mean(loss_fn: LossFn, model: nn.Module, batch: Batch, name: str
     try:
         indices, half = torch.arange(samples, device=list_tensors(batch)[0].device), (samples + 1) // 2
         # Copies, because the loss may write into its batch.
-        parts = [select_samples(batch, part) for part in (indices, indices[:half], indices[half:])]
-        (total, weight), *pairs = [loss_sums(loss_fn, model, part)[name] for part in parts]
+        batches = [select_samples(batch, chosen) for chosen in (indices, indices[:half], indices[half:])]
+        (total, weight), *pairs = [loss_sums(loss_fn, model, samples)[name] for samples in batches]
     # A part of the batch, or a second forward, may be more than the loss can take.
     except Exception:  # noqa: BLE001
         return None
@@ -157,15 +147,15 @@ def _is_mean(node: Any, weight: Tensor | float) -> bool:
     if kind in ("Add", "Sub"):
         return all(_is_mean(inner, weight) for inner in inputs)
     if kind == "Div":
-        divisor = _saved_attribute(node, "other")
+        divisor = getattr(node, "_saved_other", None)
         # The value is not read: a saved tensor may be a fake tensor of a Python number, which dispatch modes refuse.
         same = type(divisor) is type(weight) is Tensor and divisor.data_ptr() == weight.data_ptr()
         return same and _is_kind(inputs[0], "Sum")
     if kind == "Mean":
-        count = int(_saved_attribute(node, "self_sym_numel") or 0)
+        count = int(getattr(node, "_saved_self_sym_numel", None) or 0)
         # The mean of sums over the batch is a sum; the mean of one number is the number.
         return count > 1 and not _is_kind(inputs[0], "Sum")
-    return bool(_saved_attribute(node, "reduction") == _REDUCTION_MEAN)
+    return bool(getattr(node, "_saved_reduction", None) == _REDUCTION_MEAN)
 
 
 def _is_kind(node: Any, kind: str) -> bool:
@@ -175,10 +165,6 @@ def _is_kind(node: Any, kind: str) -> bool:
     if node is not None and node.name().partition("Backward")[0] in ("Stack", "Cat"):
         return all(_is_kind(inner, kind) for inner, _ in node.next_functions)
     return node is not None and node.name().startswith(f"{kind}Backward")
-
-
-def _saved_attribute(node: Any, name: str) -> Any:
-    return getattr(node, f"_saved_{name}", None)
 
 
 def hash_first_batch(state: TrainState, batch: Batch) -> int:
@@ -311,7 +297,7 @@ class SequenceCheck:
         from dtrain.shard.model_parallel import count_attention_calls, ring_attention
 
         def forward(model: nn.Module, _: Batch) -> LossSum:
-            part = {key: value.clone() if isinstance(value, Tensor) else value for key, value in sample.items()}
+            part = _clone(sample)
             sequences = [(part[key], dim % part[key].ndim) for key, dim in self.seq_dims.items()]
             length = sequences[0][0].shape[sequences[0][1]]
             positions = torch.arange(length, device=self.state.device)
@@ -336,9 +322,8 @@ class SequenceCheck:
 
     def _run_whole(self, sample: dict[str, Any], outputs: _Outputs) -> dict[str, list[float]] | None:
         def forward(model: nn.Module, _: Batch) -> LossSum:
-            whole = {key: value.clone() if isinstance(value, Tensor) else value for key, value in sample.items()}
             with outputs.compared():
-                return self.loss_fn(model, whole)
+                return self.loss_fn(model, _clone(sample))
 
         try:
             return _loss_numbers(self._forward(forward))
@@ -363,7 +348,9 @@ class SequenceCheck:
     ) -> None:
         """Exchange the differences, and raise the same error on all ranks. Collective: one record."""
         tolerance = outputs.tolerance()
-        module, difference = outputs.first_difference(tolerance)
+        # The first module in the order of computation whose parts differ by more than rounding.
+        different = ((name, error) for name, error in outputs.differences if error > tolerance.output)
+        module, difference = next(different, (None, 0.0))
         row: dict[str, Plain] = {
             "group": self.state.spec.data_rank,
             "random": random,
@@ -398,14 +385,16 @@ def _warn(problem: str, advice: str) -> None:
 
 def _first_sample(batch: Batch, seq_dims: Mapping[str, int]) -> dict[str, Any]:
     """Return one sample of the batch, or the batch if its samples cannot be counted."""
-    if any(dim % batch[key].ndim == 0 for key, dim in seq_dims.items()):
-        # The first axis is not the batch axis.
-        return dict(batch)
-    try:
-        return dict(narrow_batch(batch, 0, 1))
-    # The samples of the batch cannot be counted by its first axes.
-    except ConfigError:
-        return dict(batch)
+    # Otherwise the first axis is not the batch axis.
+    if all(dim % batch[key].ndim for key, dim in seq_dims.items()):
+        # The samples of the batch may be uncountable by its first axes.
+        with suppress(ConfigError):
+            return dict(narrow_batch(batch, 0, 1))
+    return dict(batch)
+
+
+def _clone(sample: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value.clone() if isinstance(value, Tensor) else value for key, value in sample.items()}
 
 
 def _loss_numbers(loss: Any) -> dict[str, list[float]]:
@@ -413,11 +402,10 @@ def _loss_numbers(loss: Any) -> dict[str, list[float]]:
     if not isinstance(loss, LossSum):
         return {}
     pairs = {"loss": (loss.total, loss.weight), **loss.terms}
-    return {name: [_to_float(total), _to_float(weight)] for name, (total, weight) in pairs.items()}
-
-
-def _to_float(value: Tensor | float) -> float:
-    return float(full_tensor(value)) if isinstance(value, Tensor) else float(value)
+    return {
+        name: [float(full_tensor(value)) if isinstance(value, Tensor) else float(value) for value in pair]
+        for name, pair in pairs.items()
+    }
 
 
 def _compare_losses(rows: list[dict[str, Any]], tolerance: float, ranks: int) -> None:
@@ -456,13 +444,14 @@ class _Outputs:
     Attributes:
         positions: positions of this rank's part, ``[n]``.
         attention_calls: number of calls of ring attention.
+        differences: relative differences of the modules' outputs, in the order of computation.
     """
 
     model: nn.Module
     positions: Tensor = field(default_factory=lambda: torch.arange(0))
     attention_calls: int = 0
     _parts: dict[_Key, tuple[tuple[int, ...], dict[int, Tensor]]] = field(default_factory=dict)
-    _differences: list[tuple[str, float]] = field(default_factory=list)
+    differences: list[tuple[str, float]] = field(default_factory=list)
     _eps: float = 0.0
 
     @contextmanager
@@ -483,10 +472,9 @@ class _Outputs:
 
         def compare(key: _Key, tensor: Tensor) -> None:
             shape, parts = self._parts.get(key, ((), {}))
-            shape_whole = tuple(tensor.shape)
-            if len(shape) != len(shape_whole):
+            if len(shape) != tensor.ndim:
                 return
-            changed = [dim for dim, (part, whole) in enumerate(zip(shape, shape_whole, strict=True)) if part != whole]
+            changed = [dim for dim, size in enumerate(tensor.shape) if size != shape[dim]]
             if len(changed) != 1 or changed[0] not in parts:
                 return
             whole = _project(tensor, changed[0])
@@ -495,14 +483,10 @@ class _Outputs:
             expected = whole[self.positions]
             error, scale = (parts[changed[0]] - expected).norm().item(), expected.norm().item()
             if error:
-                self._differences.append((key[0], error / scale if scale else math.inf))
+                self.differences.append((key[0], error / scale if scale else math.inf))
 
         with self._hooked(compare):
             yield
-
-    def first_difference(self, tolerance: _Tolerance) -> tuple[str | None, float]:
-        """Return the first module whose parts differ by more than rounding, in the order of computation, and the difference."""
-        return next(((name, error) for name, error in self._differences if error > tolerance.output), (None, 0.0))
 
     def tolerance(self) -> _Tolerance:
         """Return the tolerance for the least precise dtype that a module has returned."""

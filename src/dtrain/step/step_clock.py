@@ -1,17 +1,22 @@
-"""Begin a step at the position of its batch in the loader's data, and advance the clock when the step ends."""
+"""Begin a step at the position of its batch in the loader's data, and advance the clock when the step ends.
+
+Most batches are the next batch of one loader. ``find_origin`` finds the loader whose epochs count for any other batch: a batch
+of no loader (new tensors), of several loaders (zipped), of another loader than the last batch (a second stage, or loaders that
+alternate), or beside the loader of the run, whose epochs alone count.
+"""
 
 from __future__ import annotations
 
 from dtrain.data.batch import FailedBatch, get_batch_infos
-from dtrain.dist.batch_info import StepBatch
+from dtrain.dist.batch_info import BatchInfo, LoaderHistory, StepBatch
 from dtrain.errors import StepError
 from dtrain.schedules.clock import Clock, EpochPosition
 from dtrain.schedules.durations import Duration
 from dtrain.state import TrainState
-from dtrain.step.batch_origin import find_origin
 from dtrain.typing import Batch
 
-_UNKNOWN_ON_SOME_RANKS = "on some ranks the last batch was made of new tensors (slices, copies)"
+_NO_ORIGIN = "the last batch does not come from a loader of dt.build_loader, or it was made of new tensors (slices, copies)"
+_NO_BATCH_YET = "the loader that step.init received has returned no batch yet"
 
 
 def begin_step(state: TrainState, batch: Batch) -> TrainState:
@@ -45,12 +50,51 @@ def begin_step(state: TrainState, batch: Batch) -> TrainState:
     return state._replace(_step_batch=step_batch, _loader_history=history, clock=before._begin_step(start))
 
 
+def find_origin(state: TrainState, infos: list[BatchInfo]) -> tuple[BatchInfo | None, LoaderHistory, str]:
+    """Return the info of the batch whose epochs count, the history of loaders, and the reason why no epochs count, or "".
+
+    Args:
+        state: state before the step.
+        infos: infos of the batch.
+    """
+    history, run_loader, others = state._loader_history, state._tracked_loader, list[BatchInfo]()
+    if run_loader is not None:
+        others = [info for info in infos if info.loader is not run_loader._identity]
+        infos = [info for info in infos if info.loader is run_loader._identity]
+        # A step on new tensors belongs to the last batch of the run's loader.
+        if not infos and run_loader._last_batch_info is not None:
+            infos = [run_loader._last_batch_info]
+    if not infos:
+        return None, _with_loaders(history, others), _NO_ORIGIN if run_loader is None else _NO_BATCH_YET
+    loaders = len({id(info.loader) for info in infos})
+    if loaders > 1:
+        return None, _with_loaders(history, infos), f"the last batch has tensors of {loaders} loaders"
+    # Several batches of one loader were joined. The last one decides.
+    origin = max(infos, key=lambda info: (info.end.epoch, info.end.batch or 0))
+    if not history.loaders or origin.loader is not history.loaders[-1]:
+        if run_loader is None and origin.loader in history.loaders:
+            return origin, history.after_return_to(origin.loader), "batches of several loaders alternate"
+        # The epochs of a new loader continue those of the clock, except if the loader was resumed.
+        offset = state.clock.epoch - origin.begin.epoch
+        offset = offset if history.loaders else max(0, offset)
+        history = LoaderHistory(loaders=(*history.loaders, origin.loader), epoch_offset=offset, in_use=(origin.loader,))
+    return origin, _with_loaders(history, others), ""
+
+
+def _with_loaders(history: LoaderHistory, infos: list[BatchInfo]) -> LoaderHistory:
+    """Return the history with loaders whose epochs do not count: a save needs their positions."""
+    for info in infos:
+        history = history.after_return_to(info.loader)
+    return history
+
+
 def with_agreed_position(state: TrainState) -> TrainState:
     """Return ``state`` after the ranks agreed. If some rank does not know its position, no rank counts epochs."""
     counts, step_batch = state._step_counts, state._step_batch
     if counts is None or step_batch is None or step_batch.info is None or counts.position is not None:
         return state
-    return state._replace(clock=step_batch.clock_before._without_epochs(_UNKNOWN_ON_SOME_RANKS))
+    reason = "on some ranks the last batch was made of new tensors (slices, copies)"
+    return state._replace(clock=step_batch.clock_before._without_epochs(reason))
 
 
 def next_clock(state: TrainState) -> Clock:
