@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from dtrain.data.batch import get_batch_infos
-from dtrain.data.build_loader import build_loader
-from dtrain.data.loader import Loader
+from dtrain.data.loader import Loader, build_loader
 from dtrain.errors import CheckpointMismatchError, ConfigError, DataError
 from dtrain.schedules.clock import EpochPosition
 from dtrain.schedules.durations import RunLength

@@ -10,7 +10,7 @@ import torch.utils.data
 import dtrain.checkpoint.load
 import dtrain.checkpoint.load_weights
 import dtrain.checkpoint.save
-import dtrain.data.build_loader
+import dtrain.data.loader
 import dtrain.loggers.records
 import dtrain.loggers.text
 import dtrain.losses

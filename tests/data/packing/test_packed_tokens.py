@@ -14,7 +14,7 @@ from torch import Tensor
 
 from documents import LENGTHS, SEQ, documents, plain, unpacked
 from dtrain.data.block_shuffle import BlockShuffle
-from dtrain.data.build_loader import build_loader
+from dtrain.data.loader import build_loader
 from dtrain.data.packed_tokens import PackedTokens
 from dtrain.data.sample_order import ElasticSampler
 from dtrain.data.stream.sharded_dataset import ShardedDataset

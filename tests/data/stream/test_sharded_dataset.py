@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from dtrain.data.build_loader import build_loader
+from dtrain.data.loader import build_loader
 from dtrain.data.stream.sharded_dataset import ShardedDataset
 from dtrain.data.stream.write_shards import write_shards
 from dtrain.errors import ConfigError, DataError, ShardError
@@ -152,7 +152,7 @@ def test_folder_without_index_counts_its_samples_once(format, options, tmp_path,
     unpacked = [name for name in os.listdir(tmp_path / "cache") if len(name) == 32]
     assert len(unpacked) == (count if options else 0), "unpacked to be counted, and not again to be read"
     with monkeypatch.context() as patched:
-        patched.delattr("dtrain.data.stream.find_shards._count_samples")
+        patched.delattr("dtrain.data.stream.shard_index._count_samples")
         assert opened(folder).shard_sizes == dataset.shard_sizes
     os.remove(next(folder.glob("*.*")))
     assert len(opened(folder)) < 50

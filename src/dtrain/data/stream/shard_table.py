@@ -172,8 +172,8 @@ class ShardTable(Sequence[ShardEntry]):
     def __repr__(self) -> str:
         return f"ShardTable(shards={len(self)}, samples={int(self.bounds[-1])})"
 
-    def write(self, write: Callable[[Buffer], None]) -> None:
-        """Write the table as a file that ``from_memory`` reads."""
+    def to_bytes(self) -> bytes:
+        """Return the table as a file that ``from_memory`` reads."""
         sections = [np.ascontiguousarray(self.columns[name]) for name in _COLUMN_NAMES]
         header = _Header(
             columns=[(section.dtype.str, len(section)) for section in sections],
@@ -183,11 +183,11 @@ class ShardTable(Sequence[ShardEntry]):
         )
         # A text of an index may have lone surrogates, which UTF-8 cannot encode.
         text = json.dumps(msgspec.to_builtins(header)).encode()
-        write(_MAGIC + _hash_file(text, sections) + len(text).to_bytes(8, "little") + text)
-        write(bytes(-(_HEADER_BEGIN + len(text)) % _ALIGNMENT))
+        content: list[Buffer] = [_MAGIC, _hash_file(text, sections), len(text).to_bytes(8, "little"), text]
+        content.append(bytes(-(_HEADER_BEGIN + len(text)) % _ALIGNMENT))
         for section in sections:
-            write(section.data.cast("B") if len(section) else b"")
-            write(bytes(-section.nbytes % _ALIGNMENT))
+            content += [section.view(np.uint8).data, bytes(-section.nbytes % _ALIGNMENT)]
+        return b"".join(content)
 
     @staticmethod
     def from_memory(view: memoryview) -> ShardTable | None:
@@ -222,8 +222,7 @@ class _Header(msgspec.Struct):
 def _hash_file(header: bytes, sections: Iterable[NDArray[Any]]) -> bytes:
     digest = xxhash.xxh3_128(header)
     for section in sections:
-        if len(section):
-            digest.update(section.data.cast("B"))
+        digest.update(section.view(np.uint8).data)
     return digest.digest()
 
 
@@ -288,15 +287,15 @@ class ShardTableBuilder:
             seen.add(name)
         return None
 
-    def finish(self) -> ShardTable:
+    def finish(self, context: str) -> ShardTable:
         """Return the table.
 
         Raises:
-            DataError: there are more samples than int64 can count.
+            DataError: there are more samples than int64 can count. The message begins with ``context``.
         """
         total = _exact_sum(_as_array(self._samples, np.int64))
         if total > MAX_COUNT:
-            raise DataError(f"the shards have an impossible total of {total:.3g} samples")
+            raise DataError(f"{context}: the shards have an impossible total of {total:.3g} samples")
         return self._build()
 
     def _build(self) -> ShardTable:

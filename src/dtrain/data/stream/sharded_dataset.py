@@ -14,7 +14,6 @@ import numpy as np
 
 from dtrain import storage
 from dtrain.arguments import check_choice, check_int
-from dtrain.data.stream.find_shards import find_shards
 from dtrain.data.stream.formats.shard_format import (
     MAX_SAMPLE_BYTES,
     Shard,
@@ -24,7 +23,7 @@ from dtrain.data.stream.formats.shard_format import (
 )
 from dtrain.data.stream.open_shards import ByteLRU, OpenShardCache, ShardPrefetcher
 from dtrain.data.stream.shard_cache import FORK_REGISTRY, ShardCache
-from dtrain.data.stream.shard_index import guess_format
+from dtrain.data.stream.shard_index import find_shards, guess_format
 from dtrain.data.stream.shard_store import (
     MAX_SHARD_BYTES,
     ShardStore,
