@@ -18,7 +18,6 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from dtrain.arguments import check_choice, check_int, check_number, explain_arguments
 from dtrain.data.batch import BatchSpec, FailedBatch, attach_batch_info, prefetch_items
 from dtrain.data.batch_source import BatchOptions, BatchSource, IterableBatchSource, LoaderItem, MapBatchSource, next_item
-from dtrain.data.block_shuffle import BlockShuffle
 from dtrain.data.dataset import (
     MapDataset,
     adapt_mosaic,
@@ -47,7 +46,7 @@ from dtrain.data.position import (
     read_position,
     write_position,
 )
-from dtrain.data.sample_order import dataset_order
+from dtrain.data.sample_order import BlockShuffle, dataset_order
 from dtrain.data.workers import WorkerConfig, workers_for_rank
 from dtrain.device import is_accelerator
 from dtrain.dist.batch_info import BatchInfo

@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 from dtrain.arguments import check_int
-from dtrain.data.block_shuffle import BlockShuffle
 from dtrain.data.dataset import MapDataset, fingerprint_dataset, read_samples
-from dtrain.data.sample_order import IntArray, SampleOrder, check_range, check_same_state, dataset_order
+from dtrain.data.sample_order import BlockShuffle, IntArray, SampleOrder, check_range, check_same_state, dataset_order
 from dtrain.dist.rng import derive_seed
 from dtrain.errors import CheckpointMismatchError, ConfigError
 from dtrain.typing import Plain

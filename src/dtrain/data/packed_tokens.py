@@ -13,9 +13,8 @@ import xxhash
 from torch import Tensor
 
 from dtrain.arguments import check_choice, check_int, format_count
-from dtrain.data.block_shuffle import BlockShuffle, shard_order
 from dtrain.data.dataset import fingerprint_dataset, read_samples
-from dtrain.data.sample_order import ElasticSampler, SampleOrder
+from dtrain.data.sample_order import BlockShuffle, ElasticSampler, SampleOrder, shard_order
 from dtrain.errors import ConfigError, DataError
 from dtrain.typing import Plain
 

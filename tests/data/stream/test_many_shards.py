@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dtrain.data.block_shuffle import BlockShuffle, shuffle_quality
+from dtrain.data.sample_order import BlockShuffle, shuffle_quality
 from dtrain.data.stream import shard_index
 from dtrain.data.stream.sharded_dataset import ShardedDataset
 from dtrain.errors import DataError

@@ -40,8 +40,7 @@ from dtrain.typing import Plain
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from dtrain.data.block_shuffle import BlockShuffle
-    from dtrain.data.sample_order import SampleOrder
+    from dtrain.data.sample_order import BlockShuffle, SampleOrder
 
 DownloadMode = Literal["whole", "ranged"]
 
@@ -352,7 +351,7 @@ class ShardedDataset:
 
     def order(self, seed: int, shuffle: bool | BlockShuffle) -> SampleOrder:
         """Return the order of an epoch, with a block shuffle over the shards; see ``BlockShuffle``."""
-        from dtrain.data.block_shuffle import shard_order
+        from dtrain.data.sample_order import shard_order
 
         return shard_order(self.shard_sizes, seed=seed, shuffle=shuffle)
 

@@ -20,12 +20,12 @@ import numpy as np
 
 from dtrain.data.stream.formats.shard_format import (
     ByteSource,
-    ColumnErrors,
     Sample,
+    Shard,
     ShardEntry,
     ShardFormat,
+    ShardWriter,
     check_columns,
-    check_pillow,
     check_sample,
     check_sample_bytes,
     decode_image,
@@ -33,7 +33,9 @@ from dtrain.data.stream.formats.shard_format import (
     encode_image,
     encode_raw_image,
     image_bytes,
+    import_pillow,
     infer_image_encoding,
+    name_column,
     pickle_value,
     raw_image_bytes,
     to_numpy,
@@ -49,15 +51,14 @@ if TYPE_CHECKING:
 _IMAGE_ENCODINGS = ("pil", "jpeg", "png")
 
 
-class MdsShard:
+class MdsShard(Shard):
     """Samples of one shard, as mappings from column to value."""
 
     # Reading changes no state.
     thread_safe = True
 
     def __init__(self, source: ByteSource, entry: ShardEntry, options: Mapping[str, Any], max_sample_bytes: int) -> None:
-        self._source: ByteSource | None = source
-        self._max_sample_bytes = max_sample_bytes
+        super().__init__(source, max_sample_bytes)
         selected = options.get("columns")
         self._columns: list[MdsColumn] = [
             (name, size, coder.decode if selected is None or name in selected else None, coder.decoded_bytes)
@@ -69,30 +70,25 @@ class MdsShard:
     def __len__(self) -> int:
         return len(self._bounds) - 1
 
-    def __getitem__(self, row: int, /) -> dict[str, Any]:
-        if not 0 <= row < len(self) or self._source is None:
-            raise IndexError(f"row {row} of {len(self)}, {'closed' if self._source is None else 'open'}")
+    def read(self, row: int, source: ByteSource) -> dict[str, Any]:
+        """Read the values of the selected columns; see ``Shard.read``."""
         byte_count = self._bounds[row + 1] - self._bounds[row]
         check_sample_bytes(byte_count, self._max_sample_bytes)
-        view = memoryview(self._source.read(self._bounds[row], self._bounds[row + 1]))
+        view = memoryview(source.read(self._bounds[row], self._bounds[row + 1]))
         sizes = iter(self._sizes.unpack_from(view))
-        at = self._sizes.size
+        begin = self._sizes.size
         sample = {}
         for name, size, decode, decoded_bytes in self._columns:
-            end = at + (next(sizes) if size is None else size)
+            end = begin + (next(sizes) if size is None else size)
             if decode is not None:
                 if decoded_bytes is not None:
-                    byte_count += decoded_bytes(view[at:end])
+                    byte_count += decoded_bytes(view[begin:end])
                     check_sample_bytes(byte_count, self._max_sample_bytes)
-                sample[name] = decode(view[at:end])
-            at = end
-        if at != len(view):
-            raise ValueError(f"it has {len(view)} bytes, but its values have {at}")
+                sample[name] = decode(view[begin:end])
+            begin = end
+        if begin != len(view):
+            raise ValueError(f"it has {len(view)} bytes, but its values have {begin}")
         return sample
-
-    def close(self) -> None:
-        """Release the source."""
-        self._source = None
 
 
 MdsColumn = tuple[str, int | None, Callable[[memoryview], Any] | None, Callable[[memoryview], int] | None]
@@ -164,7 +160,7 @@ class MdsFormat(ShardFormat):
                 )
         texts = [str(text) for text in entry.details["column_encodings"]]  # type: ignore[union-attr]
         if any(kind in text for text in texts for kind in _IMAGE_ENCODINGS):
-            check_pillow()
+            import_pillow()
 
     def open_unchecked(
         self, source: ByteSource, entry: ShardEntry, options: Mapping[str, Any], max_sample_bytes: int, decoded: ByteLRU | None
@@ -188,7 +184,7 @@ class MdsFormat(ShardFormat):
 MDS = MdsFormat()
 
 
-class MdsWriter:
+class MdsWriter(ShardWriter):
     """Writer of MDS; see ``ShardWriter``."""
 
     suffix = ".mds"
@@ -198,37 +194,34 @@ class MdsWriter:
         if columns is None:
             check_sample(first, 0)
             columns = {}
-            with ColumnErrors(number=0) as at:
-                for at.column in first:
-                    columns[at.column] = infer_encoding(to_numpy(first[at.column]))
-        self._names = sorted(columns)
-        self._encodings = []
-        with ColumnErrors() as at:
-            for at.column in self._names:
-                self._encodings.append(parse_encoding(columns[at.column]))
-        self.details: dict[str, Plain] = {
-            **settings,
-            "column_names": [*self._names],
-            "column_encodings": [columns[name] for name in self._names],
-            "column_sizes": [encoding.size for encoding in self._encodings],
-        }
+            for name, value in first.items():
+                with name_column(name, 0):
+                    columns[name] = infer_encoding(to_numpy(value))
+        self._encodings: dict[str, MdsEncoding] = {}
+        for name in sorted(columns):
+            with name_column(name):
+                self._encodings[name] = parse_encoding(columns[name])
+        super().__init__(
+            {
+                **settings,
+                "column_names": [*self._encodings],
+                "column_encodings": [columns[name] for name in self._encodings],
+                "column_sizes": [encoding.size for encoding in self._encodings.values()],
+            }
+        )
         self._config = json.dumps({**self.details, "version": 2, "format": "mds"}, sort_keys=True).encode()
         self.shard_bytes = 8 + len(self._config)
 
     def encode(self, sample: Sample, number: int, /) -> bytes:
         """Encode the sizes of values without a fixed size, and the values."""
-        check_columns(sample, number, self._names)
+        check_columns(sample, number, [*self._encodings])
         sizes, values = [], []
-        with ColumnErrors(number=number) as at:
-            for at.column, encoding in zip(self._names, self._encodings, strict=True):
-                values.append(encoding.encode(to_numpy(sample[at.column])))
-                if encoding.size is None:
-                    sizes.append(len(values[-1]))
+        for name, encoding in self._encodings.items():
+            with name_column(name, number):
+                values.append(encoding.encode(to_numpy(sample[name])))
+            if encoding.size is None:
+                sizes.append(len(values[-1]))
         return np.array(sizes, "<u4").tobytes() + b"".join(values)
-
-    def size(self, encoded: bytes, /) -> int:
-        """Return the bytes of an encoded sample."""
-        return len(encoded)
 
     def pack(self, encoded: Sequence[bytes], /) -> bytes:
         """Encode a shard."""
