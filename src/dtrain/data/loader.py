@@ -234,27 +234,27 @@ class Loader:
         Returns:
             ``pending``, until it is issued.
         """
-        at, evaluations = self.position, self._evaluations
-        items = self._items(at, goal)
+        position, evaluations = self.position, self._evaluations
+        items = self._items(position, goal)
         while True:
             try:
                 item = next_item(items)
             except DtrainError as error:
                 if get_dist_info().world_size > 1:
                     # The step on this batch raises the error on all ranks, so that no rank waits.
-                    yield self._failed_batch(error, at)
+                    yield self._failed_batch(error, position)
                 raise
             if item is None:
                 return pending
-            before, at = at, item.position_after
+            before, position = position, item.position_after
             if item.position_only:
-                self.position, self._dataset_state = at, item.dataset_state
+                self.position, self._dataset_state = position, item.dataset_state
                 continue
             batch, issued = self._mark(item, before, pending)
             # The position advances last. If an interrupt hits in between, the next loop issues the batch again.
             pending, self._issued = None, issued
             self.skipped.add(item.skipped)
-            self.position, self._dataset_state = at, item.dataset_state
+            self.position, self._dataset_state = position, item.dataset_state
             with current_context().issuing(self._identity):
                 yield batch
             # The batch source may wait for the agreement.
@@ -265,7 +265,7 @@ class Loader:
             has_moved = self._evaluations != evaluations and self._source.single_reader
             if any(condition.stopped for condition in stops) or self._skip_target is self.position or has_moved:
                 return None
-            if self.position is not at:
+            if self.position is not position:
                 raise ConfigError("loader: another loop moved the position during this loop. Run one loop at a time.")
 
     def one_epoch(self) -> Iterator[Batch]:
@@ -279,9 +279,9 @@ class Loader:
             >>> [batch.tolist() for batch in loader.one_epoch()]
             [[0, 1], [2, 3], [4]]
         """
-        at = Position(epoch=self.position.epoch)
+        position = Position(epoch=self.position.epoch)
         self._evaluations += 1
-        for item in self._items(at, Duration(at.epoch + 1, "ep"), evaluation=True):
+        for item in self._items(position, Duration(position.epoch + 1, "ep"), evaluation=True):
             self.skipped.add(item.skipped)
             if not item.position_only:
                 yield item.batch
@@ -307,8 +307,10 @@ class Loader:
         check_int("loader.skip", "samples", samples, minimum=0)
         if not self._source.can_skip:
             raise ConfigError("loader.skip: the dataset is split over ranks, so the loader cannot skip. Skip in the dataset.")
-        at, batches = self.position, self._source.epoch_batches()
-        self.position = replace(at, samples=at.samples + samples) if batches is None else batches.skip(at, samples)
+        position, batches = self.position, self._source.epoch_batches()
+        self.position = (
+            replace(position, samples=position.samples + samples) if batches is None else batches.skip(position, samples)
+        )
         # The dataset's state is older than the new position.
         self._dataset_state = self._loop_start = None
         self._skip_target = self.position
@@ -319,8 +321,8 @@ class Loader:
         If the step on the batch issued last is not complete, the position is before that batch, so that a save after an
         interrupt skips no batch. The key ``"dataset"`` holds the state of an iterable dataset, if the dataset has a state.
         """
-        at, dataset = self._resume_point()
-        state = {**write_position(at), **self._source.order_identity(at), "data": self._digest}
+        position, dataset = self._resume_point()
+        state = {**write_position(position), **self._source.order_identity(position), "data": self._digest}
         return state if dataset is None else {**state, "dataset": dataset}
 
     def load_state_dict(self, state: Mapping[str, Plain]) -> None:
@@ -332,7 +334,7 @@ class Loader:
             CheckpointMismatchError: the state has another format version, or comes from other data, another seed or another
                 shuffle, with which the position means other samples.
         """
-        at = read_position(state)
+        position = read_position(state)
         if not self._allow_data_change and state.get("data") != self._digest:
             raise CheckpointMismatchError(
                 f"loader: the dataset differs from the dataset of the checkpoint, which had {state.get('size')} samples; this "
@@ -340,12 +342,12 @@ class Loader:
                 "build_loader(allow_data_change=True)."
             )
         try:
-            self._source.resume({name: value for name, value in state.items() if isinstance(value, int)}, at)
+            self._source.resume({name: value for name, value in state.items() if isinstance(value, int)}, position)
         except CheckpointMismatchError:
             if not self._allow_data_change:
                 raise
         epoch_batches = self._source.epoch_batches()
-        self.position = at if epoch_batches is None else epoch_batches.normalize(at)
+        self.position = position if epoch_batches is None else epoch_batches.normalize(position)
         self._dataset_state, self._last_batch_info, self._issued = state.get("dataset"), None, None
         self._was_loaded, self._loop_start = True, None
 
@@ -359,23 +361,23 @@ class Loader:
         """Return the position of the next loop, and the state of an iterable dataset at that position."""
         if self._issued is not None and self._issued.position_after is self.position and self._issued.is_pending:
             return self._issued.position_before, self._issued.dataset_state
-        at, info, state = self.position, self._last_batch_info, self._dataset_state
+        position, info, state = self.position, self._last_batch_info, self._dataset_state
         if info is None or not info.independent_epochs or not info.ends_epoch or state is not None:
-            return at, state
+            return position, state
         # The batch issued last ended this rank's epoch. The position is still in that epoch.
-        is_over = at.epoch == info.begin.epoch and info.status.epoch_ended is not False
-        return (replace(at, epoch=at.epoch + 1, samples=0) if is_over else at), state
+        is_over = position.epoch == info.begin.epoch and info.status.epoch_ended is not False
+        return (replace(position, epoch=position.epoch + 1, samples=0) if is_over else position), state
 
     def _take_back_pending(self) -> IssuedBatch | None:
         """Return the batch whose step was interrupted, or None. The loader issues that batch again.
 
         Mutates: the position, to the position of the next loop; the list of skipped samples.
         """
-        issued, at = self._issued, self.position
+        issued, position = self._issued, self.position
         self.position, self._dataset_state = self._resume_point()
         if issued is None or not issued.is_pending or self.position is not issued.position_before:
             return None
-        if at is issued.position_after:
+        if position is issued.position_after:
             self.skipped.remove(issued.skipped)
         return issued
 
@@ -410,14 +412,16 @@ class Loader:
             step_expected=self._belongs_to_run or self._step_expected,
         )
 
-    def _failed_batch(self, error: DtrainError, at: Position) -> FailedBatch:
-        place = at.in_epoch(self._source.options.global_batch_size)
-        self._last_batch_info = BatchInfo(loader=self._identity, begin=place, end=place, position_hash=self._position_hash(at))
+    def _failed_batch(self, error: DtrainError, position: Position) -> FailedBatch:
+        place = position.in_epoch(self._source.options.global_batch_size)
+        self._last_batch_info = BatchInfo(
+            loader=self._identity, begin=place, end=place, position_hash=self._position_hash(position)
+        )
         return FailedBatch(error, self._last_batch_info)
 
-    def _position_hash(self, at: Position) -> int:
+    def _position_hash(self, position: Position) -> int:
         """Hash the position, the data and the seed to a number below 2**48."""
-        return derive_seed(self._digest, self.seed, at.epoch, at.samples, at.batches) % 2**48
+        return derive_seed(self._digest, self.seed, position.epoch, position.samples, position.batches) % 2**48
 
     def _epoch_batches(self, caller: str) -> EpochBatches:
         epoch_batches = self._source.epoch_batches()
@@ -425,21 +429,21 @@ class Loader:
             raise ConfigTypeError(f"loader.{caller}: the dataset has no length. Count in batches, as in until('1000ba').")
         return epoch_batches
 
-    def _items(self, at: Position, goal: Duration, *, evaluation: bool = False) -> Iterator[LoaderItem]:
+    def _items(self, position: Position, goal: Duration, *, evaluation: bool = False) -> Iterator[LoaderItem]:
         """Iterate over the items, on the device.
 
         Raises:
             DataError: the dataset or the device raised an error.
         """
 
-        def read(at: Position, state: Plain) -> Generator[LoaderItem, None, None]:
-            items = self._source.items(at, goal, state=state, evaluation=evaluation)
+        def read(position: Position, state: Plain) -> Generator[LoaderItem, None, None]:
+            items = self._source.items(position, goal, state=state, evaluation=evaluation)
             yield from items_on_device(items, self._source, self._device, self._prefetch_factor)
 
         state = None if evaluation else self._dataset_state
         try:
-            watched = self._reads_ahead and items_with_changes(read, self._source, at, goal, state, evaluation=evaluation)
-            yield from watched or read(at, state)
+            watched = self._reads_ahead and items_with_changes(read, self._source, position, goal, state, evaluation=evaluation)
+            yield from watched or read(position, state)
         except DtrainError:
             raise
         except Exception as error:

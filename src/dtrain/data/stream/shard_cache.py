@@ -155,20 +155,20 @@ class ShardCache:
         if state is not None:
             return view, state
         try:
-            part = self._reserve(name, size)
-            return self._make(part, make) if isinstance(part, PartialFile) else (None, part)
+            partial_file = self._reserve(name, size)
+            return self._make(partial_file, make) if isinstance(partial_file, PartialFile) else (None, partial_file)
         except FileNotFoundError:
             # Another process has removed the folder, so the caller tries again.
             return None, "busy"
 
-    def _make(self, part: PartialFile, make: Callable[[PartialFile], None]) -> tuple[memoryview | None, _CacheState]:
+    def _make(self, partial_file: PartialFile, make: Callable[[PartialFile], None]) -> tuple[memoryview | None, _CacheState]:
         try:
-            make(part)
-            return part.commit(), "ready"
+            make(partial_file)
+            return partial_file.commit(), "ready"
         except CacheFullError:
             return None, "full"
         finally:
-            part.close()
+            partial_file.close()
 
     def _open_complete(self, name: str, is_sound: Callable[[memoryview], bool]) -> tuple[memoryview | None, _CacheState | None]:
         """Open the shard if it is complete. The state is None if the shard is missing."""
@@ -229,9 +229,9 @@ class ShardCache:
             if _SHARD_NAME.fullmatch(entry.name):
                 shards.append(entry)
                 used += entry.size
-            elif (part := _PARTIAL_NAME.fullmatch(entry.name)) and self._is_being_written(entry.name):
-                parts.append(part[1])
-                used += max(entry.size, int(part[2]))
+            elif (partial_file := _PARTIAL_NAME.fullmatch(entry.name)) and self._is_being_written(entry.name):
+                parts.append(partial_file[1])
+                used += max(entry.size, int(partial_file[2]))
         shards.sort(key=lambda entry: entry.modified_ns)
         return _CacheContents(shards=shards, parts=parts, used=used)
 
@@ -310,17 +310,17 @@ class ShardCache:
             self._open_files.discard(file)
             file.close()
 
-    def grow(self, part: PartialFile, size: int) -> Path:
+    def grow(self, partial_file: PartialFile, size: int) -> Path:
         """Raise the reservation of a partial file, which renames the file."""
         if size > self.limit:
             raise DataError(
                 f"a shard needs at least {size} bytes, but the cache {self.folder} has cache_bytes={self.limit}. Raise it."
             )
         with self.index_lock():
-            if not self._make_space(self._scan(), size - part.reserved):
+            if not self._make_space(self._scan(), size - partial_file.reserved):
                 raise CacheFullError
-            path = self.folder / f"{part.name}.{size}.part"
-            storage.rename(part.path, path)
+            path = self.folder / f"{partial_file.name}.{size}.part"
+            storage.rename(partial_file.path, path)
             return path
 
 

@@ -186,7 +186,7 @@ def _list_shards(root: AnyPath, format: str | None, only: str | None) -> list[Sh
     for name, size in _list_files(root, only):
         if name == UNFINISHED_NAME:
             raise ConfigError(f"{root}: is incomplete. If its writer was killed, remove the folder and write it again.")
-        if any(part.startswith(_HIDDEN_PREFIXES) for part in name.split("/")):
+        if any(name_part.startswith(_HIDDEN_PREFIXES) for name_part in name.split("/")):
             continue
         guessed, compression = guess_format(name) or (None, None)
         # A single file may have any name.
@@ -372,10 +372,10 @@ def _parse_file_info(shard: Mapping[str, Any], key: str, context: str) -> tuple[
 def _is_inside_folder(name: str) -> bool:
     """Return True for a relative path in normal form, so that each file has only one name."""
     parts = name.split("/")
-    if "\0" in name or "\\" in name or any(part in ("", ".", "..") for part in parts):
+    if "\0" in name or "\\" in name or any(name_part in ("", ".", "..") for name_part in parts):
         return False
     try:
-        return all(len(part.encode()) <= _MAX_NAME_BYTES for part in parts)
+        return all(len(name_part.encode()) <= _MAX_NAME_BYTES for name_part in parts)
     except UnicodeEncodeError:
         # JSON can contain lone surrogates.
         return False

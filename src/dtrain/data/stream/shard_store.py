@@ -144,7 +144,7 @@ class ShardStore:
             view = self.cache.get(
                 self._cache_key(file),
                 bytes_to_reserve(file),
-                lambda part: self._download(file, part),
+                lambda partial_file: self._download(file, partial_file),
                 is_sound=lambda view: self._is_sound(file, view),
             )
         except OSError as error:
@@ -178,7 +178,9 @@ class ShardStore:
 
     def prefetch(self, file: ShardFile, stopped: Callable[[], bool]) -> None:
         """Fetch the shard into the cache, unless another process does so, or there is no room."""
-        self.cache.fill(self._cache_key(file), bytes_to_reserve(file), lambda part: self._download(file, part, stopped))
+        self.cache.fill(
+            self._cache_key(file), bytes_to_reserve(file), lambda partial_file: self._download(file, partial_file, stopped)
+        )
 
     def _cache_key(self, file: ShardFile) -> str:
         """Return the shard's name in the cache, equal for equal bytes. Without digests, the modification time is part of it."""
@@ -189,8 +191,15 @@ class ShardStore:
         key = f"{self.root}\0{file.name}\0{file.size}\0{file.compression}\0{digests}"
         return xxhash.xxh3_128_hexdigest(key.encode())
 
-    def _download(self, file: ShardFile, part: PartialFile, stopped: Callable[[], bool] = lambda: False) -> None:
-        download(self.resolve(file.name), file, part.write, clear=part.clear, stopped=stopped, limit=self.max_shard_bytes)
+    def _download(self, file: ShardFile, partial_file: PartialFile, stopped: Callable[[], bool] = lambda: False) -> None:
+        download(
+            self.resolve(file.name),
+            file,
+            partial_file.write,
+            clear=partial_file.clear,
+            stopped=stopped,
+            limit=self.max_shard_bytes,
+        )
         self._verified.add(file.name)
 
     def _read_into_memory(self, file: ShardFile) -> memoryview:

@@ -138,7 +138,7 @@ class ShardTable(Sequence[ShardEntry]):
 
     def __getitem__(self, number: int | slice, /) -> ShardEntry | list[ShardEntry]:
         if isinstance(number, slice):
-            return [self[each] for each in range(*number.indices(len(self)))]
+            return [self[shard] for shard in range(*number.indices(len(self)))]
         if number < 0:
             number += len(self)
         if not 0 <= number < len(self):

@@ -285,13 +285,12 @@ class ShardedDataset:
         for position, number in enumerate(numbers):
             positions_by_shard.setdefault(number, []).append(position)
         samples: list[Any] = [None] * len(numbers)
-        tasks = list(self._read_tasks(positions_by_shard))
+        tasks = self._read_tasks(positions_by_shard)
 
-        def read(part: int) -> None:
-            number, positions = tasks[part]
-            for position, sample in zip(
-                positions, self._opened.read(number, [rows[position] for position in positions]), strict=True
-            ):
+        def read(task: int) -> None:
+            number, positions = tasks[task]
+            shard_samples = self._opened.read(number, [rows[position] for position in positions])
+            for position, sample in zip(positions, shard_samples, strict=True):
                 samples[position] = sample
 
         for_each_part(len(tasks), read, threads=_MAX_REQUESTS if self._uses_range_requests else 1, name="dtrain-read")
@@ -304,12 +303,10 @@ class ShardedDataset:
         unavailable = [
             n for n in positions_by_shard if n not in self._opened and not self._store.is_available(self.entries[n].file)
         ]
-        if len(unavailable) > 1:
-            # The reader fetches the first shard itself.
-            self._prefetcher.request(unavailable[1:])
+        # The reader fetches the first shard itself.
+        self._prefetcher.request(unavailable[1:])
         # Available shards are read first, before they may be removed to make room.
-        late = set(unavailable)
-        return sorted(positions_by_shard.items(), key=lambda part: part[0] in late)
+        return sorted(positions_by_shard.items(), key=lambda task: task[0] in unavailable)
 
     @property
     def _uses_range_requests(self) -> bool:
@@ -344,7 +341,9 @@ class ShardedDataset:
             requested = [n for n in requested if n < len(self.entries) and self._store.uses_cache(self.entries[n].file)]
             # Old requests have no effect, and a long run would collect one of each shard.
             if len(self._requested_at) > _MAX_REQUEST_TIMES:
-                self._requested_at = {n: at for n, at in self._requested_at.items() if now - at < _REQUEST_AGAIN_S}
+                self._requested_at = {
+                    n: requested_at for n, requested_at in self._requested_at.items() if now - requested_at < _REQUEST_AGAIN_S
+                }
             self._requested_at.update(dict.fromkeys(requested, now))
         if requested:
             self._prefetcher.request(requested)

@@ -250,7 +250,7 @@ class _DatasetWriter:
                 create_file(path, data)
             else:
                 sizes = [min(step, len(view) - begin) for begin in range(0, len(view), step)]
-                write_parts(path, sizes, lambda part: [view[part * step : (part + 1) * step]], threads=_THREADS)
+                write_parts(path, sizes, lambda number: [view[number * step : (number + 1) * step]], threads=_THREADS)
         except FileExistsError:
             # Another process writes to the folder, too, so its file must not be removed.
             del self._created[-1]

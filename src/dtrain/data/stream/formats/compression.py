@@ -51,8 +51,8 @@ def parse_compression(text: str) -> tuple[str, int]:
         return name, _DEFAULT_LEVELS[name]
     levels = _LEVELS[name]
     if not (level.isascii() and level.isdecimal()) or int(level) not in levels:
-        known = f"the level of {name} must be {levels[0]} to {levels[-1]}" if levels else f"{name} has no levels"
-        raise ConfigError(f"compression {text!r}: {known}. Pass {name!r} for the default.")
+        problem = f"the level of {name} must be {levels[0]} to {levels[-1]}" if levels else f"{name} has no levels"
+        raise ConfigError(f"compression {text!r}: {problem}. Pass {name!r} for the default.")
     return name, int(level)
 
 

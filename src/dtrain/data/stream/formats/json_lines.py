@@ -131,7 +131,7 @@ class LineFormat(ShardFormat):
         if self.skip_blank and starts.size and starts[0] == 0 and bytes(source.read(0, 3)) == _BYTE_ORDER_MARK:
             starts[0] = 3
             end = int(stops[0])
-            first_line = (source.read(at, min(end, at + _CHUNK_BYTES)) for at in range(3, end, _CHUNK_BYTES))
+            first_line = (source.read(begin, min(end, begin + _CHUNK_BYTES)) for begin in range(3, end, _CHUNK_BYTES))
             if not any(bytes(chunk).strip(_BLANK) for chunk in first_line):
                 starts, stops = starts[1:], stops[1:]
         return starts, stops

@@ -393,7 +393,7 @@ def _list_encoding(item_encoding: MdsEncoding) -> MdsEncoding:
     """Encode a list: four unused bytes, and the parts."""
     return MdsEncoding(
         encode=lambda value: bytes(4) + _join_parts([item_encoding.encode(item) for item in _require_type(value, list)]),
-        decode=lambda view: [item_encoding.decode(part) for part in _split_parts(view[4:])],
+        decode=lambda view: [item_encoding.decode(item) for item in _split_parts(view[4:])],
         decoded_bytes=_decoded_bytes_of_parts(item_encoding, 4),
     )
 
@@ -420,7 +420,7 @@ _JPEG = MdsEncoding(
 _PNG = MdsEncoding(encode=partial(encode_image, "PNG"), decode=decode_image, decoded_bytes=image_bytes)
 _JPEGS = MdsEncoding(
     encode=_encode_jpegs,
-    decode=lambda view: [decode_image(part) for part in _split_parts(view)],
+    decode=lambda view: [decode_image(item) for item in _split_parts(view)],
     decoded_bytes=_decoded_bytes_of_parts(_JPEG, 0),
 )
 

@@ -142,8 +142,8 @@ class ShardFormat:
             DataError: the details are invalid.
         """
         if unknown := sorted(set(options) - set(self.options)):
-            known = f"Use one of {', '.join(self.options)}" if self.options else "Remove all options"
-            raise ConfigError(f"format {self.name} has no option {unknown[0]!r}. {known}.")
+            advice = f"Use one of {', '.join(self.options)}" if self.options else "Remove all options"
+            raise ConfigError(f"format {self.name} has no option {unknown[0]!r}. {advice}.")
 
     def open(
         self,

@@ -234,7 +234,7 @@ def _is_valid_key(key: str) -> bool:
         "." not in parts[-1]
         and "\0" not in key
         and not key.startswith("__")
-        and all(part not in ("", ".", "..") for part in parts)
+        and all(name not in ("", ".", "..") for name in parts)
     )
 
 
@@ -263,9 +263,9 @@ def _encode_value(name: str, value: Any, number: int) -> bytes:
                 raise TypeError(f"must be {description}, got {type(value).__name__}")
             return encode(value)
     if not isinstance(value, bytes):
-        known = ", ".join(_ENCODERS)
+        names = ", ".join(_ENCODERS)
         raise ConfigError(
-            f"sample {number}, column {name!r}: {type(value).__name__} has no encoding of that name. Pass bytes, or use {known}"
+            f"sample {number}, column {name!r}: {type(value).__name__} has no encoding of that name. Pass bytes, or use {names}"
         )
     return value
 
