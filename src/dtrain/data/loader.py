@@ -438,7 +438,19 @@ class Loader:
 
         def read(position: Position, state: Plain) -> Generator[LoaderItem, None, None]:
             items = self._source.items(position, goal, state=state, evaluation=evaluation)
-            yield from items_on_device(items, self._source, self._device, self._prefetch_factor)
+            if self._device is None:
+                yield from items
+                return
+            yield from prefetch_items(
+                items,
+                self._device,
+                prefetch_factor=self._prefetch_factor,
+                get_batch=lambda item: item.batch,
+                set_batch=lambda item, batch: replace(item, batch=batch),
+                # The loop may change an iterable dataset at the end of an epoch, and samples in preparation cannot be read
+                # again. If ranks end their epochs independently, the next batch also depends on the step on this batch.
+                is_last=lambda item: not self._source.is_indexed and item.ends_epoch,
+            )
 
         state = None if evaluation else self._dataset_state
         try:
@@ -452,27 +464,6 @@ class Loader:
     def __repr__(self) -> str:
         count, size = self._fingerprint.get("count", "unknown"), self._source.options.global_batch_size
         return f"Loader(samples={count}, global_batch_size={'varies' if callable(size) else size}, epoch={self.position.epoch})"
-
-
-def items_on_device(
-    items: Iterator[LoaderItem], source: BatchSource, device: torch.device | None, prefetch_factor: int
-) -> Iterator[LoaderItem]:
-    """Return the ``items`` of ``source`` with their batches on ``device``, prefetched; None leaves the batches on the host.
-
-    The next epoch of an iterable dataset is not read ahead.
-    """
-    if device is None:
-        return items
-    return prefetch_items(
-        items,
-        device,
-        prefetch_factor=prefetch_factor,
-        get_batch=lambda item: item.batch,
-        set_batch=lambda item, batch: replace(item, batch=batch),
-        # The loop may change an iterable dataset at the end of an epoch, and samples in preparation cannot be read again.
-        # If ranks end their epochs independently, the next batch also depends on the step on this batch.
-        is_last=lambda item: not source.is_indexed and item.ends_epoch,
-    )
 
 
 def reads_ahead(source: BatchSource, device: torch.device | None) -> bool:

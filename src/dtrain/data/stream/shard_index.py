@@ -97,23 +97,22 @@ def _read_index_file(store: ShardStore) -> ShardTable | None:
         except DtrainError as error:
             raise type(error)(one_line(f"{store.root}/{error}")) from error.__cause__
 
+    def read_version() -> str | None:
+        with FileReader(path) as file:
+            return file.version()
+
     try:
         with FileReader(path) as file:
             version, is_large = file.version(), file.size >= _SHARED_INDEX_BYTES
         if version is None or not is_large:
             return parse()
-        return _share_table(store, f"{store.root}|{version}", parse, lambda: _version_of(path) == version)
+        return _share_table(store, f"{store.root}|{version}", parse, lambda: read_version() == version)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
         raise DataError(
             f"{store.root / INDEX_NAME}: cannot be read: {error.strerror or error}. Check the permissions and the disk."
         ) from error
-
-
-def _version_of(path: AnyPath) -> str | None:
-    with FileReader(path) as file:
-        return file.version()
 
 
 def _share_table(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, TypeAlias, cast, overload
+from typing import Any, Literal, TypeAlias, cast
 
 import msgspec
 import numpy as np
@@ -79,7 +79,7 @@ class ShardGroup(msgspec.Struct, frozen=True, kw_only=True):
         return self.digests + (self.raw_digests or ())
 
 
-class ShardTable(Sequence[ShardEntry]):
+class ShardTable:
     """Entries of a dataset's shards, in order. ``table[number]`` makes the entry of a shard.
 
     Args:
@@ -105,23 +105,10 @@ class ShardTable(Sequence[ShardEntry]):
         """Samples before each shard, and the total: ``[shards + 1]``."""
         return self.columns["bounds"]
 
-    @property
-    def largest_file(self) -> int:
-        """Maximum of the bytes of a file, stored or after decompression."""
-        return max(int(self.columns[name].max(initial=0)) for name in ("sizes", "raw_sizes"))
-
-    def shards_of(self, groups: Iterable[int]) -> NDArray[np.bool_]:
-        """Return the mask of the shards in some groups: ``[shards]``."""
-        chosen = np.zeros(len(self.groups), dtype=np.bool_)
-        chosen[list(groups)] = True
-        mask: NDArray[np.bool_] = chosen[self.columns["groups"]]
-        return mask
-
-    def unpacked_sizes(self) -> NDArray[Any]:
-        """Return the bytes of each shard after decompression, as far as they are known, else of the stored file."""
-        sizes = self.columns["sizes"]
-        own = [number for number, group in enumerate(self.groups) if group.raw_size == "own"]
-        return np.where(self.shards_of(own), self.columns["raw_sizes"], sizes) if own else sizes
+    def shards_above(self, limit: int) -> list[int]:
+        """Return the shards that have more than ``limit`` bytes, stored or after decompression."""
+        sizes, raw_sizes = self.columns["sizes"], self.columns["raw_sizes"]
+        return np.flatnonzero((np.maximum(sizes, raw_sizes) if len(raw_sizes) else sizes) > limit).tolist()
 
     def name(self, number: int) -> str:
         """Return the name of a shard's file."""
@@ -130,17 +117,7 @@ class ShardTable(Sequence[ShardEntry]):
     def __len__(self) -> int:
         return len(self.columns["samples"])
 
-    @overload
-    def __getitem__(self, number: int, /) -> ShardEntry: ...
-
-    @overload
-    def __getitem__(self, number: slice, /) -> list[ShardEntry]: ...
-
-    def __getitem__(self, number: int | slice, /) -> ShardEntry | list[ShardEntry]:
-        if isinstance(number, slice):
-            return [self[shard] for shard in range(*number.indices(len(self)))]
-        if number < 0:
-            number += len(self)
+    def __getitem__(self, number: int, /) -> ShardEntry:
         if not 0 <= number < len(self):
             raise IndexError(f"shard must be in 0 to {len(self) - 1}, got {number}")
         columns = self.columns

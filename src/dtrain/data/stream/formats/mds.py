@@ -306,9 +306,7 @@ def infer_encoding(value: Any) -> str:
     elif isinstance(value, np.ndarray | np.generic):
         name = value.dtype.name
     else:
-        name = next((name for kind, name in _ENCODING_OF_TYPE.items() if type(value) is kind), "") or infer_image_encoding(
-            value
-        )
+        name = _ENCODING_OF_TYPE.get(type(value)) or infer_image_encoding(value)
     if name.partition(":")[2] not in ("", *_NUMBER_OF) or (name not in ENCODINGS and not name.startswith("ndarray")):
         raise ConfigError(f"a value of type {type(value).__name__} has no default encoding. Pass columns={{name: encoding}}.")
     return name
@@ -412,11 +410,7 @@ def _encode_jpegs(value: Any) -> bytes:
 
 _BYTES = MdsEncoding(encode=lambda value: bytes(_require_type(value, bytes, bytearray)), decode=bytes)
 _PIL = MdsEncoding(encode=encode_raw_image, decode=decode_raw_image, decoded_bytes=raw_image_bytes)
-_JPEG = MdsEncoding(
-    encode=partial(encode_image, "JPEG"),
-    decode=decode_image,
-    decoded_bytes=image_bytes,
-)
+_JPEG = MdsEncoding(encode=partial(encode_image, "JPEG"), decode=decode_image, decoded_bytes=image_bytes)
 _PNG = MdsEncoding(encode=partial(encode_image, "PNG"), decode=decode_image, decoded_bytes=image_bytes)
 _JPEGS = MdsEncoding(
     encode=_encode_jpegs,
@@ -454,13 +448,8 @@ ENCODINGS: Mapping[str, MdsEncoding] = {
 """All encodings without a parameter."""
 
 _ENCODING_OF_TYPE = {
-    str: "str",
-    bytes: "bytes",
-    int: "int",
+    **dict.fromkeys((bool, list, dict, type(None)), "json"),
+    **{kind: kind.__name__ for kind in (str, bytes, int)},
     float: "float64",
     Decimal: "str_decimal",
-    bool: "json",
-    list: "json",
-    dict: "json",
-    type(None): "json",
 }

@@ -37,14 +37,7 @@ _MAX_GROUP_BYTES = 2**28
 _MAX_EXPANSION = 16
 _BATCH_ROWS = 2**12
 # Upper bounds of the bytes of a value in memory.
-_VALUE_BYTES = {
-    "BOOLEAN": 1,
-    "INT32": 8,
-    "INT64": 8,
-    "INT96": 16,
-    "FLOAT": 4,
-    "DOUBLE": 8,
-}
+_VALUE_BYTES = {"BOOLEAN": 1, "INT32": 8, "INT64": 8, "INT96": 16, "FLOAT": 4, "DOUBLE": 8}
 
 
 def import_pyarrow() -> Any:

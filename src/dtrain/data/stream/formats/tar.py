@@ -270,15 +270,9 @@ def _encode_value(name: str, value: Any, number: int) -> bytes:
     return value
 
 
-def _encode_npy(value: Any) -> bytes:
+def _save(save: Callable[..., None], *args: Any, **arrays: Any) -> bytes:
     out = io.BytesIO()
-    np.save(out, value, allow_pickle=False)
-    return out.getvalue()
-
-
-def _encode_npz(value: Any) -> bytes:
-    out = io.BytesIO()
-    np.savez(out, allow_pickle=False, **{name: np.asarray(array) for name, array in value.items()})
+    save(out, *args, allow_pickle=False, **arrays)
     return out.getvalue()
 
 
@@ -287,6 +281,6 @@ _ENCODERS: Mapping[str, tuple[Any, str, Callable[[Any], bytes]]] = {
     "json": (object, "", lambda value: json.dumps(value, allow_nan=False).encode()),
     "txt": (str, "a str", lambda value: value.encode()),
     "cls": (int | np.integer, "an int", lambda value: str(int(value)).encode()),
-    "npy": (np.ndarray, "an array", _encode_npy),
-    "npz": (object, "", _encode_npz),
+    "npy": (np.ndarray, "an array", lambda value: _save(np.save, value)),
+    "npz": (object, "", lambda value: _save(np.savez, **{name: np.asarray(array) for name, array in value.items()})),
 }
