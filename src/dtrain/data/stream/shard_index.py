@@ -75,9 +75,8 @@ def find_shards(store: ShardStore, *, format: str | None, only: str | None = Non
     for group in table.groups:
         for field in group.fields:
             if field.algorithm not in HASHES:
-                raise ConfigError(
-                    f"{root / table.name(group.first)}: hash {field.algorithm!r} is unknown. Use one of {', '.join(HASHES)}."
-                )
+                path = root / table[group.first].file.name
+                raise ConfigError(f"{path}: hash {field.algorithm!r} is unknown. Use one of {', '.join(HASHES)}.")
     return table
 
 

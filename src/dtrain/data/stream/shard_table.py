@@ -110,10 +110,6 @@ class ShardTable:
         sizes, raw_sizes = self.columns["sizes"], self.columns["raw_sizes"]
         return np.flatnonzero((np.maximum(sizes, raw_sizes) if len(raw_sizes) else sizes) > limit).tolist()
 
-    def name(self, number: int) -> str:
-        """Return the name of a shard's file."""
-        return self[number].file.name
-
     def __len__(self) -> int:
         return len(self.columns["samples"])
 
@@ -220,9 +216,10 @@ class ShardTableBuilder:
 
     def __init__(self) -> None:
         self._groups: list[ShardGroup] = []
-        self._firsts: list[int] = []
         self._number_of: dict[str, int] = {}
-        self._number = -1
+        # Most shards have the group of the shard before.
+        self._latest: ShardGroup | None = None
+        self._number = 0
         self._group_column, self._ends = array("I"), array("q")
         self._sizes, self._raw_sizes, self._samples, self._name_hashes = array("q"), array("q"), array("q"), array("q")
         self._has_raw_sizes = False
@@ -231,11 +228,10 @@ class ShardTableBuilder:
     def add(self, entry: ShardEntry) -> None:
         """Add an entry."""
         file, group = entry.file, _group_of(entry)
-        if self._number < 0 or group != self._groups[self._number]:
-            self._number = self._number_of.setdefault(repr(group), len(self._groups))
+        if group != self._latest:
+            self._latest, self._number = group, self._number_of.setdefault(repr(group), len(self._groups))
             if self._number == len(self._groups):
-                self._groups.append(group)
-                self._firsts.append(len(self._samples))
+                self._groups.append(msgspec.structs.replace(group, first=len(self._samples)))
         texts = [*file.digests.values(), *(() if group.raw_digests is None else file.raw_digests.values())]
         for field, text in zip(group.fields, texts, strict=True):
             self._text += bytes.fromhex(text) if field.packed else text.encode("ascii")
@@ -254,14 +250,14 @@ class ShardTableBuilder:
 
     def find_duplicate(self) -> int | None:
         """Return the number of the first shard whose name an earlier shard has; None if all names differ."""
-        hashes = _as_array(self._name_hashes, np.int64)
-        ordered = np.sort(hashes)
         # Different names may have equal hashes.
-        table, seen = self._build(), set()
-        for number in np.flatnonzero(np.isin(hashes, ordered[1:][ordered[1:] == ordered[:-1]])).tolist():
-            if (name := table.name(number)) in seen:
-                return int(number)
-            seen.add(name)
+        if len(np.unique(np.frombuffer(self._name_hashes, np.int64))) == len(self._name_hashes):
+            return None
+        seen: set[str] = set()
+        for number, entry in enumerate(self._build()):
+            if entry.file.name in seen:
+                return number
+            seen.add(entry.file.name)
         return None
 
     def finish(self, context: str) -> ShardTable:
@@ -270,33 +266,28 @@ class ShardTableBuilder:
         Raises:
             DataError: there are more samples than int64 can count. The message begins with ``context``.
         """
-        total = _exact_sum(_as_array(self._samples, np.int64))
+        total = _exact_sum(np.frombuffer(self._samples, np.int64))
         if total > MAX_COUNT:
             raise DataError(f"{context}: the shards have an impossible total of {total:.3g} samples")
         return self._build()
 
     def _build(self) -> ShardTable:
-        groups = [msgspec.structs.replace(group, first=first) for group, first in zip(self._groups, self._firsts, strict=True)]
-        sizes, samples = _as_array(self._sizes, np.int64), _as_array(self._samples, np.int64)
+        sizes, samples = np.frombuffer(self._sizes, np.int64), np.frombuffer(self._samples, np.int64)
         columns = {
-            "groups": _smallest(_as_array(self._group_column, np.uint32)),
+            "groups": _smallest(np.frombuffer(self._group_column, np.uint32)),
             "sizes": _smallest(sizes),
-            "raw_sizes": _smallest(_as_array(self._raw_sizes if self._has_raw_sizes else array("q"), np.int64)),
+            "raw_sizes": _smallest(np.frombuffer(self._raw_sizes if self._has_raw_sizes else b"", np.int64)),
             "samples": samples,
             "bounds": np.concatenate([np.zeros(1, np.int64), np.cumsum(samples)]),
-            "ends": _smallest(_as_array(self._ends, np.int64)),
-            "text": _as_array(self._text, np.uint8),
+            "ends": _smallest(np.frombuffer(self._ends, np.int64)),
+            "text": np.frombuffer(self._text, np.uint8),
         }
         # Checkpoints contain the fingerprint.
-        state = xxhash.xxh3_128(json.dumps(msgspec.to_builtins(groups), sort_keys=True).encode())
+        state = xxhash.xxh3_128(json.dumps(msgspec.to_builtins(self._groups), sort_keys=True).encode())
         for name in ("groups", "sizes", "raw_sizes", "samples", "ends", "text"):
             state.update(f"{name} {columns[name].dtype.str} {len(columns[name])}".encode())
             state.update(columns[name].data)
-        return ShardTable(groups, columns, fingerprint=state.hexdigest(), bytes_total=_exact_sum(sizes))
-
-
-def _as_array(values: array[int] | bytearray, dtype: type[np.generic]) -> NDArray[Any]:
-    return np.frombuffer(values, dtype=dtype) if len(values) else np.empty(0, dtype)
+        return ShardTable(self._groups, columns, fingerprint=state.hexdigest(), bytes_total=_exact_sum(sizes))
 
 
 def _exact_sum(values: NDArray[np.int64]) -> int:
