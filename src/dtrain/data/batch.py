@@ -358,8 +358,8 @@ class BatchSpec:
     split: SplitFn | None = None
     weight: WeightFn | None = None
 
-    def axis_sizes(self, batch: Batch) -> dict[str, int]:
-        """Return the size of every named axis.
+    def count_by_axes(self, batch: Batch) -> tuple[int, int]:
+        """Return the number of samples and tokens of ``batch`` by its axes. Tokens are 0 without an axis ``seq``.
 
         Raises:
             ConfigError: a missing key, a wrong number of axes, or two sizes of one axis. The message names key and axis.
@@ -381,12 +381,8 @@ class BatchSpec:
                     raise ConfigError(
                         f"batch_spec: axis {axis!r} is {first} in {first_key!r} but {size} in {key!r} (shape {shape}). Pad it."
                     )
-        return {axis: size for axis, (size, _) in sizes.items()}
-
-    def count_by_axes(self, batch: Batch) -> tuple[int, int]:
-        """Return the number of samples and tokens of ``batch`` by its axes. Tokens are 0 without an axis ``seq``."""
-        sizes = self.axis_sizes(batch)
-        return sizes["batch"], sizes["batch"] * sizes.get("seq", 0)
+        samples, (seq, _) = sizes["batch"][0], sizes.get("seq", (0, ""))
+        return samples, samples * seq
 
     def map_batch_axis(self, batch: Batch, cut: Callable[[Tensor, int], Tensor], cut_first: Callable[[Any], Any]) -> Batch:
         """Apply ``cut`` to each named tensor and its batch axis, or ``cut_first`` to a TensorDict as a whole.

@@ -290,7 +290,7 @@ def drops_samples_on_resume(dataset: Any) -> bool:
     """
     if not type(dataset).__module__.startswith("datasets."):
         return False
-    streams = [getattr(dataset, "_ex_iterable", None)]
+    streams: list[Any] = [getattr(dataset, "_ex_iterable", None)]
     for stream in streams:
         if type(stream).__name__ == "BufferShuffledExamplesIterable" and getattr(stream, "buffer_size", 2) > 1:
             return True

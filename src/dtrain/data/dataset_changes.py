@@ -187,13 +187,14 @@ def read_attributes(dataset: Any, transform: Any, collate: Any) -> dict[str, Any
             add_fact(name, root)
     while queue and len(seen) < _OBJECTS:
         path, owner = queue.popleft()
+        kind: Any = type(owner)
         if id(owner) in seen:
             continue
         seen.add(id(owner))
         try:
             namespace = getattr(owner, "__dict__", None)
             values: dict[str, Any] = namespace.copy() if isinstance(namespace, dict) else {}
-            values |= {name: getattr(owner, name, None) for name in _slot_names(type(owner))}
+            values |= {name: getattr(owner, name, None) for name in _slot_names(kind)}
         # The class may compute its attributes with code of the user's.
         except Exception:  # noqa: BLE001
             continue
@@ -262,11 +263,13 @@ class _Fact:
             return _Same(function), tuple(self.of(value, path, depth + 1) for value in values)
         if type(function) is not MethodType:
             return _Same(function)
+        owner: Any = function.__self__
+        kind: Any = type(owner)
         # The object of another method may be the user's training, which changes in each step.
-        if is_watched(type(function.__self__)):
-            self._queue.append((path, function.__self__))
+        if is_watched(kind):
+            self._queue.append((path, owner))
         # A method is another object each time it is read.
-        return _Same(function.__self__), _Same(function.__func__)
+        return _Same(owner), _Same(function.__func__)
 
 
 # Each value of an attribute asks for its class, whose answer never changes.

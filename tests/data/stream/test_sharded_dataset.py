@@ -205,7 +205,7 @@ def test_damaged_shard_is_named(what, message, compression, tmp_path, opened):
     assert dataset[0]["id"] == 0
     first = dataset.shard_sizes[0]
     for _ in range(2):
-        with pytest.raises(DataError, match=message.format(path=path)) as caught:
+        with pytest.raises(ShardError, match=message.format(path=path)) as caught:
             dataset[first]
         assert "\n" not in str(caught.value)
     with pytest.raises(DataError, match=message.format(path=path)):
@@ -262,13 +262,6 @@ def test_loader_skips_bad_samples_but_not_a_missing_shard(workers, tmp_path, ope
     dataset.close()
     with pytest.raises(DataError, match=rf"{second}: is missing"):
         list(build_loader(dataset, **options).until("1ep"))
-
-
-def test_missing_shard_is_a_shard_error(tmp_path, opened):
-    path = broken(written(tmp_path / "data"), "missing")
-    dataset = opened(tmp_path / "data")
-    with pytest.raises(ShardError, match=f"{path}: is missing"):
-        dataset[dataset.shard_sizes[0]]
 
 
 def index_with(folder, change):

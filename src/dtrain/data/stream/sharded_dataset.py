@@ -127,12 +127,13 @@ class ShardedDataset:
         # The user has named the file, so a link is trusted.
         self._follow_links = follow_links or only is not None
         self._options, self._verify, self._ranged = options, verify, download == "ranged"
-        self._folder = default_cache_folder(self.root) if cache is None else storage.resolve_path(cache)
-        if isinstance(self._folder, RemotePath):
+        folder = default_cache_folder(self.root) if cache is None else storage.resolve_path(cache)
+        if isinstance(folder, RemotePath):
             raise ConfigError(
-                f"ShardedDataset: cache must be a folder of this machine, got {self._folder}. "
+                f"ShardedDataset: cache must be a folder of this machine, got {folder}. "
                 "Pass a local path, such as cache='shard_cache'."
             )
+        self._folder = folder
         self._limit = default_cache_bytes(self._folder) if cache_bytes is None else cache_bytes
         self._open_store()
         self._found_by = {"format": format, "only": only}

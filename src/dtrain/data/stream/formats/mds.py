@@ -38,6 +38,7 @@ from dtrain.data.stream.formats.shard_format import (
     name_column,
     pickle_value,
     raw_image_bytes,
+    select_columns,
     to_numpy,
     unpickle,
 )
@@ -48,9 +49,6 @@ if TYPE_CHECKING:
     from dtrain.data.stream.open_shards import ByteLRU
 
 
-_IMAGE_ENCODINGS = ("pil", "jpeg", "png")
-
-
 class MdsShard(Shard):
     """Samples of one shard, as mappings from column to value."""
 
@@ -59,12 +57,9 @@ class MdsShard(Shard):
 
     def __init__(self, source: ByteSource, entry: ShardEntry, options: Mapping[str, Any], max_sample_bytes: int) -> None:
         super().__init__(source, max_sample_bytes)
-        selected = options.get("columns")
-        self._columns: list[MdsColumn] = [
-            (name, size, coder.decode if selected is None or name in selected else None, coder.decoded_bytes)
-            for name, size, coder in _parse_columns(entry)
-        ]
-        self._sizes = struct.Struct(f"<{sum(size is None for _, size, _, _ in self._columns)}I")
+        selected, columns = options.get("columns"), _parse_columns(entry)
+        self._columns = [(name, encoding, selected is None or name in selected) for name, encoding in columns]
+        self._sizes = struct.Struct(f"<{sum(encoding.size is None for _, encoding in columns)}I")
         self._bounds, _ = _read_offsets(source, entry.file.name)
 
     def __len__(self) -> int:
@@ -78,29 +73,30 @@ class MdsShard(Shard):
         sizes = iter(self._sizes.unpack_from(view))
         begin = self._sizes.size
         sample = {}
-        for name, size, decode, decoded_bytes in self._columns:
-            end = begin + (next(sizes) if size is None else size)
-            if decode is not None:
-                if decoded_bytes is not None:
-                    byte_count += decoded_bytes(view[begin:end])
+        for name, encoding, is_selected in self._columns:
+            end = begin + (next(sizes) if encoding.size is None else encoding.size)
+            if is_selected:
+                if encoding.decoded_bytes is not None:
+                    byte_count += encoding.decoded_bytes(view[begin:end])
                     check_sample_bytes(byte_count, self._max_sample_bytes)
-                sample[name] = decode(view[begin:end])
+                sample[name] = encoding.decode(view[begin:end])
             begin = end
         if begin != len(view):
             raise ValueError(f"it has {len(view)} bytes, but its values have {begin}")
         return sample
 
 
-MdsColumn = tuple[str, int | None, Callable[[memoryview], Any] | None, Callable[[memoryview], int] | None]
-"""Name, fixed size or None, decoder or None for an unused column, and the decoded size of values that grow when decoded."""
+def _parse_columns(entry: ShardEntry) -> list[tuple[str, MdsEncoding]]:
+    """Return the names and encodings of the columns.
 
-
-def _parse_columns(entry: ShardEntry) -> list[tuple[str, int | None, MdsEncoding]]:
+    Raises:
+        DataError: the details of the entry are invalid.
+    """
     lists = [entry.details.get(f"column_{field}") for field in ("names", "sizes", "encodings")]
     names, sizes, encodings = (values if isinstance(values, list) else [] for values in lists)
     if not names or not len(names) == len(sizes) == len(encodings) or not all(isinstance(name, str) for name in names):
         raise DataError(f"{entry.file.name}: the index must have column names, sizes and encodings, lists of one length.")
-    columns: list[tuple[str, int | None, MdsEncoding]] = []
+    columns: list[tuple[str, MdsEncoding]] = []
     for name, size, text in zip(names, sizes, encodings, strict=True):
         try:
             encoding = parse_encoding(str(text))
@@ -108,7 +104,7 @@ def _parse_columns(entry: ShardEntry) -> list[tuple[str, int | None, MdsEncoding
             raise DataError(f"{entry.file.name}: column {name!r}: {error}") from None
         if (size or None) != encoding.size:
             raise DataError(f"{entry.file.name}: column {name!r} has {size!r} bytes, but {text} has {encoding.size}")
-        columns.append((str(name), encoding.size, encoding))
+        columns.append((str(name), encoding))
     return columns
 
 
@@ -143,23 +139,16 @@ class MdsFormat(ShardFormat):
     def check(self, entry: ShardEntry, options: Mapping[str, Any]) -> None:
         """Check the options and the columns; see ``ShardFormat.check``."""
         super().check(entry, options)
-        selected = options.get("columns")
         columns = _parse_columns(entry)
-        if selected is not None and (missing := [name for name in selected if name not in {name for name, _, _ in columns}]):
-            names = ", ".join(name for name, _, _ in columns)
-            raise ConfigError(
-                f"{entry.file.name}: no column {missing[0]!r}; the columns are {names}. Pass columns= with names of this list."
-            )
-        for name, _, encoding in columns:
-            if selected is not None and name not in selected:
-                continue
-            if encoding.unsafe and options.get("allow_pickle") is not True:
+        selected = select_columns(entry, options, [name for name, _ in columns])
+        for name, encoding in columns:
+            if encoding.unsafe and name in selected and options.get("allow_pickle") is not True:
                 raise ConfigError(
                     f"{entry.file.name}: column {name!r} is pickled, and unpickling runs code from the file. "
                     "Leave it out with columns, or trust the data with allow_pickle=True."
                 )
-        texts = [str(text) for text in entry.details["column_encodings"]]  # type: ignore[union-attr]
-        if any(kind in text for text in texts for kind in _IMAGE_ENCODINGS):
+        # Only images grow when decoded.
+        if any(encoding.decoded_bytes is not None for _, encoding in columns):
             import_pillow()
 
     def open_unchecked(
@@ -447,9 +436,11 @@ ENCODINGS: Mapping[str, MdsEncoding] = {
 }
 """All encodings without a parameter."""
 
-_ENCODING_OF_TYPE = {
+_ENCODING_OF_TYPE: Mapping[type, str] = {
     **dict.fromkeys((bool, list, dict, type(None)), "json"),
-    **{kind: kind.__name__ for kind in (str, bytes, int)},
+    str: "str",
+    bytes: "bytes",
+    int: "int",
     float: "float64",
     Decimal: "str_decimal",
 }

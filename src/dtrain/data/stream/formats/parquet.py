@@ -24,6 +24,7 @@ from dtrain.data.stream.formats.shard_format import (
     check_columns,
     check_sample,
     name_column,
+    select_columns,
     to_numpy,
 )
 from dtrain.data.stream.open_shards import ByteLRU
@@ -67,16 +68,10 @@ class ParquetShard(Shard):
     def __init__(self, source: ByteSource, entry: ShardEntry, options: Mapping[str, Any], decoded: ByteLRU) -> None:
         super().__init__(source)
         self._file: Any = _open_file(source, entry.file.name)
-        expected = options.get("columns")
         names = self._file.schema_arrow.names
         if len(set(names)) != len(names):
             raise DataError(f"{entry.file.name}: column names must be unique, got {', '.join(names)}")
-        if expected is not None and (missing := [name for name in expected if name not in names]):
-            raise ConfigError(
-                f"{entry.file.name}: no column {missing[0]!r}; the columns are {', '.join(names)}. "
-                "Pass columns= with names of this list."
-            )
-        self._names = names if expected is None else [name for name in names if name in expected]
+        self._names = select_columns(entry, options, names)
         self._value_of = {name: _value_decoder(self._file.schema_arrow.field(name).type) for name in self._names}
         meta = self._file.metadata
         self._starts: list[int] = list(

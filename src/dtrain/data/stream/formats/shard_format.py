@@ -209,6 +209,23 @@ def get_format(name: str) -> ShardFormat:
     return cast(ShardFormat, getattr(module, name.upper()))
 
 
+def select_columns(entry: ShardEntry, options: Mapping[str, Any], names: Sequence[str]) -> list[str]:
+    """Return the columns of a shard, of these ``names``, that the option ``columns`` selects, in the order of the shard.
+
+    Raises:
+        ConfigError: the option has a name that is not in ``names``.
+    """
+    selected = options.get("columns")
+    if selected is None:
+        return list(names)
+    if missing := [name for name in selected if name not in names]:
+        raise ConfigError(
+            f"{entry.file.name}: no column {missing[0]!r}; the columns are {', '.join(names)}. "
+            "Pass columns= with names of this list."
+        )
+    return [name for name in names if name in selected]
+
+
 def check_sample_bytes(actual: int, limit: int) -> None:
     """Check the number of bytes that a sample takes in memory.
 
