@@ -16,7 +16,7 @@ import dtrain.loggers.text
 import dtrain.losses
 import dtrain.monitors.reduce_metrics
 import dtrain.prove.dtrain_hooks
-import dtrain.prove.proof_rank
+import dtrain.prove.runs
 import dtrain.prove.torch_hooks
 import dtrain.run.run_dir
 import dtrain.shard.fsdp
