@@ -14,8 +14,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 import dtrain as dt
 from data_peers import mosaicml_shuffles
-from dtrain.data.block_shuffle import BlockShuffle, shard_order, shuffle_quality
-from dtrain.data.sample_order import SampleOrder
+from dtrain.data.sample_order import BlockShuffle, SampleOrder, shard_order, shuffle_quality
 from dtrain.dist.step_sync import ForwardRecord, sync_before_forward
 from dtrain.testing import run_ranks
 from measure import CPU, WALL, Figure, Rounds, Run, interleaved, typical, verdict_line

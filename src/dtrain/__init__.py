@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from dtrain.checkpoint.save import Checkpointer as Checkpointer
     from dtrain.checkpoint.save import save_sharded as save_sharded
     from dtrain.data.batch import batch_spec as batch_spec
-    from dtrain.data.build_loader import build_loader as build_loader
+    from dtrain.data.loader import build_loader as build_loader
     from dtrain.dist.init import init_dist as init_dist
     from dtrain.dist.mesh import build_mesh as build_mesh
     from dtrain.dist.rng import seed_all as seed_all

@@ -8,7 +8,7 @@ import pytest
 
 import dtrain as dt
 import public
-from dtrain.data.build_loader import build_loader
+from dtrain.data.loader import build_loader
 from dtrain.data.stream.formats.compression import COMPRESSIONS
 from dtrain.data.stream.formats.shard_format import FORMAT_NAMES, get_format
 from dtrain.data.stream.sharded_dataset import ShardedDataset

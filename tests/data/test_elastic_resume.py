@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import dtrain as dt
-from dtrain.data.block_shuffle import BlockShuffle, shard_order
+from dtrain.data.sample_order import BlockShuffle, shard_order
 from samples import Numbers
 
 

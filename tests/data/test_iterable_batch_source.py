@@ -79,13 +79,6 @@ def test_torch_iterable_datasets_and_torchdata_nodes_are_accepted():
     assert numbers(second.until("1ep")) == [10, 11]
 
 
-def test_skip_omits_samples_of_an_iterable_dataset():
-    loader = build(Stream(23))
-    assert numbers(loader.until(1)) == [*range(5)]
-    loader.skip(7)
-    assert numbers(loader.until("1ep")) == [*range(12, 23)]
-
-
 def test_loader_length_follows_the_dataset_length():
     sized = Stream(23)
     with pytest.raises(dt.errors.ConfigError, match=r"loader.total_steps: the dataset has no length. Count in batches"):
@@ -192,8 +185,8 @@ class Sized(Remembering):
         return self.size
 
 
-@pytest.mark.parametrize("kind", [Remembering, Sized])
-def test_skip_omits_samples_of_a_stateful_dataset(kind):
+@pytest.mark.parametrize("kind", [Stream, Remembering, Sized])
+def test_skip_omits_samples_of_an_iterable_dataset(kind):
     loader = build(kind(23))
     assert numbers(loader.until(1)) == [*range(5)]
     loader.skip(7)

@@ -9,22 +9,11 @@ import pytest
 import torch
 
 from dtrain.data.batch import get_batch_infos
-from dtrain.data.build_loader import build_loader
-from dtrain.data.loader import Loader
+from dtrain.data.loader import Loader, build_loader
 from dtrain.errors import CheckpointMismatchError, ConfigError, DataError
 from dtrain.schedules.clock import EpochPosition
 from dtrain.schedules.durations import RunLength
-
-
-class Numbers:
-    def __init__(self, size: int) -> None:
-        self.size = size
-
-    def __len__(self) -> int:
-        return self.size
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.tensor(index)
+from samples import Numbers, Stream, Troubled, fail
 
 
 def loader(size=23, batch=5, rank=0, ranks=1, workers=0, seed=0, last_batch="short", shuffle=True) -> Loader:
@@ -33,14 +22,6 @@ def loader(size=23, batch=5, rank=0, ranks=1, workers=0, seed=0, last_batch="sho
     )
     made._source.options = replace(made._source.options, rank=rank, ranks=ranks)
     return made
-
-
-class Stream(torch.utils.data.IterableDataset):
-    def __init__(self, size: int) -> None:
-        self.size = size
-
-    def __iter__(self):
-        yield from range(self.size)
 
 
 def flat(batches: Iterable[list[int]]) -> list[int]:
@@ -147,8 +128,9 @@ def test_loader_converts_between_units_of_the_run_length():
     length = loader().run_length("2ep")
     assert length == RunLength(total="2ep", steps_per_epoch=loader().steps_per_epoch(), samples_per_step=5)
     assert length.steps() == loader().total_steps("2ep")
-    with pytest.raises(ConfigError, match="loader: cannot count steps in 'tok'"):
-        loader().run_length("100tok")
+    for count in (loader().run_length, loader().total_steps):
+        with pytest.raises(ConfigError, match=r"loader: cannot count steps in 'tok' \(100tok\)"):
+            count("100tok")
 
 
 @pytest.mark.parametrize(("length", "total"), [("20sp", "20sp"), ("23sp", "23sp"), ("230sp", "50ba")])
@@ -163,11 +145,6 @@ def test_run_length_in_samples_equals_the_loader_step_count(length, total):
 def test_total_steps_equals_the_number_of_batches(length, steps):
     assert loader().total_steps(length) == steps
     assert len(order(length)) == steps
-
-
-def test_unsupported_duration_units_are_refused():
-    with pytest.raises(ConfigError, match="cannot count steps in 'tok' \\(100tok\\)"):
-        loader().total_steps("100tok")
 
 
 def test_one_epoch_does_not_change_the_position():
@@ -213,6 +190,7 @@ def test_position_of_a_different_order_is_refused(options):
         ({"global_batch_size": 0}, "global_batch_size must be an integer of at least 1, got 0"),
         ({"global_batch_size": 2.0}, "global_batch_size must be an integer of at least 1, got 2.0"),
         ({"num_workers": -1}, "num_workers must be an integer of at least 0, got -1"),
+        ({"dataset": Numbers(0)}, "the dataset has no samples"),
         ({"last_batch": "wrap"}, "last_batch must be 'short', 'drop' or 'pad', got 'wrap'"),
         (
             {"last_batch": "drop", "global_batch_size": 4},
@@ -222,7 +200,7 @@ def test_position_of_a_different_order_is_refused(options):
 )
 def test_invalid_options_are_refused(options, message):
     with pytest.raises(ConfigError, match=message):
-        build_loader(Numbers(3), **{"global_batch_size": 2, "seed": 0, **options})
+        build_loader(**{"dataset": Numbers(3), "global_batch_size": 2, "seed": 0, **options})
 
 
 def without_a_mesh() -> str:
@@ -237,11 +215,6 @@ def test_several_ranks_need_a_mesh(ranks):
     assert "2 ranks need a mesh. Pass mesh=" in ranks(2).run(without_a_mesh)[0]
 
 
-def test_an_empty_dataset_is_refused():
-    with pytest.raises(ConfigError, match="the dataset has no samples"):
-        build_loader(Numbers(0), global_batch_size=2, seed=0)
-
-
 def test_loader_uses_getitems_of_the_dataset():
     class Many(Numbers):
         def __getitems__(self, indices):
@@ -254,17 +227,8 @@ def test_loader_uses_getitems_of_the_dataset():
     assert [batch.tolist() for batch in loader.until("1ep")] == [[0, 1], [2, 3]]
 
 
-class Bad(Numbers):
-    """Sample 12 cannot be read."""
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        if index == 12:
-            raise ValueError("torn")
-        return super().__getitem__(index)
-
-
 def test_samples_skipped_in_the_loop_are_not_read():
-    source, seen = build_loader(Bad(23), global_batch_size=5, seed=0, shuffle=False), []
+    source, seen = build_loader(Troubled(23, 12, fail), global_batch_size=5, seed=0, shuffle=False), []
     for batch in source.until("1ep"):
         seen.append(batch.tolist())
         if len(seen) == 2:
@@ -274,14 +238,13 @@ def test_samples_skipped_in_the_loop_are_not_read():
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_collate_that_returns_nothing_is_refused(workers):
-    source = build_loader(Numbers(8), global_batch_size=2, seed=0, collate=Forgetful(), num_workers=workers)
+    source = build_loader(Numbers(8), global_batch_size=2, seed=0, collate=forgetful, num_workers=workers)
     with pytest.raises(DataError, match=r"loader: .*collate: the function returned None"):
         list(source.until("1ep"))
 
 
-class Forgetful:
-    def __call__(self, samples):
-        return None if 3 in [int(sample) for sample in samples] else torch.stack(samples)
+def forgetful(samples):
+    return None if 3 in [int(sample) for sample in samples] else torch.stack(samples)
 
 
 class Announced(Numbers):
@@ -423,16 +386,13 @@ def test_a_dict_of_tensors_is_a_dataset_of_rows():
         ({"x": torch.tensor(1.0)}, r"\{'x': \[\]\}"),
         ({"x": np.zeros(3), "y": np.zeros(2)}, r"\{'x': \[3\], 'y': \[2\]\}"),
         ({}, r"\{\}"),
+        ((torch.zeros(3), torch.zeros(2)), r"\{0: \[3\], 1: \[2\]\}"),
     ],
 )
-def test_dict_without_equal_rows_is_refused(data, shown):
-    with pytest.raises(ConfigError, match=rf"build_loader: a dict is a dataset of rows, .*got {shown}\. Give tensors"):
+def test_columns_without_equal_rows_are_refused(data, shown):
+    kind = type(data).__name__
+    with pytest.raises(ConfigError, match=rf"build_loader: a {kind} is a dataset of rows, .*got {shown}\. Give tensors"):
         build_loader(data, global_batch_size=2, seed=0)
-
-
-def test_tuple_of_tensors_without_equal_rows_is_refused():
-    with pytest.raises(ConfigError, match=r"a tuple is a dataset of rows, .*got \{0: \[3\], 1: \[2\]\}"):
-        build_loader((torch.zeros(3), torch.zeros(2)), global_batch_size=2, seed=0)
 
 
 class Wrapper:

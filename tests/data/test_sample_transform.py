@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from dtrain.data.build_loader import build_loader
 from dtrain.data.fetcher import apply_transform, seed_per_sample
+from dtrain.data.loader import build_loader
 from dtrain.dist.mesh import build_mesh
 from dtrain.errors import ConfigError
 

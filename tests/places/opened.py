@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from dtrain.data.stream.formats.compression import decompress
+from dtrain.data.stream.formats.compression import compute_digests, decompress
 from dtrain.data.stream.formats.shard_format import Shard, ShardEntry, ShardFile, get_format
-from dtrain.data.stream.shard_index import compute_digests, read_index
+from dtrain.data.stream.shard_index import read_index
 
 
 class Held:

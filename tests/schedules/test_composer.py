@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dtrain.data.build_loader import build_loader
+from dtrain.data.loader import build_loader
 from dtrain.errors import ConfigError
 from dtrain.schedules import composer
 from dtrain.schedules.clock import Clock

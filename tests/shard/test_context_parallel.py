@@ -9,7 +9,7 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel
 
 from dtrain.data.batch import batch_spec
-from dtrain.data.build_loader import build_loader
+from dtrain.data.loader import build_loader
 from dtrain.dist.dtensor import full_tensor
 from dtrain.dist.init import get_dist_info
 from dtrain.dist.mesh import build_mesh

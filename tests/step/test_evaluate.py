@@ -4,7 +4,7 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 
 from dtrain.data.batch import batch_spec
-from dtrain.data.build_loader import build_loader
+from dtrain.data.loader import build_loader
 from dtrain.dist.init import get_dist_info
 from dtrain.dist.mesh import build_mesh
 from dtrain.dist.ragged import all_gather_ragged

@@ -15,10 +15,6 @@ from dtrain.lazy_imports import attach
 if TYPE_CHECKING:
     from dtrain.data.batch import prefetch_to_device as prefetch_to_device
     from dtrain.data.batch import split_batch as split_batch
-    from dtrain.data.block_shuffle import BlockShuffle as BlockShuffle
-    from dtrain.data.block_shuffle import ShuffleQuality as ShuffleQuality
-    from dtrain.data.block_shuffle import shard_order as shard_order
-    from dtrain.data.block_shuffle import shuffle_quality as shuffle_quality
     from dtrain.data.dataset import MapDataset as MapDataset
     from dtrain.data.dataset import memory_map as memory_map
     from dtrain.data.fetcher import SampleTransform as SampleTransform
@@ -31,8 +27,12 @@ if TYPE_CHECKING:
     from dtrain.data.packed_tokens import document_bounds as document_bounds
     from dtrain.data.packed_tokens import document_mask as document_mask
     from dtrain.data.position import SkippedSamples as SkippedSamples
+    from dtrain.data.sample_order import BlockShuffle as BlockShuffle
     from dtrain.data.sample_order import ElasticSampler as ElasticSampler
     from dtrain.data.sample_order import SampleOrder as SampleOrder
+    from dtrain.data.sample_order import ShuffleQuality as ShuffleQuality
+    from dtrain.data.sample_order import shard_order as shard_order
+    from dtrain.data.sample_order import shuffle_quality as shuffle_quality
     from dtrain.data.stream.sharded_dataset import ShardedDataset as ShardedDataset
     from dtrain.data.stream.write_shards import WriteShardsResult as WriteShardsResult
     from dtrain.data.stream.write_shards import write_shards as write_shards

@@ -6,11 +6,11 @@ every tensor. A ``BatchSpec`` describes other batches, and is needed to count to
 
 from __future__ import annotations
 
+import operator
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from operator import index
-from typing import Any, SupportsIndex, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -147,15 +147,15 @@ def split_batch(batch: Batch, microbatch_size: int, *, batch_spec: BatchSpec | N
 
     Example:
         >>> import dtrain as dt
-        >>> [part["x"].tolist() for part in dt.data.split_batch({"x": torch.arange(5)}, 2)]
+        >>> microbatches = dt.data.split_batch({"x": torch.arange(5)}, 2)
+        >>> [microbatch["x"].tolist() for microbatch in microbatches]
         [[0, 1], [2, 3], [4]]
 
     Raises:
         ConfigError: ``microbatch_size`` below 1, or a batch whose samples cannot be counted.
     """
-    _, _, parts = count_and_split(batch, microbatch_size, batch_spec)
-    infos = get_batch_infos(batch)
-    return [attach_batch_info(part, infos[0]) for part in parts] if len(infos) == 1 else parts
+    _, _, microbatches = count_and_split(batch, microbatch_size, batch_spec)
+    return [copy_batch_info(batch, microbatch) for microbatch in microbatches]
 
 
 def count_and_split(batch: Batch, microbatch_size: int | None, batch_spec: BatchSpec | None) -> tuple[int, int, list[Batch]]:
@@ -179,8 +179,11 @@ def count_and_split(batch: Batch, microbatch_size: int | None, batch_spec: Batch
         return samples, tokens, call_split(batch_spec.split, batch, microbatch_size, samples)
     check_rows(batch, batch_spec, samples)
     starts = range(0, samples, microbatch_size)
-    parts = [_narrow(batch, start, min(microbatch_size, samples - start), batch_spec, samples) for start in starts]
-    return samples, tokens, parts
+    return (
+        samples,
+        tokens,
+        [_narrow(batch, start, min(microbatch_size, samples - start), batch_spec, samples) for start in starts],
+    )
 
 
 def _count_and_split_flat(batch: Batch, microbatch_size: int) -> tuple[int, list[Batch]] | None:
@@ -355,8 +358,8 @@ class BatchSpec:
     split: SplitFn | None = None
     weight: WeightFn | None = None
 
-    def axis_sizes(self, batch: Batch) -> dict[str, int]:
-        """Return the size of every named axis.
+    def count_by_axes(self, batch: Batch) -> tuple[int, int]:
+        """Return the number of samples and tokens of ``batch`` by its axes. Tokens are 0 without an axis ``seq``.
 
         Raises:
             ConfigError: a missing key, a wrong number of axes, or two sizes of one axis. The message names key and axis.
@@ -373,33 +376,29 @@ class BatchSpec:
             if len(shape) != len(axes):
                 raise ConfigError(f"batch_spec: {key!r} must be [{', '.join(axes)}], got shape {shape}. Correct its axes.")
             for axis, size in zip(axes, shape, strict=True):
-                known, first_key = sizes.setdefault(axis, (size, key))
-                if known != size:
+                first, first_key = sizes.setdefault(axis, (size, key))
+                if first != size:
                     raise ConfigError(
-                        f"batch_spec: axis {axis!r} is {known} in {first_key!r} but {size} in {key!r} (shape {shape}). Pad it."
+                        f"batch_spec: axis {axis!r} is {first} in {first_key!r} but {size} in {key!r} (shape {shape}). Pad it."
                     )
-        return {axis: size for axis, (size, _) in sizes.items()}
-
-    def count_by_axes(self, batch: Batch) -> tuple[int, int]:
-        """Return the number of samples and tokens of ``batch`` by its axes. Tokens are 0 without an axis ``seq``."""
-        sizes = self.axis_sizes(batch)
-        return sizes["batch"], sizes["batch"] * sizes.get("seq", 0)
+        samples, (seq, _) = sizes["batch"][0], sizes.get("seq", (0, ""))
+        return samples, samples * seq
 
     def map_batch_axis(self, batch: Batch, cut: Callable[[Tensor, int], Tensor], cut_first: Callable[[Any], Any]) -> Batch:
         """Apply ``cut`` to each named tensor and its batch axis, or ``cut_first`` to a TensorDict as a whole.
 
         Keys that are not in the spec are kept whole.
         """
-        axis = {key: axes.index("batch") for key, axes in self.axes.items() if "batch" in axes}
-        if is_tensordict(batch) and batch.batch_dims and not any(axis.values()):
+        axis_of = {key: axes.index("batch") for key, axes in self.axes.items() if "batch" in axes}
+        if is_tensordict(batch) and batch.batch_dims and not any(axis_of.values()):
             return cut_first(batch)
-        parts = {key: cut(batch[key], at) for key, at in axis.items()}
+        tensors = {key: cut(batch[key], axis) for key, axis in axis_of.items()}
         if not is_tensordict(batch):
-            return {key: parts.get(key, value) for key, value in batch.items()}
-        part = batch.copy()
+            return {key: tensors.get(key, value) for key, value in batch.items()}
+        result = batch.copy()
         # The batch axis is not the first axis of every tensor.
-        part.batch_size = []
-        return part.update(parts)
+        result.batch_size = []
+        return result.update(tensors)
 
 
 @explain_arguments
@@ -428,7 +427,8 @@ def batch_spec(
         ...     weight=lambda batch: len(batch["label"]),
         ... )
         >>> batch = {"input_ids": torch.ones(3, 8), "label": torch.ones(3)}
-        >>> [len(part["label"]) for part in dt.data.split_batch(batch, 2, batch_spec=spec)]
+        >>> microbatches = dt.data.split_batch(batch, 2, batch_spec=spec)
+        >>> [len(microbatch["label"]) for microbatch in microbatches]
         [2, 1]
 
     Raises:
@@ -456,24 +456,18 @@ def call_count(count: CountFn, batch: Batch) -> tuple[int, int]:
         ConfigError: ``count`` returns no whole numbers.
     """
     counted = count(batch)
-    numbers = [_to_int(number) for number in (counted if isinstance(counted, tuple | list) else (counted, 0))]
-    if len(numbers) != 2 or min(numbers) < 0:
+    numbers = counted if isinstance(counted, tuple | list) else (counted, 0)
+    try:
+        samples, tokens = (-1 if isinstance(number, bool) else operator.index(number) for number in numbers)
+    # There are not two numbers, or one is no integer of any library, or a tensor that holds no single integer.
+    except (TypeError, ValueError):
+        samples = tokens = -1
+    if min(samples, tokens) < 0:
         raise ConfigError(
             f"batch_spec: count must return samples, or (samples, tokens), as whole numbers, got {counted!r}. "
             "Return len(batch['x']), for example."
         )
-    return numbers[0], numbers[1]
-
-
-def _to_int(value: object) -> int:
-    """Return an integer of any library as a Python integer; -1 for any other value."""
-    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
-        return -1
-    try:
-        return index(value)
-    # A tensor that holds no single integer raises in index().
-    except TypeError:
-        return -1
+    return samples, tokens
 
 
 def call_split(split: SplitFn, batch: Batch, microbatch_size: int, samples: int) -> list[Batch]:

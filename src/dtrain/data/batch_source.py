@@ -104,17 +104,17 @@ class MapBatchSource:
         options = self.options
         return EpochBatches(size=self.order.size, global_batch_size=options.global_batch_size, last_batch=options.last_batch)
 
-    def order_identity(self, at: Position) -> dict[str, int]:
-        """Return the properties of the order (seed, shuffle, size) without which the position ``at`` has no meaning."""
-        return self.order.state(at.epoch, at.samples)
+    def order_identity(self, position: Position) -> dict[str, int]:
+        """Return the properties of the order (seed, shuffle, size) without which ``position`` has no meaning."""
+        return self.order.state(position.epoch, position.samples)
 
-    def resume(self, identity: Mapping[str, int], at: Position) -> None:
-        """Continue from ``at``, saved with ``identity``. Mutates: the order, if a mixture continues with other weights.
+    def resume(self, identity: Mapping[str, int], position: Position) -> None:
+        """Continue from ``position``, saved with ``identity``. Mutates: the order, if a mixture continues with other weights.
 
         Raises:
-            CheckpointMismatchError: ``at`` means other samples in this order.
+            CheckpointMismatchError: ``position`` means other samples in this order.
         """
-        self.order = self.order.at_state(identity, at.epoch, at.samples)
+        self.order = self.order.at_state(identity, position.epoch, position.samples)
 
     def items(self, begin: Position, goal: Duration, *, state: Plain = None, evaluation: bool = False) -> Iterator[LoaderItem]:
         """Iterate over the items from ``begin`` to ``goal``. If ``evaluation`` is True, read each sample exactly once."""
@@ -125,8 +125,8 @@ class MapBatchSource:
         requests = _RequestSampler(self._prefetch(plan) if hasattr(self.fetcher.dataset, "prefetch") else plan)
         for worker_batch in load_batches(self.fetcher, requests, self.options.workers):
             payload = unpack_or_raise(worker_batch)
-            at, has_samples = planned.popleft()
-            yield template.fit(payload, at, has_samples=has_samples, ends_epoch=at.samples == 0)
+            position, has_samples = planned.popleft()
+            yield template.fit(payload, position, has_samples=has_samples, ends_epoch=position.samples == 0)
         if requests.failures:
             raise requests.failures[0]
 
@@ -134,19 +134,19 @@ class MapBatchSource:
         self, batches: EpochBatches, begin: Position, goal: Duration, planned: deque[tuple[Position, bool]]
     ) -> Iterator[BatchRequest]:
         """Yield a request per batch. Append to ``planned``: the position after the batch, and True if this rank has samples."""
-        at, order, options = begin, CachedOrder(self.order), self.options
-        while not is_reached(goal, at):
-            start, stop = batches.bounds(at)
+        position, order, options = begin, CachedOrder(self.order), self.options
+        while not is_reached(goal, position):
+            start, stop = batches.bounds(position)
             # A rank without a sample reads one sample, because an empty batch needs the shapes of a real sample.
             # The sample is repeated, since BatchNorm fails on a single value.
             positions = rank_positions(start, stop, options.rank, options.ranks, self.order.streams)
             to_read = positions or range(start, start + 1)
-            indices = batch_indices(order, at.epoch, to_read.start, to_read.stop)
+            indices = batch_indices(order, position.epoch, to_read.start, to_read.stop)
             if to_read.step != 1:
                 indices = indices[:: to_read.step]
-            request = BatchRequest(at.epoch, to_read.start, indices, 1 if positions else 2)
-            at = batches.normalize(at.after_batch(stop - start))
-            planned.append((at, bool(positions)))
+            request = BatchRequest(position.epoch, to_read.start, indices, 1 if positions else 2)
+            position = batches.normalize(position.after_batch(stop - start))
+            planned.append((position, bool(positions)))
             yield request
 
     def _prefetch(self, requests: Iterator[BatchRequest]) -> Iterator[BatchRequest]:
@@ -297,14 +297,14 @@ class EpochReader(IterableDataset[WorkerBatch]):
         step, number = (worker.num_workers, worker.id) if worker and self.splits_over_workers else (1, 0)
         stream, begin = None, self.begin.samples // (self.ranks if self.pre_sharded else 1)
         while True:
-            at = begin + number * self.samples_per_step
+            position = begin + number * self.samples_per_step
             watched = None if worker is None else self.fetcher.watched_attributes()
             try:
                 if stream is None and self.skip:
                     stream = self._skip_consumed(begin)
-                with self._seed_rng(at):
+                with self._seed_rng(position):
                     stream = self._open_stream() if stream is None else stream
-                    payload = self._next_payload(stream, at)
+                    payload = self._next_payload(stream, position)
             # The dataset, the transform and collate are user code, so any exception can occur.
             except Exception as error:  # noqa: BLE001
                 payload = failed_payload(error)
@@ -316,17 +316,17 @@ class EpochReader(IterableDataset[WorkerBatch]):
             yield WorkerBatch.pack(payload)
             number += step
 
-    def _seed_rng(self, at: int) -> AbstractContextManager[None]:
-        """Seed the global generators for position ``at`` of the epoch; per rank, if each rank has samples of its own."""
-        return self.fetcher.seed_rng(self.begin.epoch, at, self.rank if self.pre_sharded else -1)
+    def _seed_rng(self, position: int) -> AbstractContextManager[None]:
+        """Seed the global generators for ``position`` in the epoch; per rank, if each rank has samples of its own."""
+        return self.fetcher.seed_rng(self.begin.epoch, position, self.rank if self.pre_sharded else -1)
 
     def _skip_consumed(self, consumed: int) -> Iterator[Any] | None:
         """Read the consumed samples again, with the same seeds, and return the stream after them."""
         stream = None
-        for at in range(0, consumed, self.samples_per_step):
-            with self._seed_rng(at):
+        for position in range(0, consumed, self.samples_per_step):
+            with self._seed_rng(position):
                 stream = self._open_stream() if stream is None else stream
-                count = min(self.samples_per_step, consumed - at)
+                count = min(self.samples_per_step, consumed - position)
                 next(islice(stream, count, count), None)
         return stream
 
@@ -343,7 +343,7 @@ class EpochReader(IterableDataset[WorkerBatch]):
         stream: Iterator[Any] = iter(dataset)
         return stream
 
-    def _next_payload(self, stream: Iterator[Any], at: int) -> Payload | None:
+    def _next_payload(self, stream: Iterator[Any], position: int) -> Payload | None:
         """Return the next payload; None at the end."""
         fetcher, samples = self.fetcher, list(islice(stream, self.samples_per_step))
         skipped: list[tuple[int, str]] = []
@@ -355,7 +355,7 @@ class EpochReader(IterableDataset[WorkerBatch]):
         samples = samples[first:last] if has_samples else samples[:1]
         if fetcher.transform is not None:
             step, offset = (self.ranks, self.rank) if self.pre_sharded else (1, 0)
-            numbered = {(at + first + k) * step + offset: sample for k, sample in enumerate(samples)}
+            numbered = {(position + first + k) * step + offset: sample for k, sample in enumerate(samples)}
             samples, skipped = fetcher.read_each(self.begin.epoch, numbered, numbered.__getitem__)
         batch = fetcher.collate_samples(samples if has_samples else samples * 2) if samples else None
         # A checkpoint needs a state that is equal on all ranks. A dataset split over ranks has no such state.
@@ -408,43 +408,43 @@ class IterableBatchSource:
         size, last_batch = len(self.fetcher.dataset), self.options.last_batch
         return EpochBatches(size=size, global_batch_size=self.global_batch_size, last_batch=last_batch)
 
-    def order_identity(self, at: Position) -> dict[str, int]:
+    def order_identity(self, position: Position) -> dict[str, int]:
         """Return the seed, and the number of ranks over which the dataset splits itself."""
         return {"seed": self.fetcher.seed, "split": self.options.ranks if self.pre_sharded and self.adapter is None else 0}
 
-    def resume(self, identity: Mapping[str, int], at: Position) -> None:
+    def resume(self, identity: Mapping[str, int], position: Position) -> None:
         """Check that ``identity`` agrees with this source; see ``MapBatchSource``."""
-        check_same_state(identity, self.order_identity(at))
+        check_same_state(identity, self.order_identity(position))
 
     def items(self, begin: Position, goal: Duration, *, state: Plain = None, evaluation: bool = False) -> Iterator[LoaderItem]:
         """Iterate over items; see ``MapBatchSource``."""
-        at = begin
+        position = begin
         if self.adapter is not None and state is None and begin.samples == 0 and not evaluation:
             # The dataset counts its iterations. A loop that begins with the same batch again needs the state before the batch.
-            yield LoaderItem(position_after=at, position_only=True, dataset_state=self.adapter.state_at(at))
-        while not is_reached(goal, at):
-            epoch, before = at.epoch, at
-            for item in self._epoch_items(at, goal, state, evaluation=evaluation):
+            yield LoaderItem(position_after=position, position_only=True, dataset_state=self.adapter.state_at(position))
+        while not is_reached(goal, position):
+            epoch, before = position.epoch, position
+            for item in self._epoch_items(position, goal, state, evaluation=evaluation):
                 yield item
-                at = item.position_after
-            if is_reached(goal, at):
+                position = item.position_after
+            if is_reached(goal, position):
                 return
             # The state holds for the first epoch only.
             state = None
-            if at is before and at.samples == 0:
+            if position is before and position.samples == 0:
                 raise ConfigError("loader: the dataset returned no sample in a whole epoch. Check the dataset.")
             # The dataset has no length, so the end of the epoch is known only now.
-            if at.epoch == epoch:
-                at = replace(at, epoch=epoch + 1, samples=0)
+            if position.epoch == epoch:
+                position = replace(position, epoch=epoch + 1, samples=0)
                 yield LoaderItem(
-                    position_after=at,
+                    position_after=position,
                     position_only=True,
-                    dataset_state=self.adapter.state_at(at) if self.adapter is not None else None,
+                    dataset_state=self.adapter.state_at(position) if self.adapter is not None else None,
                 )
 
     def _epoch_items(self, begin: Position, goal: Duration, state: Plain, *, evaluation: bool) -> Iterator[LoaderItem]:
         """Iterate over the rest of an epoch. Each item is delayed until the reader has found out if the item is the last."""
-        at, template, delayed = begin, EmptyBatchTemplate(self.options.batch_spec), None
+        position, template, delayed = begin, EmptyBatchTemplate(self.options.batch_spec), None
         if self.adapter is not None and state is not None:
             self.adapter.load(state)
         reader = EpochReader(self, begin, None if self.adapter else state, skip=begin.samples > 0 and state is None)
@@ -459,9 +459,9 @@ class IterableBatchSource:
                     return
             # Without a share of its own, a rank has samples if its number is below the number of samples.
             has_samples = self.pre_sharded or self.options.rank < payload.sample_count
-            at = at.after_batch(self.global_batch_size if self.pre_sharded else payload.sample_count)
-            delayed = template.fit(payload, at, has_samples=has_samples)
-            delayed.dataset_state = payload.dataset_state if self.adapter is None else self.adapter.state_at(at)
+            position = position.after_batch(self.global_batch_size if self.pre_sharded else payload.sample_count)
+            delayed = template.fit(payload, position, has_samples=has_samples)
+            delayed.dataset_state = payload.dataset_state if self.adapter is None else self.adapter.state_at(position)
             delayed.independent_epochs = self.pre_sharded
         if delayed is None and begin.samples and self.pre_sharded and self.adapter is None and not evaluation:
             delayed = self._empty_after_end(begin, template)

@@ -290,12 +290,13 @@ def drops_samples_on_resume(dataset: Any) -> bool:
     """
     if not type(dataset).__module__.startswith("datasets."):
         return False
-    parts, is_lossy = [getattr(dataset, "_ex_iterable", None)], False
-    while parts and not is_lossy:
-        part = parts.pop()
-        is_lossy = type(part).__name__ == "BufferShuffledExamplesIterable" and getattr(part, "buffer_size", 2) > 1
-        parts += [getattr(part, "ex_iterable", None)] if hasattr(part, "ex_iterable") else getattr(part, "ex_iterables", [])
-    return is_lossy
+    streams: list[Any] = [getattr(dataset, "_ex_iterable", None)]
+    for stream in streams:
+        if type(stream).__name__ == "BufferShuffledExamplesIterable" and getattr(stream, "buffer_size", 2) > 1:
+            return True
+        # The loop also visits the streams that it appends.
+        streams += [stream.ex_iterable] if hasattr(stream, "ex_iterable") else getattr(stream, "ex_iterables", [])
+    return False
 
 
 def restarts_each_iteration(dataset: Any) -> bool:

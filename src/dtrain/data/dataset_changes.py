@@ -36,7 +36,7 @@ _OBJECTS = 64
 
 _PLAIN = frozenset({int, float, complex, str, bytes, bool, type(None)})
 # A union of types would be made again for each value.
-_SEQUENCES, _SETS, _ARRAYS = (list, tuple, deque), (set, frozenset), (np.ndarray, bytearray)
+_SEQUENCES, _SETS, _BY_IDENTITY = (list, tuple, deque), (set, frozenset), (np.ndarray, bytearray, Enum)
 _CONTAINERS = (*_SEQUENCES, *_SETS, dict)
 _FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType, partial)
 # Threads of their own, or state that processes share, change these datasets.
@@ -121,9 +121,9 @@ def items_with_changes(
         state: state of an iterable dataset at ``begin``.
         evaluation: True if the items are those of an evaluation, which ends with its epoch.
     """
-    watch, has_warned, at = DatasetWatch(source), False, begin
+    watch, has_warned, position = DatasetWatch(source), False, begin
     while True:
-        items = read(at, state)
+        items = read(position, state)
         for item in items:
             if not item.position_only:
                 watch.after_read(item.changed_by_reading)
@@ -142,7 +142,7 @@ def items_with_changes(
         else:
             return
         items.close()
-        at, state = item.position_after, item.dataset_state
+        position, state = item.position_after, item.dataset_state
 
 
 def _warn(event: str) -> None:
@@ -152,16 +152,16 @@ def _warn(event: str) -> None:
 class _Same:
     """Fact that is equal for the same object only. The reference keeps the object's id from being used again."""
 
-    __slots__ = ("_part",)
+    __slots__ = ("_value",)
 
-    def __init__(self, part: Any) -> None:
-        self._part = part
+    def __init__(self, value: Any) -> None:
+        self._value = value
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and self._part is other._part
+        return isinstance(other, _Same) and self._value is other._value
 
     def __hash__(self) -> int:
-        return id(self._part)
+        return id(self._value)
 
 
 def read_attributes(dataset: Any, transform: Any, collate: Any) -> dict[str, Any]:
@@ -186,15 +186,15 @@ def read_attributes(dataset: Any, transform: Any, collate: Any) -> dict[str, Any
         if root is not None:
             add_fact(name, root)
     while queue and len(seen) < _OBJECTS:
-        path, part = queue.popleft()
-        kind: Any = type(part)
-        if id(part) in seen:
+        path, owner = queue.popleft()
+        kind: Any = type(owner)
+        if id(owner) in seen:
             continue
-        seen.add(id(part))
+        seen.add(id(owner))
         try:
-            namespace = getattr(part, "__dict__", None)
+            namespace = getattr(owner, "__dict__", None)
             values: dict[str, Any] = namespace.copy() if isinstance(namespace, dict) else {}
-            values |= {name: getattr(part, name, None) for name in _slot_names(kind)}
+            values |= {name: getattr(owner, name, None) for name in _slot_names(kind)}
         # The class may compute its attributes with code of the user's.
         except Exception:  # noqa: BLE001
             continue
@@ -228,11 +228,9 @@ class _Fact:
             return kind, value
         if isinstance(value, Tensor):
             return _Same(value), 0 if value.is_inference() else value._version
-        if isinstance(value, _ARRAYS):
-            return _Same(value)
         if isinstance(value, np.generic):
             return kind, value.tobytes()
-        if isinstance(value, Enum):
+        if isinstance(value, _BY_IDENTITY):
             return _Same(value)
         if isinstance(value, _CONTAINERS):
             return self._of_container(value, path, depth)
@@ -251,7 +249,7 @@ class _Fact:
         if isinstance(value, _SETS):
             return type(value), frozenset(entry if type(entry) in _PLAIN else _Same(entry) for entry in value)
         if not isinstance(value, dict):
-            return type(value), tuple(self.of(entry, f"{path}[{at}]", depth + 1) for at, entry in enumerate(value))
+            return type(value), tuple(self.of(entry, f"{path}[{index}]", depth + 1) for index, entry in enumerate(value))
         entries = list(value.items())
         keys = tuple(key if type(key) in _PLAIN else _Same(key) for key, _ in entries)
         return type(value), keys, tuple(self.of(entry, f"{path}[{key!r}]", depth + 1) for key, entry in entries)
@@ -259,15 +257,19 @@ class _Fact:
     def _of_function(self, function: Any, path: str, depth: int) -> Any:
         """Return a fact of a function. Of its variables, only the arguments of a ``partial`` are watched."""
         if isinstance(function, partial):
-            parts = (function.func, function.args, function.keywords)
-            return _Same(function), tuple(self.of(part, path, depth + 1) for part in parts) if depth < _NESTED_CONTAINERS else 0
-        owner: Any = getattr(function, "__self__", None)
-        owner_kind: Any = type(owner)
+            if depth == _NESTED_CONTAINERS:
+                return _Same(function)
+            values = (function.func, function.args, function.keywords)
+            return _Same(function), tuple(self.of(value, path, depth + 1) for value in values)
+        if type(function) is not MethodType:
+            return _Same(function)
+        owner: Any = function.__self__
+        kind: Any = type(owner)
         # The object of another method may be the user's training, which changes in each step.
-        if type(function) is MethodType and is_watched(owner_kind):
+        if is_watched(kind):
             self._queue.append((path, owner))
         # A method is another object each time it is read.
-        return (_Same(owner), _Same(function.__func__)) if type(function) is MethodType else _Same(function)
+        return _Same(owner), _Same(function.__func__)
 
 
 # Each value of an attribute asks for its class, whose answer never changes.
@@ -284,5 +286,5 @@ def is_watched(kind: type) -> bool:
 @cache
 def _slot_names(kind: type) -> tuple[str, ...]:
     slots = (base.__dict__.get("__slots__", ()) for base in kind.__mro__)
-    names = (name for part in slots for name in ((part,) if isinstance(part, str) else part))
+    names = (name for entry in slots for name in ((entry,) if isinstance(entry, str) else entry))
     return tuple(name for name in names if not name.startswith("_"))

@@ -1,4 +1,4 @@
-"""``Loader``: batches of this rank, with a position that a checkpoint stores as a few integers.
+"""``build_loader`` and ``Loader``: batches of this rank, with a position that a checkpoint stores as a few integers.
 
 The loader advances the position; a ``BatchSource`` reads the samples. The position counts *issued*, not prefetched samples.
 """
@@ -7,20 +7,34 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any, cast
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.data import DataLoader, Dataset, Sampler
 
-from dtrain.arguments import check_int
-from dtrain.data.batch import FailedBatch, attach_batch_info, prefetch_items
-from dtrain.data.batch_source import BatchSource, IterableBatchSource, LoaderItem, next_item
-from dtrain.data.dataset import hash_fingerprint
+from dtrain.arguments import check_choice, check_int, check_number, explain_arguments
+from dtrain.data.batch import BatchSpec, FailedBatch, attach_batch_info, prefetch_items
+from dtrain.data.batch_source import BatchOptions, BatchSource, IterableBatchSource, LoaderItem, MapBatchSource, next_item
+from dtrain.data.dataset import (
+    MapDataset,
+    adapt_mosaic,
+    as_iterable,
+    as_row_dataset,
+    fingerprint_dataset,
+    hash_fingerprint,
+    is_hugging_face,
+    is_mosaic,
+)
 from dtrain.data.dataset_changes import items_with_changes
-from dtrain.data.fetcher import describe_error
+from dtrain.data.fetcher import ON_ERROR_MODES, Fetcher, OnError, SampleTransform, describe_error
 from dtrain.data.position import (
+    LAST_BATCH_MODES,
     EpochBatches,
     IssuedBatch,
+    LastBatch,
     Position,
     SkippedSamples,
     StopCondition,
@@ -32,15 +46,19 @@ from dtrain.data.position import (
     read_position,
     write_position,
 )
+from dtrain.data.sample_order import BlockShuffle, dataset_order
+from dtrain.data.workers import WorkerConfig, workers_for_rank
 from dtrain.device import is_accelerator
 from dtrain.dist.batch_info import BatchInfo
 from dtrain.dist.context import current_context
 from dtrain.dist.init import get_dist_info
+from dtrain.dist.mesh import data_rank
 from dtrain.dist.rng import derive_seed
 from dtrain.errors import CheckpointMismatchError, ConfigError, ConfigTypeError, DataError, DtrainError
 from dtrain.schedules.clock import EpochPosition
 from dtrain.schedules.durations import Duration, RunLength
-from dtrain.typing import Batch, Plain
+from dtrain.schedules.hyperparameters import UnitSchedule
+from dtrain.typing import Batch, Plain, Schedule
 
 
 class Loader:
@@ -216,27 +234,27 @@ class Loader:
         Returns:
             ``pending``, until it is issued.
         """
-        at, evaluations = self.position, self._evaluations
-        items = self._items(at, goal)
+        position, evaluations = self.position, self._evaluations
+        items = self._items(position, goal)
         while True:
             try:
                 item = next_item(items)
             except DtrainError as error:
                 if get_dist_info().world_size > 1:
                     # The step on this batch raises the error on all ranks, so that no rank waits.
-                    yield self._failed_batch(error, at)
+                    yield self._failed_batch(error, position)
                 raise
             if item is None:
                 return pending
-            before, at = at, item.position_after
+            before, position = position, item.position_after
             if item.position_only:
-                self.position, self._dataset_state = at, item.dataset_state
+                self.position, self._dataset_state = position, item.dataset_state
                 continue
             batch, issued = self._mark(item, before, pending)
             # The position advances last. If an interrupt hits in between, the next loop issues the batch again.
             pending, self._issued = None, issued
             self.skipped.add(item.skipped)
-            self.position, self._dataset_state = at, item.dataset_state
+            self.position, self._dataset_state = position, item.dataset_state
             with current_context().issuing(self._identity):
                 yield batch
             # The batch source may wait for the agreement.
@@ -247,7 +265,7 @@ class Loader:
             has_moved = self._evaluations != evaluations and self._source.single_reader
             if any(condition.stopped for condition in stops) or self._skip_target is self.position or has_moved:
                 return None
-            if self.position is not at:
+            if self.position is not position:
                 raise ConfigError("loader: another loop moved the position during this loop. Run one loop at a time.")
 
     def one_epoch(self) -> Iterator[Batch]:
@@ -261,9 +279,9 @@ class Loader:
             >>> [batch.tolist() for batch in loader.one_epoch()]
             [[0, 1], [2, 3], [4]]
         """
-        at = Position(epoch=self.position.epoch)
+        position = Position(epoch=self.position.epoch)
         self._evaluations += 1
-        for item in self._items(at, Duration(at.epoch + 1, "ep"), evaluation=True):
+        for item in self._items(position, Duration(position.epoch + 1, "ep"), evaluation=True):
             self.skipped.add(item.skipped)
             if not item.position_only:
                 yield item.batch
@@ -289,8 +307,10 @@ class Loader:
         check_int("loader.skip", "samples", samples, minimum=0)
         if not self._source.can_skip:
             raise ConfigError("loader.skip: the dataset is split over ranks, so the loader cannot skip. Skip in the dataset.")
-        at, batches = self.position, self._source.epoch_batches()
-        self.position = replace(at, samples=at.samples + samples) if batches is None else batches.skip(at, samples)
+        position, batches = self.position, self._source.epoch_batches()
+        self.position = (
+            replace(position, samples=position.samples + samples) if batches is None else batches.skip(position, samples)
+        )
         # The dataset's state is older than the new position.
         self._dataset_state = self._loop_start = None
         self._skip_target = self.position
@@ -301,8 +321,8 @@ class Loader:
         If the step on the batch issued last is not complete, the position is before that batch, so that a save after an
         interrupt skips no batch. The key ``"dataset"`` holds the state of an iterable dataset, if the dataset has a state.
         """
-        at, dataset = self._resume_point()
-        state = {**write_position(at), **self._source.order_identity(at), "data": self._digest}
+        position, dataset = self._resume_point()
+        state = {**write_position(position), **self._source.order_identity(position), "data": self._digest}
         return state if dataset is None else {**state, "dataset": dataset}
 
     def load_state_dict(self, state: Mapping[str, Plain]) -> None:
@@ -314,7 +334,7 @@ class Loader:
             CheckpointMismatchError: the state has another format version, or comes from other data, another seed or another
                 shuffle, with which the position means other samples.
         """
-        at = read_position(state)
+        position = read_position(state)
         if not self._allow_data_change and state.get("data") != self._digest:
             raise CheckpointMismatchError(
                 f"loader: the dataset differs from the dataset of the checkpoint, which had {state.get('size')} samples; this "
@@ -322,12 +342,12 @@ class Loader:
                 "build_loader(allow_data_change=True)."
             )
         try:
-            self._source.resume({name: value for name, value in state.items() if isinstance(value, int)}, at)
+            self._source.resume({name: value for name, value in state.items() if isinstance(value, int)}, position)
         except CheckpointMismatchError:
             if not self._allow_data_change:
                 raise
         epoch_batches = self._source.epoch_batches()
-        self.position = at if epoch_batches is None else epoch_batches.normalize(at)
+        self.position = position if epoch_batches is None else epoch_batches.normalize(position)
         self._dataset_state, self._last_batch_info, self._issued = state.get("dataset"), None, None
         self._was_loaded, self._loop_start = True, None
 
@@ -341,23 +361,23 @@ class Loader:
         """Return the position of the next loop, and the state of an iterable dataset at that position."""
         if self._issued is not None and self._issued.position_after is self.position and self._issued.is_pending:
             return self._issued.position_before, self._issued.dataset_state
-        at, info, state = self.position, self._last_batch_info, self._dataset_state
+        position, info, state = self.position, self._last_batch_info, self._dataset_state
         if info is None or not info.independent_epochs or not info.ends_epoch or state is not None:
-            return at, state
+            return position, state
         # The batch issued last ended this rank's epoch. The position is still in that epoch.
-        is_over = at.epoch == info.begin.epoch and info.status.epoch_ended is not False
-        return (replace(at, epoch=at.epoch + 1, samples=0) if is_over else at), state
+        is_over = position.epoch == info.begin.epoch and info.status.epoch_ended is not False
+        return (replace(position, epoch=position.epoch + 1, samples=0) if is_over else position), state
 
     def _take_back_pending(self) -> IssuedBatch | None:
         """Return the batch whose step was interrupted, or None. The loader issues that batch again.
 
         Mutates: the position, to the position of the next loop; the list of skipped samples.
         """
-        issued, at = self._issued, self.position
+        issued, position = self._issued, self.position
         self.position, self._dataset_state = self._resume_point()
         if issued is None or not issued.is_pending or self.position is not issued.position_before:
             return None
-        if at is issued.position_after:
+        if position is issued.position_after:
             self.skipped.remove(issued.skipped)
         return issued
 
@@ -392,14 +412,16 @@ class Loader:
             step_expected=self._belongs_to_run or self._step_expected,
         )
 
-    def _failed_batch(self, error: DtrainError, at: Position) -> FailedBatch:
-        place = at.in_epoch(self._source.options.global_batch_size)
-        self._last_batch_info = BatchInfo(loader=self._identity, begin=place, end=place, position_hash=self._position_hash(at))
+    def _failed_batch(self, error: DtrainError, position: Position) -> FailedBatch:
+        place = position.in_epoch(self._source.options.global_batch_size)
+        self._last_batch_info = BatchInfo(
+            loader=self._identity, begin=place, end=place, position_hash=self._position_hash(position)
+        )
         return FailedBatch(error, self._last_batch_info)
 
-    def _position_hash(self, at: Position) -> int:
+    def _position_hash(self, position: Position) -> int:
         """Hash the position, the data and the seed to a number below 2**48."""
-        return derive_seed(self._digest, self.seed, at.epoch, at.samples, at.batches) % 2**48
+        return derive_seed(self._digest, self.seed, position.epoch, position.samples, position.batches) % 2**48
 
     def _epoch_batches(self, caller: str) -> EpochBatches:
         epoch_batches = self._source.epoch_batches()
@@ -407,21 +429,33 @@ class Loader:
             raise ConfigTypeError(f"loader.{caller}: the dataset has no length. Count in batches, as in until('1000ba').")
         return epoch_batches
 
-    def _items(self, at: Position, goal: Duration, *, evaluation: bool = False) -> Iterator[LoaderItem]:
+    def _items(self, position: Position, goal: Duration, *, evaluation: bool = False) -> Iterator[LoaderItem]:
         """Iterate over the items, on the device.
 
         Raises:
             DataError: the dataset or the device raised an error.
         """
 
-        def read(at: Position, state: Plain) -> Generator[LoaderItem, None, None]:
-            items = self._source.items(at, goal, state=state, evaluation=evaluation)
-            yield from items_on_device(items, self._source, self._device, self._prefetch_factor)
+        def read(position: Position, state: Plain) -> Generator[LoaderItem, None, None]:
+            items = self._source.items(position, goal, state=state, evaluation=evaluation)
+            if self._device is None:
+                yield from items
+                return
+            yield from prefetch_items(
+                items,
+                self._device,
+                prefetch_factor=self._prefetch_factor,
+                get_batch=lambda item: item.batch,
+                set_batch=lambda item, batch: replace(item, batch=batch),
+                # The loop may change an iterable dataset at the end of an epoch, and samples in preparation cannot be read
+                # again. If ranks end their epochs independently, the next batch also depends on the step on this batch.
+                is_last=lambda item: not self._source.is_indexed and item.ends_epoch,
+            )
 
         state = None if evaluation else self._dataset_state
         try:
-            watched = self._reads_ahead and items_with_changes(read, self._source, at, goal, state, evaluation=evaluation)
-            yield from watched or read(at, state)
+            watched = self._reads_ahead and items_with_changes(read, self._source, position, goal, state, evaluation=evaluation)
+            yield from watched or read(position, state)
         except DtrainError:
             raise
         except Exception as error:
@@ -432,30 +466,224 @@ class Loader:
         return f"Loader(samples={count}, global_batch_size={'varies' if callable(size) else size}, epoch={self.position.epoch})"
 
 
-def items_on_device(
-    items: Iterator[LoaderItem], source: BatchSource, device: torch.device | None, prefetch_factor: int
-) -> Iterator[LoaderItem]:
-    """Return the ``items`` of ``source`` with their batches on ``device``, prefetched; None leaves the batches on the host.
-
-    The next epoch of an iterable dataset is not read ahead.
-    """
-    if device is None:
-        return items
-    return prefetch_items(
-        items,
-        device,
-        prefetch_factor=prefetch_factor,
-        get_batch=lambda item: item.batch,
-        set_batch=lambda item, batch: replace(item, batch=batch),
-        # The loop may change an iterable dataset at the end of an epoch, and samples in preparation cannot be read again.
-        # If ranks end their epochs independently, the next batch also depends on the step on this batch.
-        is_last=lambda item: not source.is_indexed and item.ends_epoch,
-    )
-
-
 def reads_ahead(source: BatchSource, device: torch.device | None) -> bool:
     """Return True if the loader may read a batch before the loop has ended the body of the batch before."""
     if isinstance(source, IterableBatchSource):
         # A StreamingDataset shares its state with its workers, which change it.
         return source.options.workers.count > 0 and source.adapter is None
     return source.options.workers.count > 0 or (device is not None and is_accelerator(device))
+
+
+@explain_arguments
+def build_loader(
+    dataset: MapDataset | Iterable[Any],
+    *,
+    mesh: DeviceMesh | None = None,
+    global_batch_size: int | Schedule,
+    seed: int,
+    shuffle: bool | BlockShuffle = True,
+    num_workers: int = 0,
+    collate: Callable[[list[Any]], Batch] | None = None,
+    transform: SampleTransform | None = None,
+    last_batch: LastBatch = "short",
+    on_error: OnError = "raise",
+    batch_spec: BatchSpec | None = None,
+    device: torch.device | str | None = None,
+    prefetch_factor: int = 2,
+    timeout_s: float = 300.0,
+    start_method: str | None = None,
+    pre_sharded: bool = False,
+    allow_data_change: bool = False,
+) -> Loader:
+    """Build the loader of this rank's share of ``dataset``.
+
+    Args:
+        dataset: an indexed dataset with a length, equal on every rank: a map-style dataset, a Hugging Face ``Dataset``, a
+            ``ShardedDataset``, one of ``mix``. Tensors and arrays have a sample per row: a tensor, an array, a tuple or dict of
+            them, a ``TensorDataset``, a ``TensorDict``; without ``collate`` and ``transform`` a batch is read at once. Or an
+            iterable dataset: every rank reads the whole stream and keeps its share. An iterable dataset with ``state_dict`` and
+            ``load_state_dict`` resumes at once, without them by reading the consumed samples again. A MosaicML
+            ``StreamingDataset`` keeps its own order and state.
+        mesh: device mesh; its data-parallel ranks share each batch, ranks along ``cp`` and ``tp`` receive the same samples.
+            Required on several ranks.
+        global_batch_size: samples per step over all ranks; or a schedule of the number of the step, rounded down.
+        seed: seed of the order and of random numbers drawn while samples are read. Both depend on the seed and epoch only.
+        shuffle: if False, the dataset's order; a ``BlockShuffle`` shuffles locally, for data in shards.
+        num_workers: loader processes per node, divided over the ranks of the node; 0 loads in the ranks themselves.
+        collate: list of samples -> batch; None stacks tensors, and mappings of tensors become a ``TensorDict``.
+        transform: ``(sample, generator) -> sample``, with a generator that depends on seed, epoch and sample only.
+        last_batch: treatment of a last global batch that is not full: ``"short"`` issues it (a rank may have one sample fewer
+            than another rank, or an empty batch, which ``microbatch_step`` weights correctly), ``"drop"`` leaves it out,
+            ``"pad"`` fills it up with the first samples of the epoch.
+        on_error: treatment of a sample that cannot be read: ``"raise"``, or ``"skip"`` and list it in ``loader.skipped``.
+            A missing or damaged shard always raises.
+        batch_spec: position of the batch axis in the result of ``collate``; None uses the first axis.
+        device: device of the batches, copied while earlier batches are in use; None leaves the batches on the host.
+        prefetch_factor: batches that each worker, and the device, prepares in advance.
+        timeout_s: seconds without a batch after which a worker counts as hung; 0 disables the limit.
+        start_method: start method of the workers: ``"fork"``, ``"forkserver"``, ``"spawn"``; None uses Python's default.
+        pre_sharded: if True, an iterable dataset gives each rank different samples, and ranks may run out at different times.
+            A resume needs the same number of ranks, and reads the consumed samples again, since a checkpoint has one state for
+            all ranks.
+        allow_data_change: if True, a resume accepts another dataset than the dataset of the checkpoint.
+
+    Example:
+        >>> import dtrain as dt
+        >>> loader = dt.build_loader(
+        ...     list(range(10)), global_batch_size=4, seed=0, shuffle=False
+        ... )
+        >>> for batch in loader.until("1ep"):
+        ...     print(batch.tolist())
+        [0, 1, 2, 3]
+        [4, 5, 6, 7]
+        [8, 9]
+
+    Raises:
+        ConfigError: the dataset is empty, or it is a loader or sampler, the batch size is below 1, ``last_batch="drop"`` leaves
+            no batch, ``num_workers`` is negative, several ranks have no mesh, or ``shuffle`` is True for an iterable dataset.
+    """
+    _refuse_batches(dataset)
+    dataset = as_row_dataset(dataset)
+    check_int("build_loader", "num_workers", num_workers, minimum=0)
+    check_int("build_loader", "prefetch_factor", prefetch_factor)
+    check_number("build_loader", "timeout_s", timeout_s, minimum=0)
+    check_choice("build_loader", "last_batch", last_batch, LAST_BATCH_MODES)
+    check_choice("build_loader", "on_error", on_error, ON_ERROR_MODES)
+    info = get_dist_info()
+    if mesh is None and info.world_size > 1:
+        raise ConfigError(f"build_loader: {info.world_size} ranks need a mesh. Pass mesh=, so that the ranks share each batch.")
+    rank, ranks = (0, 1) if mesh is None else data_rank(mesh)
+    target = None if device is None else torch.device(device)
+    fetcher = Fetcher(dataset=dataset, seed=seed, collate=collate, transform=transform, on_error=on_error)
+    options = BatchOptions(
+        global_batch_size=_check_batch_size(global_batch_size, dataset, last_batch),
+        last_batch=last_batch,
+        rank=rank,
+        ranks=ranks,
+        workers=WorkerConfig(
+            count=num_workers,
+            timeout_s=timeout_s,
+            prefetch_factor=prefetch_factor,
+            start_method=start_method,
+            pin_memory=target is not None and is_accelerator(target),
+        ),
+        batch_spec=batch_spec,
+    )
+    build_source = _map_batch_source if is_indexed(dataset) else _iterable_batch_source
+    return Loader(
+        build_source(fetcher, options, shuffle, pre_sharded),
+        seed=seed,
+        fingerprint={} if pre_sharded else fingerprint_dataset(dataset),
+        allow_data_change=allow_data_change,
+        device=target,
+        prefetch_factor=prefetch_factor,
+    )
+
+
+def _refuse_batches(dataset: Any) -> None:
+    """Raise ConfigError for an object that makes batches, which the loader would collate once more, and for a sampler."""
+    kind = type(dataset)
+    if isinstance(dataset, Sampler):
+        raise ConfigError(
+            f"build_loader: dataset must hold samples, got the sampler {kind.__name__}. "
+            "Give the dataset, since the loader has an order of its own."
+        )
+    node = getattr(dataset, "root", dataset)
+    is_dataset = isinstance(dataset, Dataset) or hasattr(dataset, "__getitem__")
+    # A loader of torch or a wrapper around one, its iterator, a loader of this library, or a node of torchdata.
+    if (
+        isinstance(dataset, DataLoader | Loader)
+        or kind.__module__.endswith("data.dataloader")
+        or (not is_dataset and hasattr(dataset, "collate_fn") and hasattr(dataset, "batch_size"))
+        or (type(node).__module__, type(node).__name__) == ("torchdata.nodes.batch", "Batcher")
+    ):
+        raise ConfigError(
+            f"build_loader: dataset must hold samples, got batches of a {kind.__name__}. "
+            "Give the dataset from which they are made, and their size over all ranks as global_batch_size."
+        )
+
+
+def _check_batch_size(size: int | Schedule, dataset: Any, last_batch: LastBatch) -> int | Schedule:
+    if not callable(size):
+        return check_int("build_loader", "global_batch_size", size)
+    if isinstance(size, UnitSchedule) and size.unit != "ba":
+        raise ConfigError(
+            f"build_loader: global_batch_size must be a schedule of steps, got {size.unit!r}. "
+            "Write it as a function of batches (ba)."
+        )
+    if last_batch != "short" or not is_indexed(dataset):
+        raise ConfigError(
+            "build_loader: a schedule of global_batch_size needs an indexed dataset and last_batch='short'. "
+            "Pass last_batch='short', and a dataset with len() and []."
+        )
+    return size
+
+
+def _map_batch_source(
+    fetcher: Fetcher, options: BatchOptions, shuffle: bool | BlockShuffle, pre_sharded: bool
+) -> MapBatchSource:
+    if pre_sharded:
+        raise ConfigError("build_loader: pre_sharded needs an iterable dataset, but this dataset is indexed. Leave it out.")
+    dataset, batch = fetcher.dataset, options.global_batch_size
+    size = len(dataset)
+    if size < 1:
+        raise ConfigError("build_loader: the dataset has no samples. Check the path or the filter that the dataset reads with.")
+    if isinstance(shuffle, BlockShuffle) and not hasattr(dataset, "order"):
+        raise ConfigError(
+            f"build_loader: a {type(dataset).__name__} has no shards to shuffle within. Use shuffle=True, or a ShardedDataset."
+        )
+    if is_hugging_face(dataset) and fetcher.collate is None and dataset.format["type"] is None:
+        fetcher = replace(fetcher, dataset=dataset.with_format("torch"))
+    order = dataset_order(dataset, size, fetcher.seed, shuffle)
+    if options.last_batch == "drop" and not callable(batch) and order.size < batch:
+        raise ConfigError(
+            f"build_loader: {order.size} samples are less than one global batch of {batch}. Use last_batch='short'."
+        )
+    return MapBatchSource(fetcher=fetcher, order=order, options=_divide_workers(options))
+
+
+def _iterable_batch_source(
+    fetcher: Fetcher, options: BatchOptions, shuffle: bool | BlockShuffle, pre_sharded: bool
+) -> IterableBatchSource:
+    dataset, ranks = fetcher.dataset, options.ranks
+    if not hasattr(dataset, "__iter__"):
+        raise ConfigError(
+            f"build_loader: dataset must have len and [], or be iterable, got a {type(dataset).__name__}. "
+            "Define __len__ and __getitem__, or __iter__."
+        )
+    if shuffle is not False and not is_mosaic(dataset):
+        raise ConfigError("build_loader: an iterable dataset has its own order. Use shuffle=False, and shuffle in the dataset.")
+    if options.last_batch == "pad":
+        raise ConfigError("build_loader: last_batch='pad' needs an indexed dataset. Use last_batch='short' or 'drop'.")
+    batch = cast("int", options.global_batch_size)
+    adapter = adapt_mosaic(dataset, global_batch_size=batch, ranks=ranks) if is_mosaic(dataset) else None
+    if pre_sharded and batch % ranks:
+        raise ConfigError(
+            f"build_loader: pre_sharded needs a global_batch_size that is divisible by {ranks} ranks, got {batch}. "
+            f"Pass a multiple of {ranks} as global_batch_size."
+        )
+    return IterableBatchSource(
+        fetcher=replace(fetcher, dataset=as_iterable(dataset)),
+        options=_divide_workers(options, at_most=None if adapter else 1),
+        pre_sharded=pre_sharded or adapter is not None,
+        adapter=adapter,
+    )
+
+
+def _divide_workers(options: BatchOptions, *, at_most: int | None = None) -> BatchOptions:
+    """Replace the node's workers by this rank's part; local rank 0 prints the division."""
+    info, total = get_dist_info(), options.workers.count
+    shares = [workers_for_rank(total, rank, info.local_world_size) for rank in range(info.local_world_size)]
+    shares = [share if at_most is None else min(share, at_most) for share in shares]
+    if info.local_rank == 0 and (sum(shares) != total or (len(shares) > 1 and total)):
+        why = "" if at_most is None else ", since one worker per rank reads an iterable dataset in order"
+        print(
+            f"dtrain: build_loader: {total} loader workers for this node are {', '.join(map(str, shares))} for its ranks{why}",
+            file=sys.stderr,
+        )
+    return replace(options, workers=replace(options.workers, count=shares[info.local_rank]))
+
+
+def is_indexed(dataset: Any) -> bool:
+    """Return True if the dataset returns samples by index, in any order."""
+    return hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__") and not is_mosaic(dataset)

@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 from dtrain.arguments import check_int
-from dtrain.data.block_shuffle import BlockShuffle
 from dtrain.data.dataset import MapDataset, fingerprint_dataset, read_samples
-from dtrain.data.sample_order import IntArray, SampleOrder, check_range, check_same_state, dataset_order
+from dtrain.data.sample_order import BlockShuffle, IntArray, SampleOrder, check_range, check_same_state, dataset_order
 from dtrain.dist.rng import derive_seed
 from dtrain.errors import CheckpointMismatchError, ConfigError
 from dtrain.typing import Plain
@@ -103,9 +102,9 @@ def _fill(tree: SplitTree, start: int, out: IntArray) -> None:
         counts = (rest + 2 * tree.numerator * positions) // (2 * tree.denominator)
     goes_left = counts[1:] > counts[:-1]
     for node, mask, first in ((tree.left, goes_left, left_count), (tree.right, ~goes_left, start - left_count)):
-        part = np.empty(int(mask.sum()), dtype=np.int64)
-        _fill(node, first, part)
-        out[mask] = part
+        sources = np.empty(int(mask.sum()), dtype=np.int64)
+        _fill(node, first, sources)
+        out[mask] = sources
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -169,9 +168,9 @@ class MixtureOrder:
 
     def state(self, epoch: int, start: int) -> dict[str, int]:
         """Return size, seed, a hash of the weights, and each source's own position and state, to check a saved position."""
-        at = self._drawn_before(epoch * self.size + start - self.origin)
+        counts = self._drawn_before(epoch * self.size + start - self.origin)
         state = {**self._identity(), "origin": self.origin, "weights": self._weights_hash()}
-        for source, drawn in zip(self.sources, at, strict=True):
+        for source, drawn in zip(self.sources, counts, strict=True):
             own_state = source.order.state(*divmod(drawn, source.order.size))
             entries = {"drawn_at_origin": source.drawn, "drawn": drawn, **own_state}
             state |= {f"{source.name}.{key}": value for key, value in entries.items()}

@@ -13,9 +13,8 @@ import xxhash
 from torch import Tensor
 
 from dtrain.arguments import check_choice, check_int, format_count
-from dtrain.data.block_shuffle import BlockShuffle, shard_order
 from dtrain.data.dataset import fingerprint_dataset, read_samples
-from dtrain.data.sample_order import ElasticSampler, SampleOrder
+from dtrain.data.sample_order import BlockShuffle, ElasticSampler, SampleOrder, shard_order
 from dtrain.errors import ConfigError, DataError
 from dtrain.typing import Plain
 
@@ -86,14 +85,14 @@ class TokenBlock:
         end = min(len(document), begin + self.seq - self.filled)
         if end <= begin:
             return end
-        at, until = self.filled, self.filled + end - begin
-        self._tokens[at:until] = _token_slice(document.tokens, begin, end, number)
+        start, stop = self.filled, self.filled + end - begin
+        self._tokens[start:stop] = _token_slice(document.tokens, begin, end, number)
         # The last token of a document has no next token.
         label_end = min(end + 1, len(document))
-        self._labels[at : at + label_end - begin - 1] = _token_slice(document.targets, begin + 1, label_end, number)
-        self._positions[at:until] -= at
-        self._documents[at:until] = number
-        self.filled = until
+        self._labels[start : start + label_end - begin - 1] = _token_slice(document.targets, begin + 1, label_end, number)
+        self._positions[start:stop] -= start
+        self._documents[start:stop] = number
+        self.filled = stop
         return end
 
     @property
@@ -112,8 +111,8 @@ def _token_slice(values: Any, begin: int, end: int, number: int) -> Any:
     # An empty list has no dtype to check.
     if begin >= end:
         return np.empty(0, dtype=np.int64)
-    part = values[begin:end]
-    array = part.detach().cpu().numpy() if isinstance(part, Tensor) else np.asarray(part)
+    tokens = values[begin:end]
+    array = tokens.detach().cpu().numpy() if isinstance(tokens, Tensor) else np.asarray(tokens)
     if array.dtype.kind not in "iu" or array.ndim != 1:
         description = f"{array.dtype} of shape {array.shape}"
         raise DataError(

@@ -48,9 +48,9 @@ class Position:
 _STATE_VERSION = 1
 
 
-def write_position(at: Position) -> dict[str, Plain]:
+def write_position(position: Position) -> dict[str, Plain]:
     """Return the entries of a loader's saved state that ``read_position`` reads."""
-    return {"version": _STATE_VERSION, **asdict(at)}
+    return {"version": _STATE_VERSION, **asdict(position)}
 
 
 def read_position(state: Mapping[str, Plain]) -> Position:
@@ -74,13 +74,13 @@ def read_position(state: Mapping[str, Plain]) -> Position:
     return Position(**cast("dict[str, int]", values))
 
 
-def is_reached(goal: Duration, at: Position) -> bool:
-    """Return True if a run at ``at`` has reached ``goal``, in epochs, batches or samples."""
-    return _count(goal.unit, at) >= goal.value
+def is_reached(goal: Duration, position: Position) -> bool:
+    """Return True if a run at ``position`` has reached ``goal``, in epochs, batches or samples."""
+    return _count(goal.unit, position) >= goal.value
 
 
-def _count(unit: str, at: Position) -> int:
-    return at.epoch if unit == "ep" else at.batches if unit == "ba" else at.total
+def _count(unit: str, position: Position) -> int:
+    return position.epoch if unit == "ep" else position.batches if unit == "ba" else position.total
 
 
 class StopCondition(Protocol):
@@ -92,21 +92,23 @@ class StopCondition(Protocol):
         ...
 
 
-def describe_end(goal: Duration, at: Position, stops: Sequence[StopCondition]) -> str | None:
-    """Return a line for the user if a loop from ``at`` to ``goal`` has no batch; None if it has batches."""
+def describe_end(goal: Duration, position: Position, stops: Sequence[StopCondition]) -> str | None:
+    """Return a line for the user if a loop from ``position`` to ``goal`` has no batch; None if it has batches."""
     ended = next((condition for condition in stops if condition.stopped), None)
     if ended is not None:
         return f"until: the run has ended by {ended!r}. Nothing is left to train"
-    if not is_reached(goal, at):
+    if not is_reached(goal, position):
         return None
-    count, value = _count(goal.unit, at), int(goal.value)
+    count, value = _count(goal.unit, position), int(goal.value)
     later = Duration((count // max(value, 1) + 1) * max(value, 1), goal.unit)
-    return f'until: {goal} was reached {"at" if count == value else "by"} batch {at.batches}; until("{later}") would go on'
+    return (
+        f'until: {goal} was reached {"at" if count == value else "by"} batch {position.batches}; until("{later}") would go on'
+    )
 
 
-def describe_epoch(at: Position) -> str:
+def describe_epoch(position: Position) -> str:
     """Return a line for the user whose loop after a load does not count the epochs of the run."""
-    verb, number = "continues" if at.samples else "begins", at.epoch + 1
+    verb, number = "continues" if position.samples else "begins", position.epoch + 1
     return f'loader: epoch {number} of this run {verb}; until("{number}ep") counts the epochs of the run'
 
 
@@ -147,12 +149,12 @@ def batch_indices(order: SampleOrder | CachedOrder, epoch: int, start: int, stop
     if stop <= order.size:
         return order.indices(epoch, start, stop)
     parts = [order.indices(epoch, min(start, order.size), order.size)]
-    at = max(start, order.size)
-    while at < stop:
-        first = at % order.size
-        count = min(stop - at, order.size - first)
+    begin = max(start, order.size)
+    while begin < stop:
+        first = begin % order.size
+        count = min(stop - begin, order.size - first)
         parts.append(order.indices(epoch, first, first + count))
-        at += count
+        begin += count
     return torch.cat(parts)
 
 
@@ -183,18 +185,18 @@ class EpochBatches:
     global_batch_size: int | Schedule
     last_batch: LastBatch = "short"
 
-    def batch_size_at(self, at: Position) -> int:
-        """Return the samples of a full batch at ``at``.
+    def batch_size_at(self, position: Position) -> int:
+        """Return the samples of a full batch at ``position``.
 
         Raises:
             ConfigError: the schedule of the batch size returns less than 1.
         """
         if not callable(self.global_batch_size):
             return self.global_batch_size
-        size = self.global_batch_size(at.batches)
+        size = self.global_batch_size(position.batches)
         if not 1 <= size < math.inf:
             raise ConfigError(
-                f"loader: a schedule of global_batch_size must give 1 or more, got {size!r} at batch {at.batches}. "
+                f"loader: a schedule of global_batch_size must give 1 or more, got {size!r} at batch {position.batches}. "
                 "Correct the schedule so that no batch is empty."
             )
         return int(size)
@@ -224,49 +226,49 @@ class EpochBatches:
         if goal.unit == "ba":
             return int(goal.value)
         if callable(self.global_batch_size):
-            at = Position()
-            while not is_reached(goal, at):
-                at = self.advance(at)
-            return at.batches
+            position = Position()
+            while not is_reached(goal, position):
+                position = self.advance(position)
+            return position.batches
         whole = int(goal.value)
         if goal.unit == "ep":
             return whole * self.steps_per_epoch()
         epochs, rest = divmod(whole, self.samples_per_epoch)
         return epochs * self.steps_per_epoch() + -(-rest // self.global_batch_size)
 
-    def remaining_steps(self, at: Position) -> int:
-        """Count the batches from ``at`` to the end of its epoch. ``at`` is a position from ``advance`` or ``normalize``."""
+    def remaining_steps(self, position: Position) -> int:
+        """Count the batches from ``position`` to the end of its epoch. ``position`` comes from ``advance`` or ``normalize``."""
         batch = self.global_batch_size
         if callable(batch):
-            end = at
-            while end.epoch == at.epoch:
+            end = position
+            while end.epoch == position.epoch:
                 end = self.advance(end)
-            return end.batches - at.batches
-        samples = self.size - at.samples
+            return end.batches - position.batches
+        samples = self.size - position.samples
         return samples // batch if self.last_batch == "drop" else -(-samples // batch)
 
-    def bounds(self, at: Position) -> tuple[int, int]:
-        """Return the first and last sample of the global batch at ``at``, a position from ``advance`` or ``normalize``."""
-        bounds = batch_bounds(at.samples, self.size, self.batch_size_at(at), self.last_batch)
-        assert bounds is not None, f"no batch at {at}"
+    def bounds(self, position: Position) -> tuple[int, int]:
+        """Return the bounds of the global batch at ``position``, which comes from ``advance`` or ``normalize``."""
+        bounds = batch_bounds(position.samples, self.size, self.batch_size_at(position), self.last_batch)
+        assert bounds is not None, f"no batch at {position}"
         return bounds
 
-    def advance(self, at: Position) -> Position:
+    def advance(self, position: Position) -> Position:
         """Return the position of the next batch."""
-        start, stop = self.bounds(at)
-        return self.normalize(at.after_batch(stop - start))
+        start, stop = self.bounds(position)
+        return self.normalize(position.after_batch(stop - start))
 
-    def skip(self, at: Position, samples: int) -> Position:
-        """Move ``at`` forward by ``samples``, over the ends of epochs."""
-        epochs, rest = divmod(at.samples + samples, self.samples_per_epoch)
-        return self.normalize(replace(at, epoch=at.epoch + epochs, samples=rest))
+    def skip(self, position: Position, samples: int) -> Position:
+        """Move ``position`` forward by ``samples``, over the ends of epochs."""
+        epochs, rest = divmod(position.samples + samples, self.samples_per_epoch)
+        return self.normalize(replace(position, epoch=position.epoch + epochs, samples=rest))
 
-    def normalize(self, at: Position) -> Position:
-        """Return ``at``, or the start of the next epoch if the epoch of ``at`` has no batch left."""
+    def normalize(self, position: Position) -> Position:
+        """Return ``position``, or the start of the next epoch if the epoch of ``position`` has no batch left."""
         # A schedule may be undefined beyond the end of the run. So "short", which needs no batch size, does not call it.
-        size = 1 if self.last_batch == "short" else self.batch_size_at(at)
-        ended = batch_bounds(at.samples, self.size, size, self.last_batch) is None
-        return replace(at, epoch=at.epoch + 1, samples=0) if ended else at
+        size = 1 if self.last_batch == "short" else self.batch_size_at(position)
+        ended = batch_bounds(position.samples, self.size, size, self.last_batch) is None
+        return replace(position, epoch=position.epoch + 1, samples=0) if ended else position
 
 
 _MAX_LISTED = 1000

@@ -131,7 +131,8 @@ class TokenStream(BaseNode):  # type: ignore[misc]  # torchdata has no types
         # The stream counts as interrupted until the block is complete.
         self._is_reset, self._is_interrupted = False, True
         block = self._fill_block()
-        self._block_state = {"seq": self._seq, **dict(zip(_INITIAL_STATE, self._position(), strict=True))}
+        position = (self._number, self._offset, self._skip, self._source_state)
+        self._block_state = {"seq": self._seq, **dict(zip(_INITIAL_STATE, position, strict=True))}
         self._is_interrupted = False
         if block.filled == 0 or (self._last_block == "drop" and not block.is_full):
             raise StopIteration
@@ -160,9 +161,6 @@ class TokenStream(BaseNode):  # type: ignore[misc]  # torchdata has no types
                     "Resume with the same documents."
                 )
         return self._document
-
-    def _position(self) -> tuple[int, int, int, Any]:
-        return self._number, self._offset, self._skip, self._source_state
 
 
 class _SequenceNode(BaseNode):  # type: ignore[misc]

@@ -98,18 +98,13 @@ def load_batches(source: Any, requests: Any, workers: WorkerConfig) -> Iterator[
         DataError: a worker died or hangs.
         ConfigError: the dataset cannot be pickled for a worker.
     """
-    return _load_in_process(source, requests, workers) if workers.count == 0 else _load_in_workers(source, requests, workers)
-
-
-def _load_in_process(source: Any, requests: Any, workers: WorkerConfig) -> Iterator[WorkerBatch]:
-    batches = iter(source) if requests is None else map(source.__getitem__, requests)
-    while True:
-        heartbeats.heartbeat("waiting for data")
-        try:
-            worker_batch = next(batches)
-        except StopIteration:
-            return
+    if workers.count:
+        yield from _load_in_workers(source, requests, workers)
+        return
+    heartbeats.heartbeat("waiting for data")
+    for worker_batch in source if requests is None else map(source.__getitem__, requests):
         yield worker_batch.pin_memory() if workers.pin_memory else worker_batch
+        heartbeats.heartbeat("waiting for data")
 
 
 def _load_in_workers(source: Any, requests: Any, workers: WorkerConfig) -> Iterator[WorkerBatch]:
@@ -168,7 +163,6 @@ def _start_workers(source: Any, requests: Any, workers: WorkerConfig) -> Any:
     options = {
         "sampler": requests,
         "batch_size": None,
-        "collate_fn": _keep,
         "pin_memory": workers.pin_memory,
         # Without a generator, torch draws the seeds of the workers from the global generator.
         "generator": torch.Generator(),
@@ -201,10 +195,6 @@ def _start_workers(source: Any, requests: Any, workers: WorkerConfig) -> Any:
     signal_handling._remove_worker_pids(id(batches))
     batches._worker_pids_set = False
     return batches
-
-
-def _keep(worker_batch: Any) -> Any:
-    return worker_batch
 
 
 def _next_batches(batches: Any, children: list[Any], workers: WorkerConfig) -> Iterator[WorkerBatch]:
@@ -453,7 +443,7 @@ def _children(value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, Mapping):
         yield from ((f"[{key!r}]", item) for key, item in value.items())
     elif isinstance(value, list | tuple):
-        yield from ((f"[{at}]", item) for at, item in enumerate(value))
+        yield from ((f"[{index}]", item) for index, item in enumerate(value))
     elif not isinstance(value, type):
         slots = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]
         names = [*getattr(value, "__dict__", {}), *(name for name in slots if hasattr(value, name))]

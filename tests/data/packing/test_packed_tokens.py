@@ -13,10 +13,9 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from documents import LENGTHS, SEQ, documents, plain, unpacked
-from dtrain.data.block_shuffle import BlockShuffle
-from dtrain.data.build_loader import build_loader
+from dtrain.data.loader import build_loader
 from dtrain.data.packed_tokens import PackedTokens
-from dtrain.data.sample_order import ElasticSampler
+from dtrain.data.sample_order import BlockShuffle, ElasticSampler
 from dtrain.data.stream.sharded_dataset import ShardedDataset
 from dtrain.data.stream.write_shards import write_shards
 from dtrain.errors import ConfigError, DataError

@@ -14,7 +14,7 @@ from torch.utils.data import default_collate
 from torchdata.nodes import Batcher, IterableWrapper, Loader, Mapper
 
 from documents import LENGTHS, SEQ, documents, plain, unpacked
-from dtrain.data.build_loader import build_loader
+from dtrain.data.loader import build_loader
 from dtrain.data.packed_tokens import PackedTokens
 from dtrain.data.token_stream import TokenStream, pack_tokens
 from dtrain.errors import CheckpointMismatchError, ConfigError, DataError

@@ -8,9 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dtrain.data.block_shuffle import BlockShuffle, shard_order
 from dtrain.data.mixture import build_tree, count_sources, mix, source_of
-from dtrain.data.sample_order import rank_positions
+from dtrain.data.sample_order import BlockShuffle, rank_positions, shard_order
 from dtrain.errors import CheckpointMismatchError, ConfigError
 
 WEIGHT = st.fractions(0, 1000, max_denominator=10**6) | st.integers(0, 9).map(Fraction)

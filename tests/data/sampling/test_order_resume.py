@@ -5,10 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dtrain.data.block_shuffle import BlockShuffle, shard_order
 from dtrain.data.mixture import mix
 from dtrain.data.position import LAST_BATCH_MODES, batch_bounds, batch_indices
-from dtrain.data.sample_order import CachedOrder, ElasticSampler, rank_positions
+from dtrain.data.sample_order import BlockShuffle, CachedOrder, ElasticSampler, rank_positions, shard_order
 
 
 def sharded(size, seed):

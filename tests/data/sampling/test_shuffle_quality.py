@@ -1,7 +1,6 @@
 import pytest
 
-from dtrain.data.block_shuffle import BlockShuffle, shard_order, shuffle_quality
-from dtrain.data.sample_order import ElasticSampler
+from dtrain.data.sample_order import BlockShuffle, ElasticSampler, shard_order, shuffle_quality
 from dtrain.errors import ConfigError
 
 SIZES = [500] * 200

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from dtrain.data.block_shuffle import BlockShuffle, shuffle_quality
-from dtrain.data.stream import find_shards, shard_index
+from dtrain.data.sample_order import BlockShuffle, shuffle_quality
+from dtrain.data.stream import shard_index
 from dtrain.data.stream.sharded_dataset import ShardedDataset
 from dtrain.errors import DataError
 from dtrain.testing.fault_injection import inject_fault
@@ -67,7 +67,7 @@ def counted(monkeypatch: pytest.MonkeyPatch, module: object, name: str) -> list[
 @pytest.fixture
 def shared(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every index is large enough to be shared."""
-    monkeypatch.setattr(find_shards, "_SHARED_INDEX_BYTES", 0)
+    monkeypatch.setattr(shard_index, "_SHARED_INDEX_BYTES", 0)
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_costs_of_a_shard_are_bounded(tmp_path, opened, monkeypatch, count, form
     make_index(tmp_path / "small", 1, form, packed=packed)
     opened(tmp_path / "small")  # imports what the format needs
     make_index(tmp_path / "data", count, form, packed=packed)
-    built = counted(monkeypatch, find_shards, "read_index")
+    built = counted(monkeypatch, shard_index, "read_index")
     datasets: list[ShardedDataset] = []
 
     def open_again() -> None:
@@ -130,7 +130,7 @@ def test_quality_of_a_shuffle_does_not_depend_on_the_number_of_shards(tmp_path, 
 
 def test_threads_that_open_at_once_build_one_table(tmp_path, shared, monkeypatch):
     folder = written(tmp_path / "data", limit=4000)
-    built = counted(monkeypatch, find_shards, "read_index")
+    built = counted(monkeypatch, shard_index, "read_index")
     sizes, barrier = [], threading.Barrier(4)
 
     def open_dataset() -> None:

@@ -4,13 +4,14 @@ import threading
 
 import pytest
 
+from dtrain.data.stream.formats.shard_format import Shard
 from dtrain.data.stream.open_shards import OpenShardCache, ShardPrefetcher
 from dtrain.errors import DataError
 
 LONG_S = 300
 
 
-class Rows:
+class Rows(Shard):
     """A shard of ten rows that knows whether it is open."""
 
     def __init__(self, number, log):

@@ -7,16 +7,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dtrain.data.stream.formats.compression import COMPRESSIONS
+from dtrain.data.stream.formats.compression import COMPRESSIONS, HASHES, compute_digests, new_hash
 from dtrain.data.stream.formats.shard_format import FORMAT_NAMES, ShardEntry, ShardFile, get_format
-from dtrain.data.stream.shard_index import (
-    HASHES,
-    compute_digests,
-    guess_format,
-    new_hash,
-    read_index,
-    write_index,
-)
+from dtrain.data.stream.shard_index import guess_format, read_index, write_index
 from dtrain.data.stream.shard_table import ShardTable
 from dtrain.errors import ConfigError, DataError
 
@@ -146,17 +139,16 @@ def test_unknown_hash_is_refused() -> None:
 
 
 def test_table_in_a_file_is_the_same_and_damage_is_seen() -> None:
-    out = bytearray()
     whole = read_index(text_of(*runs("mds", 20), *compressed(runs("tar", 20))))
-    whole.write(lambda data: out.extend(memoryview(data).cast("B")))
-    mapped = ShardTable.from_memory(memoryview(bytes(out)))
+    out = whole.to_bytes()
+    mapped = ShardTable.from_memory(memoryview(out))
     assert mapped is not None
     assert same_tables(mapped, whole)
     for end in range(0, len(out), 97):
-        table = ShardTable.from_memory(memoryview(bytes(out[:end])))
+        table = ShardTable.from_memory(memoryview(out[:end]))
         assert table is None or (end > len(out) - 64 and same_tables(table, whole))  # only padding is missing
     for at in range(16, len(out), 61):
-        damaged = bytes(out[:at]) + bytes([out[at] ^ 4]) + bytes(out[at + 1 :])
+        damaged = out[:at] + bytes([out[at] ^ 4]) + out[at + 1 :]
         assert (table := ShardTable.from_memory(memoryview(damaged))) is None or same_tables(table, whole)
 
 

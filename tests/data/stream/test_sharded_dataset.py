@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from dtrain.data.build_loader import build_loader
+from dtrain.data.loader import build_loader
 from dtrain.data.stream.sharded_dataset import ShardedDataset
 from dtrain.data.stream.write_shards import write_shards
 from dtrain.errors import ConfigError, DataError, ShardError
@@ -152,7 +152,7 @@ def test_folder_without_index_counts_its_samples_once(format, options, tmp_path,
     unpacked = [name for name in os.listdir(tmp_path / "cache") if len(name) == 32]
     assert len(unpacked) == (count if options else 0), "unpacked to be counted, and not again to be read"
     with monkeypatch.context() as patched:
-        patched.delattr("dtrain.data.stream.find_shards._count_samples")
+        patched.delattr("dtrain.data.stream.shard_index._count_samples")
         assert opened(folder).shard_sizes == dataset.shard_sizes
     os.remove(next(folder.glob("*.*")))
     assert len(opened(folder)) < 50
@@ -205,7 +205,7 @@ def test_damaged_shard_is_named(what, message, compression, tmp_path, opened):
     assert dataset[0]["id"] == 0
     first = dataset.shard_sizes[0]
     for _ in range(2):
-        with pytest.raises(DataError, match=message.format(path=path)) as caught:
+        with pytest.raises(ShardError, match=message.format(path=path)) as caught:
             dataset[first]
         assert "\n" not in str(caught.value)
     with pytest.raises(DataError, match=message.format(path=path)):
@@ -262,13 +262,6 @@ def test_loader_skips_bad_samples_but_not_a_missing_shard(workers, tmp_path, ope
     dataset.close()
     with pytest.raises(DataError, match=rf"{second}: is missing"):
         list(build_loader(dataset, **options).until("1ep"))
-
-
-def test_missing_shard_is_a_shard_error(tmp_path, opened):
-    path = broken(written(tmp_path / "data"), "missing")
-    dataset = opened(tmp_path / "data")
-    with pytest.raises(ShardError, match=f"{path}: is missing"):
-        dataset[dataset.shard_sizes[0]]
 
 
 def index_with(folder, change):

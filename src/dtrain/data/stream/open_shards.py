@@ -109,7 +109,7 @@ class OpenShardCache:
                 except DataError as error:
                     raise ShardError(one_line(error)) from error
                 record.shard = shard
-            if not _is_thread_safe(shard):
+            if not shard.thread_safe:
                 return self._decode(shard, number, rows)
         return self._decode(shard, number, rows)
 
@@ -161,16 +161,12 @@ def _close_shards(records: list[_OpenShard]) -> None:
     for record in records:
         if record.lock.acquire(blocking=False):
             try:
-                if record.shard is not None and not _is_thread_safe(record.shard):
+                # Another thread may still read a thread-safe shard, which is dropped.
+                if record.shard is not None and not record.shard.thread_safe:
                     record.shard.close()
                 record.shard = None
             finally:
                 record.lock.release()
-
-
-def _is_thread_safe(shard: Shard) -> bool:
-    """Return True if several threads may read the shard. Such a shard is dropped, not closed, since a thread may be reading."""
-    return getattr(shard, "thread_safe", False)
 
 
 _MAX_QUEUED = 256

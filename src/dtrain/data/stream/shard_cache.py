@@ -154,21 +154,21 @@ class ShardCache:
         view, state = self._open_complete(name, is_sound)
         if state is not None:
             return view, state
+        partial_file = None
         try:
-            part = self._reserve(name, size)
-            return self._make(part, make) if isinstance(part, PartialFile) else (None, part)
+            partial_file = self._reserve(name, size)
+            if partial_file is None:
+                return None, "busy"
+            make(partial_file)
+            return partial_file.commit(), "ready"
+        except CacheFullError:
+            return None, "full"
         except FileNotFoundError:
             # Another process has removed the folder, so the caller tries again.
             return None, "busy"
-
-    def _make(self, part: PartialFile, make: Callable[[PartialFile], None]) -> tuple[memoryview | None, _CacheState]:
-        try:
-            make(part)
-            return part.commit(), "ready"
-        except CacheFullError:
-            return None, "full"
         finally:
-            part.close()
+            if partial_file is not None:
+                partial_file.close()
 
     def _open_complete(self, name: str, is_sound: Callable[[memoryview], bool]) -> tuple[memoryview | None, _CacheState | None]:
         """Open the shard if it is complete. The state is None if the shard is missing."""
@@ -201,19 +201,19 @@ class ShardCache:
         with self.index_lock():
             return None, None if self._remove_unused(name, unless=is_sound) else "damaged"
 
-    def _reserve(self, name: str, size: int) -> PartialFile | _CacheState:
-        """Reserve room for a shard, and return the partial file or the reason of a failure."""
+    def _reserve(self, name: str, size: int) -> PartialFile | None:
+        """Reserve room for a shard, and return the partial file; None if another process writes or has written the shard.
+
+        Raises:
+            CacheFullError: there is no room.
+        """
         if size > self.limit:
             raise DataError(f"a shard needs {size} bytes, but the cache {self.folder} has cache_bytes={self.limit}. Raise it.")
         with self.index_lock():
-            # Another process has completed the shard in the meantime, so the caller tries again.
-            if self.contains(name):
-                return "busy"
             contents = self._scan()
-            if name in contents.parts:
-                return "busy"
-            if not self._make_space(contents, size):
-                return "full"
+            if self.contains(name) or name in contents.parts:
+                return None
+            self._make_space(contents, size)
             path = self.folder / f"{name}.{size}.part"
             with FORK_REGISTRY.lock:
                 file = LockableFile(path, "new")
@@ -229,9 +229,9 @@ class ShardCache:
             if _SHARD_NAME.fullmatch(entry.name):
                 shards.append(entry)
                 used += entry.size
-            elif (part := _PARTIAL_NAME.fullmatch(entry.name)) and self._is_being_written(entry.name):
-                parts.append(part[1])
-                used += max(entry.size, int(part[2]))
+            elif (match := _PARTIAL_NAME.fullmatch(entry.name)) and self._is_being_written(entry.name):
+                parts.append(match[1])
+                used += max(entry.size, int(match[2]))
         shards.sort(key=lambda entry: entry.modified_ns)
         return _CacheContents(shards=shards, parts=parts, used=used)
 
@@ -249,15 +249,20 @@ class ShardCache:
             return True
         return False
 
-    def _make_space(self, contents: _CacheContents, needed_bytes: int) -> bool:
-        """Remove unused shards as far as necessary, and return True if there is room for ``needed_bytes`` more bytes."""
+    def _make_space(self, contents: _CacheContents, needed_bytes: int) -> None:
+        """Remove unused shards as far as necessary, until there is room for ``needed_bytes`` more bytes.
+
+        Raises:
+            CacheFullError: there is no room.
+        """
         used = contents.used
         for entry in contents.shards:
             if used + needed_bytes <= self.limit:
                 break
             if self._remove_unused(entry.name):
                 used -= entry.size
-        return used + needed_bytes <= self.limit
+        if used + needed_bytes > self.limit:
+            raise CacheFullError
 
     def _remove_unused(self, name: str, *, unless: Callable[[memoryview], bool] | None = None) -> bool:
         """Remove a shard that no process uses. Return True if the shard is gone, or if a new copy fulfils ``unless``."""
@@ -310,18 +315,17 @@ class ShardCache:
             self._open_files.discard(file)
             file.close()
 
-    def grow(self, part: PartialFile, size: int) -> Path:
+    def grow(self, partial_file: PartialFile, size: int) -> None:
         """Raise the reservation of a partial file, which renames the file."""
         if size > self.limit:
             raise DataError(
                 f"a shard needs at least {size} bytes, but the cache {self.folder} has cache_bytes={self.limit}. Raise it."
             )
         with self.index_lock():
-            if not self._make_space(self._scan(), size - part.reserved):
-                raise CacheFullError
-            path = self.folder / f"{part.name}.{size}.part"
-            storage.rename(part.path, path)
-            return path
+            self._make_space(self._scan(), size - partial_file.reserved)
+            path = self.folder / f"{partial_file.name}.{size}.part"
+            storage.rename(partial_file.path, path)
+        partial_file.path, partial_file.reserved = path, size
 
 
 class PartialFile:
@@ -338,9 +342,8 @@ class PartialFile:
         """Append all of ``data``, and raise the reservation if necessary."""
         new_size = self._written + len(memoryview(data).cast("B"))
         if new_size > self.reserved:
-            needed_bytes = min(self._cache.limit, new_size + _RESERVE_STEP_BYTES) if new_size <= self._cache.limit else new_size
-            self.path = self._cache.grow(self, needed_bytes)
-            self.reserved = needed_bytes
+            # A shard that is larger than the cache is refused.
+            self._cache.grow(self, max(new_size, min(self._cache.limit, new_size + _RESERVE_STEP_BYTES)))
         self._file.write(data)
         self._written = new_size
 

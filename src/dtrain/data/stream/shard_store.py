@@ -13,10 +13,9 @@ from typing import Any
 import xxhash
 
 from dtrain import storage
-from dtrain.data.stream.formats.compression import decompress
+from dtrain.data.stream.formats.compression import decompress, new_hash
 from dtrain.data.stream.formats.shard_format import ByteSource, ShardEntry, ShardFile
 from dtrain.data.stream.shard_cache import FORK_REGISTRY, PartialFile, ShardCache
-from dtrain.data.stream.shard_index import new_hash
 from dtrain.errors import DataError
 from dtrain.storage import AnyPath, Buffer, FileReader, LockableFile, RemotePath
 
@@ -145,7 +144,7 @@ class ShardStore:
             view = self.cache.get(
                 self._cache_key(file),
                 bytes_to_reserve(file),
-                lambda part: self._download(file, part),
+                lambda partial_file: self._download(file, partial_file),
                 is_sound=lambda view: self._is_sound(file, view),
             )
         except OSError as error:
@@ -169,17 +168,17 @@ class ShardStore:
 
     def _verify(self, path: Path, file: ShardFile, view: memoryview) -> None:
         """Compare a file with the index: the number of raw bytes always, the digests once."""
-        skip_digests = not self.verify or file.name in self._verified
+        digests = file.raw_digests if self.verify and file.name not in self._verified else {}
         chunks = (view[begin : begin + _VERIFY_CHUNK_BYTES] for begin in range(0, len(view), _VERIFY_CHUNK_BYTES))
-        for _ in ByteVerifier(path, "", file.raw_size, {} if skip_digests else file.raw_digests).verify(
-            (view,) if skip_digests else chunks
-        ):
+        for _ in verify_bytes(chunks, path, file.raw_size, digests):
             pass
         self._verified.add(file.name)
 
     def prefetch(self, file: ShardFile, stopped: Callable[[], bool]) -> None:
         """Fetch the shard into the cache, unless another process does so, or there is no room."""
-        self.cache.fill(self._cache_key(file), bytes_to_reserve(file), lambda part: self._download(file, part, stopped))
+        self.cache.fill(
+            self._cache_key(file), bytes_to_reserve(file), lambda partial_file: self._download(file, partial_file, stopped)
+        )
 
     def _cache_key(self, file: ShardFile) -> str:
         """Return the shard's name in the cache, equal for equal bytes. Without digests, the modification time is part of it."""
@@ -190,8 +189,15 @@ class ShardStore:
         key = f"{self.root}\0{file.name}\0{file.size}\0{file.compression}\0{digests}"
         return xxhash.xxh3_128_hexdigest(key.encode())
 
-    def _download(self, file: ShardFile, part: PartialFile, stopped: Callable[[], bool] = lambda: False) -> None:
-        download(self.resolve(file.name), file, part.write, clear=part.clear, stopped=stopped, limit=self.max_shard_bytes)
+    def _download(self, file: ShardFile, partial_file: PartialFile, stopped: Callable[[], bool] = lambda: False) -> None:
+        download(
+            self.resolve(file.name),
+            file,
+            partial_file.write,
+            clear=partial_file.clear,
+            stopped=stopped,
+            limit=self.max_shard_bytes,
+        )
         self._verified.add(file.name)
 
     def _read_into_memory(self, file: ShardFile) -> memoryview:
@@ -224,8 +230,7 @@ class ShardStore:
     def _open_in_place(self, file: ShardFile) -> memoryview:
         """Memory-map a local file."""
         assert not isinstance(self.root, RemotePath), "the file is a local file"
-        is_unpacked = file.compression is not None and self._unpacked_copy(file) is not None
-        name = file.raw_name if is_unpacked and file.raw_name is not None else file.name
+        name = file.name if file.compression is None else file.raw_name or file.name
         path, real = self.root / name, self.resolve(name)
         assert isinstance(real, Path), "the file is a local file"
         with wrap_os_errors(path), FORK_REGISTRY.lock, LockableFile(real) as opened:
@@ -284,17 +289,15 @@ class ShardIntegrityError(DataError):
 def _write_raw(
     write: Callable[[Buffer], None], path: AnyPath, file: ShardFile, stopped: Callable[[], bool], limit: int | None
 ) -> None:
-    stored = ByteVerifier(path, "", file.size, file.digests).verify(_read_chunks(path, file, stopped))
+    stored = verify_bytes(_read_chunks(path, file, stopped), path, file.size, file.digests)
     if file.compression is None:
         for chunk in stored:
             write(chunk)
         return
-    raw = ByteVerifier(path, "unpacked ", file.raw_size, file.raw_digests)
+    raw = decompress(file.compression, stored, limit=limit if file.raw_size is None else file.raw_size)
     try:
-        for unpacked in raw.verify(
-            decompress(file.compression, stored, limit=limit if file.raw_size is None else file.raw_size)
-        ):
-            write(unpacked)
+        for chunk in verify_bytes(raw, path, file.raw_size, file.raw_digests, kind="unpacked "):
+            write(chunk)
     except ShardIntegrityError:
         raise
     except DataError as error:
@@ -334,32 +337,24 @@ def wrap_os_errors(path: AnyPath) -> Iterator[None]:
         raise DataError(f"{path}: cannot be read: {error.strerror or error}. Check the permissions and the disk.") from error
 
 
-class ByteVerifier:
-    """Check of a stream of bytes against a size and digests, at the end of the stream.
+def verify_bytes(
+    chunks: Iterable[Any], path: AnyPath, size: int | None, digests: Mapping[str, str], *, kind: str = ""
+) -> Iterator[Any]:
+    """Yield the chunks of a file unchanged, and compare their size and digests with the index at the end.
 
     Raises:
         ConfigError: the algorithm of a digest is unknown.
+        ShardIntegrityError: at the end, the size or a digest differs.
     """
-
-    def __init__(self, path: AnyPath, kind: str, size: int | None, digests: Mapping[str, str]) -> None:
-        self._path, self._kind, self._size, self._digests = path, kind, size, digests
-        self._states: dict[str, Any] = {algorithm: new_hash(algorithm) for algorithm in digests}
-        self._byte_count = 0
-
-    def verify(self, chunks: Iterable[Any]) -> Iterator[Any]:
-        """Yield the chunks unchanged.
-
-        Raises:
-            ShardIntegrityError: at the end, the size or a digest differs.
-        """
-        for chunk in chunks:
-            for state in self._states.values():
-                state.update(chunk)
-            self._byte_count += len(chunk)
-            yield chunk
-        if self._size is not None and self._byte_count != self._size:
-            raise ShardIntegrityError(f"{self._path}: has {self._byte_count} {self._kind}bytes, the index has {self._size}")
-        for algorithm, state in self._states.items():
-            if (actual := state.hexdigest()) != self._digests[algorithm].lower():
-                expected = self._digests[algorithm]
-                raise ShardIntegrityError(f"{self._path}: {self._kind}{algorithm} is {actual}, the index has {expected}")
+    states: dict[str, Any] = {algorithm: new_hash(algorithm) for algorithm in digests}
+    byte_count = 0
+    for chunk in chunks:
+        for state in states.values():
+            state.update(chunk)
+        byte_count += len(chunk)
+        yield chunk
+    if size is not None and byte_count != size:
+        raise ShardIntegrityError(f"{path}: has {byte_count} {kind}bytes, the index has {size}")
+    for algorithm, state in states.items():
+        if (actual := state.hexdigest()) != digests[algorithm].lower():
+            raise ShardIntegrityError(f"{path}: {kind}{algorithm} is {actual}, the index has {digests[algorithm]}")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, TypeAlias, cast, overload
+from typing import Any, Literal, TypeAlias, cast
 
 import msgspec
 import numpy as np
@@ -79,7 +79,7 @@ class ShardGroup(msgspec.Struct, frozen=True, kw_only=True):
         return self.digests + (self.raw_digests or ())
 
 
-class ShardTable(Sequence[ShardEntry]):
+class ShardTable:
     """Entries of a dataset's shards, in order. ``table[number]`` makes the entry of a shard.
 
     Args:
@@ -105,42 +105,15 @@ class ShardTable(Sequence[ShardEntry]):
         """Samples before each shard, and the total: ``[shards + 1]``."""
         return self.columns["bounds"]
 
-    @property
-    def largest_file(self) -> int:
-        """Maximum of the bytes of a file, stored or after decompression."""
-        return max(int(self.columns[name].max(initial=0)) for name in ("sizes", "raw_sizes"))
-
-    def shards_of(self, groups: Iterable[int]) -> NDArray[np.bool_]:
-        """Return the mask of the shards in some groups: ``[shards]``."""
-        chosen = np.zeros(len(self.groups), dtype=np.bool_)
-        chosen[list(groups)] = True
-        mask: NDArray[np.bool_] = chosen[self.columns["groups"]]
-        return mask
-
-    def unpacked_sizes(self) -> NDArray[Any]:
-        """Return the bytes of each shard after decompression, as far as they are known, else of the stored file."""
-        sizes = self.columns["sizes"]
-        own = [number for number, group in enumerate(self.groups) if group.raw_size == "own"]
-        return np.where(self.shards_of(own), self.columns["raw_sizes"], sizes) if own else sizes
-
-    def name(self, number: int) -> str:
-        """Return the name of a shard's file."""
-        return self[number].file.name
+    def shards_above(self, limit: int) -> list[int]:
+        """Return the shards that have more than ``limit`` bytes, stored or after decompression."""
+        sizes, raw_sizes = self.columns["sizes"], self.columns["raw_sizes"]
+        return np.flatnonzero((np.maximum(sizes, raw_sizes) if len(raw_sizes) else sizes) > limit).tolist()
 
     def __len__(self) -> int:
         return len(self.columns["samples"])
 
-    @overload
-    def __getitem__(self, number: int, /) -> ShardEntry: ...
-
-    @overload
-    def __getitem__(self, number: slice, /) -> list[ShardEntry]: ...
-
-    def __getitem__(self, number: int | slice, /) -> ShardEntry | list[ShardEntry]:
-        if isinstance(number, slice):
-            return [self[each] for each in range(*number.indices(len(self)))]
-        if number < 0:
-            number += len(self)
+    def __getitem__(self, number: int, /) -> ShardEntry:
         if not 0 <= number < len(self):
             raise IndexError(f"shard must be in 0 to {len(self) - 1}, got {number}")
         columns = self.columns
@@ -172,8 +145,8 @@ class ShardTable(Sequence[ShardEntry]):
     def __repr__(self) -> str:
         return f"ShardTable(shards={len(self)}, samples={int(self.bounds[-1])})"
 
-    def write(self, write: Callable[[Buffer], None]) -> None:
-        """Write the table as a file that ``from_memory`` reads."""
+    def to_bytes(self) -> bytes:
+        """Return the table as a file that ``from_memory`` reads."""
         sections = [np.ascontiguousarray(self.columns[name]) for name in _COLUMN_NAMES]
         header = _Header(
             columns=[(section.dtype.str, len(section)) for section in sections],
@@ -183,11 +156,11 @@ class ShardTable(Sequence[ShardEntry]):
         )
         # A text of an index may have lone surrogates, which UTF-8 cannot encode.
         text = json.dumps(msgspec.to_builtins(header)).encode()
-        write(_MAGIC + _hash_file(text, sections) + len(text).to_bytes(8, "little") + text)
-        write(bytes(-(_HEADER_BEGIN + len(text)) % _ALIGNMENT))
+        content: list[Buffer] = [_MAGIC, _hash_file(text, sections), len(text).to_bytes(8, "little"), text]
+        content.append(bytes(-(_HEADER_BEGIN + len(text)) % _ALIGNMENT))
         for section in sections:
-            write(section.data.cast("B") if len(section) else b"")
-            write(bytes(-section.nbytes % _ALIGNMENT))
+            content += [section.view(np.uint8).data, bytes(-section.nbytes % _ALIGNMENT)]
+        return b"".join(content)
 
     @staticmethod
     def from_memory(view: memoryview) -> ShardTable | None:
@@ -222,8 +195,7 @@ class _Header(msgspec.Struct):
 def _hash_file(header: bytes, sections: Iterable[NDArray[Any]]) -> bytes:
     digest = xxhash.xxh3_128(header)
     for section in sections:
-        if len(section):
-            digest.update(section.data.cast("B"))
+        digest.update(section.view(np.uint8).data)
     return digest.digest()
 
 
@@ -244,9 +216,10 @@ class ShardTableBuilder:
 
     def __init__(self) -> None:
         self._groups: list[ShardGroup] = []
-        self._firsts: list[int] = []
         self._number_of: dict[str, int] = {}
-        self._number = -1
+        # Most shards have the group of the shard before.
+        self._latest: ShardGroup | None = None
+        self._number = 0
         self._group_column, self._ends = array("I"), array("q")
         self._sizes, self._raw_sizes, self._samples, self._name_hashes = array("q"), array("q"), array("q"), array("q")
         self._has_raw_sizes = False
@@ -255,11 +228,10 @@ class ShardTableBuilder:
     def add(self, entry: ShardEntry) -> None:
         """Add an entry."""
         file, group = entry.file, _group_of(entry)
-        if self._number < 0 or group != self._groups[self._number]:
-            self._number = self._number_of.setdefault(repr(group), len(self._groups))
+        if group != self._latest:
+            self._latest, self._number = group, self._number_of.setdefault(repr(group), len(self._groups))
             if self._number == len(self._groups):
-                self._groups.append(group)
-                self._firsts.append(len(self._samples))
+                self._groups.append(msgspec.structs.replace(group, first=len(self._samples)))
         texts = [*file.digests.values(), *(() if group.raw_digests is None else file.raw_digests.values())]
         for field, text in zip(group.fields, texts, strict=True):
             self._text += bytes.fromhex(text) if field.packed else text.encode("ascii")
@@ -278,49 +250,44 @@ class ShardTableBuilder:
 
     def find_duplicate(self) -> int | None:
         """Return the number of the first shard whose name an earlier shard has; None if all names differ."""
-        hashes = _as_array(self._name_hashes, np.int64)
-        ordered = np.sort(hashes)
         # Different names may have equal hashes.
-        table, seen = self._build(), set()
-        for number in np.flatnonzero(np.isin(hashes, ordered[1:][ordered[1:] == ordered[:-1]])).tolist():
-            if (name := table.name(number)) in seen:
-                return int(number)
-            seen.add(name)
+        if len(np.unique(np.frombuffer(self._name_hashes, np.int64))) == len(self._name_hashes):
+            return None
+        seen: set[str] = set()
+        for number, entry in enumerate(self._build()):
+            if entry.file.name in seen:
+                return number
+            seen.add(entry.file.name)
         return None
 
-    def finish(self) -> ShardTable:
+    def finish(self, context: str) -> ShardTable:
         """Return the table.
 
         Raises:
-            DataError: there are more samples than int64 can count.
+            DataError: there are more samples than int64 can count. The message begins with ``context``.
         """
-        total = _exact_sum(_as_array(self._samples, np.int64))
+        total = _exact_sum(np.frombuffer(self._samples, np.int64))
         if total > MAX_COUNT:
-            raise DataError(f"the shards have an impossible total of {total:.3g} samples")
+            raise DataError(f"{context}: the shards have an impossible total of {total:.3g} samples")
         return self._build()
 
     def _build(self) -> ShardTable:
-        groups = [msgspec.structs.replace(group, first=first) for group, first in zip(self._groups, self._firsts, strict=True)]
-        sizes, samples = _as_array(self._sizes, np.int64), _as_array(self._samples, np.int64)
+        sizes, samples = np.frombuffer(self._sizes, np.int64), np.frombuffer(self._samples, np.int64)
         columns = {
-            "groups": _smallest(_as_array(self._group_column, np.uint32)),
+            "groups": _smallest(np.frombuffer(self._group_column, np.uint32)),
             "sizes": _smallest(sizes),
-            "raw_sizes": _smallest(_as_array(self._raw_sizes if self._has_raw_sizes else array("q"), np.int64)),
+            "raw_sizes": _smallest(np.frombuffer(self._raw_sizes if self._has_raw_sizes else b"", np.int64)),
             "samples": samples,
             "bounds": np.concatenate([np.zeros(1, np.int64), np.cumsum(samples)]),
-            "ends": _smallest(_as_array(self._ends, np.int64)),
-            "text": _as_array(self._text, np.uint8),
+            "ends": _smallest(np.frombuffer(self._ends, np.int64)),
+            "text": np.frombuffer(self._text, np.uint8),
         }
         # Checkpoints contain the fingerprint.
-        state = xxhash.xxh3_128(json.dumps(msgspec.to_builtins(groups), sort_keys=True).encode())
+        state = xxhash.xxh3_128(json.dumps(msgspec.to_builtins(self._groups), sort_keys=True).encode())
         for name in ("groups", "sizes", "raw_sizes", "samples", "ends", "text"):
             state.update(f"{name} {columns[name].dtype.str} {len(columns[name])}".encode())
             state.update(columns[name].data)
-        return ShardTable(groups, columns, fingerprint=state.hexdigest(), bytes_total=_exact_sum(sizes))
-
-
-def _as_array(values: array[int] | bytearray, dtype: type[np.generic]) -> NDArray[Any]:
-    return np.frombuffer(values, dtype=dtype) if len(values) else np.empty(0, dtype)
+        return ShardTable(self._groups, columns, fingerprint=state.hexdigest(), bytes_total=_exact_sum(sizes))
 
 
 def _exact_sum(values: NDArray[np.int64]) -> int:

@@ -14,7 +14,6 @@ import numpy as np
 
 from dtrain import storage
 from dtrain.arguments import check_choice, check_int
-from dtrain.data.stream.find_shards import find_shards
 from dtrain.data.stream.formats.shard_format import (
     MAX_SAMPLE_BYTES,
     Shard,
@@ -24,7 +23,7 @@ from dtrain.data.stream.formats.shard_format import (
 )
 from dtrain.data.stream.open_shards import ByteLRU, OpenShardCache, ShardPrefetcher
 from dtrain.data.stream.shard_cache import FORK_REGISTRY, ShardCache
-from dtrain.data.stream.shard_index import guess_format
+from dtrain.data.stream.shard_index import find_shards, guess_format
 from dtrain.data.stream.shard_store import (
     MAX_SHARD_BYTES,
     ShardStore,
@@ -41,8 +40,7 @@ from dtrain.typing import Plain
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from dtrain.data.block_shuffle import BlockShuffle
-    from dtrain.data.sample_order import SampleOrder
+    from dtrain.data.sample_order import BlockShuffle, SampleOrder
 
 DownloadMode = Literal["whole", "ranged"]
 
@@ -129,7 +127,13 @@ class ShardedDataset:
         # The user has named the file, so a link is trusted.
         self._follow_links = follow_links or only is not None
         self._options, self._verify, self._ranged = options, verify, download == "ranged"
-        self._folder = _cache_folder(cache, self.root)
+        folder = default_cache_folder(self.root) if cache is None else storage.resolve_path(cache)
+        if isinstance(folder, RemotePath):
+            raise ConfigError(
+                f"ShardedDataset: cache must be a folder of this machine, got {folder}. "
+                "Pass a local path, such as cache='shard_cache'."
+            )
+        self._folder = folder
         self._limit = default_cache_bytes(self._folder) if cache_bytes is None else cache_bytes
         self._open_store()
         self._found_by = {"format": format, "only": only}
@@ -148,7 +152,6 @@ class ShardedDataset:
         # A memoryview gives Python integers without a copy of the column.
         self._bounds: Sequence[int] = entries.bounds.data
         self._size = self._bounds[-1]
-        self._begins, self._ends = entries.bounds[:-1], entries.bounds[1:]
 
     def _open_store(self) -> None:
         # A weak reference, so that the cache does not keep the dataset alive.
@@ -207,7 +210,9 @@ class ShardedDataset:
             self._opened.close()
 
     def _check_entries(self) -> None:
-        for number in self._numbers_to_check():
+        # A check may refuse the first shard of each group, and shards that are too large.
+        first = {group.first for group in self.entries.groups}
+        for number in sorted({*first, *self.entries.shards_above(min(self._limit, self._max_shard_bytes))}):
             entry = self.entries[number]
             shard_format = get_format(entry.format)
             try:
@@ -229,20 +234,6 @@ class ShardedDataset:
                 raise ConfigError(
                     f"{self.root / entry.file.name}: has {size} bytes, more than cache_bytes={self._limit}. Raise cache_bytes."
                 )
-
-    def _numbers_to_check(self) -> list[int]:
-        """Return the shards that a check may refuse: the first shard of each group, and shards that are too large."""
-        table = self.entries
-        first = {group.first for group in table.groups}
-        if table.largest_file <= min(self._limit, self._max_shard_bytes):
-            return sorted(first)
-        compressed = [number for number, group in enumerate(table.groups) if group.compression is not None]
-        # Uncompressed local files do not use the cache.
-        cached = range(len(table.groups)) if isinstance(self.root, RemotePath) else compressed
-        sizes = table.unpacked_sizes()
-        too_large = (sizes > self._max_shard_bytes) & table.shards_of(compressed)
-        too_large |= (sizes > self._limit) & table.shards_of(cached)
-        return sorted({*first, *np.flatnonzero(too_large).tolist()})
 
     def __getstate__(self) -> dict[str, Any]:
         stored = ["path", "root", "_found_by", "_options", "_verify", "_ranged", "_prefetch_shards", "_max_open_shards"]
@@ -282,18 +273,24 @@ class ShardedDataset:
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         """Read samples in the order of ``indices``. Samples of one shard are read together."""
-        numbers, rows = self._locate(indices)
+        requested = np.asarray(indices, dtype=np.int64)
+        if requested.size and (int(requested.min()) < 0 or int(requested.max()) >= self._size):
+            raise IndexError(
+                f"{self.path}: indices must be in 0 to {self._size - 1}, got {requested.min()} to {requested.max()}"
+            )
+        bounds = self.entries.bounds
+        shards = bounds.searchsorted(requested, side="right") - 1
+        numbers, rows = shards.tolist(), (requested - bounds[shards]).tolist()
         positions_by_shard: dict[int, list[int]] = {}
         for position, number in enumerate(numbers):
             positions_by_shard.setdefault(number, []).append(position)
         samples: list[Any] = [None] * len(numbers)
-        tasks = list(self._read_tasks(positions_by_shard))
+        tasks = self._read_tasks(positions_by_shard)
 
-        def read(part: int) -> None:
-            number, positions = tasks[part]
-            for position, sample in zip(
-                positions, self._opened.read(number, [rows[position] for position in positions]), strict=True
-            ):
+        def read(task: int) -> None:
+            number, positions = tasks[task]
+            shard_samples = self._opened.read(number, [rows[position] for position in positions])
+            for position, sample in zip(positions, shard_samples, strict=True):
                 samples[position] = sample
 
         for_each_part(len(tasks), read, threads=_MAX_REQUESTS if self._uses_range_requests else 1, name="dtrain-read")
@@ -306,26 +303,14 @@ class ShardedDataset:
         unavailable = [
             n for n in positions_by_shard if n not in self._opened and not self._store.is_available(self.entries[n].file)
         ]
-        if len(unavailable) > 1:
-            # The reader fetches the first shard itself.
-            self._prefetcher.request(unavailable[1:])
+        # The reader fetches the first shard itself.
+        self._prefetcher.request(unavailable[1:])
         # Available shards are read first, before they may be removed to make room.
-        late = set(unavailable)
-        return sorted(positions_by_shard.items(), key=lambda part: part[0] in late)
+        return sorted(positions_by_shard.items(), key=lambda task: task[0] in unavailable)
 
     @property
     def _uses_range_requests(self) -> bool:
         return self._ranged and isinstance(self.root, RemotePath)
-
-    def _locate(self, indices: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Return the shard of each sample, and the row in the shard."""
-        requested = np.asarray(indices, dtype=np.int64)
-        if requested.size and (int(requested.min()) < 0 or int(requested.max()) >= self._size):
-            raise IndexError(
-                f"{self.path}: indices must be in 0 to {self._size - 1}, got {requested.min()} to {requested.max()}"
-            )
-        numbers = self._ends.searchsorted(requested, side="right")
-        return numbers.tolist(), (requested - self._begins[numbers]).tolist()
 
     def prefetch(self, indices: Tensor) -> None:
         """Download the shards of these samples in the background, in order. Return at once.
@@ -335,25 +320,25 @@ class ShardedDataset:
         """
         if not self._prefetch_shards or not len(indices):
             return
-        numbers, first = np.unique(self._ends.searchsorted(np.asarray(indices), side="right"), return_index=True)
+        numbers, first = np.unique(self.entries.bounds.searchsorted(np.asarray(indices), side="right") - 1, return_index=True)
         now = time.monotonic()
         with self._request_lock:
             requested = [
                 n
                 for n in numbers[first.argsort()].tolist()
-                if now - self._requested_at.get(n, -_REQUEST_AGAIN_S) >= _REQUEST_AGAIN_S
+                if n < len(self.entries)
+                and now - self._requested_at.get(n, -_REQUEST_AGAIN_S) >= _REQUEST_AGAIN_S
+                and self._store.uses_cache(self.entries[n].file)
             ]
-            requested = [n for n in requested if n < len(self.entries) and self._store.uses_cache(self.entries[n].file)]
             # Old requests have no effect, and a long run would collect one of each shard.
             if len(self._requested_at) > _MAX_REQUEST_TIMES:
-                self._requested_at = {n: at for n, at in self._requested_at.items() if now - at < _REQUEST_AGAIN_S}
+                self._requested_at = {n: time_s for n, time_s in self._requested_at.items() if now - time_s < _REQUEST_AGAIN_S}
             self._requested_at.update(dict.fromkeys(requested, now))
-        if requested:
-            self._prefetcher.request(requested)
+        self._prefetcher.request(requested)
 
     def order(self, seed: int, shuffle: bool | BlockShuffle) -> SampleOrder:
         """Return the order of an epoch, with a block shuffle over the shards; see ``BlockShuffle``."""
-        from dtrain.data.block_shuffle import shard_order
+        from dtrain.data.sample_order import shard_order
 
         return shard_order(self.shard_sizes, seed=seed, shuffle=shuffle)
 
@@ -375,15 +360,3 @@ class ShardedDataset:
 
     def __repr__(self) -> str:
         return f"ShardedDataset({self.path!r}, samples={self._size}, shards={len(self.entries)})"
-
-
-def _cache_folder(cache: str | Path | None, root: AnyPath) -> Path:
-    if cache is None:
-        return default_cache_folder(root)
-    folder = storage.resolve_path(cache)
-    if isinstance(folder, RemotePath):
-        raise ConfigError(
-            f"ShardedDataset: cache must be a folder of this machine, got {folder}. "
-            "Pass a local path, such as cache='shard_cache'."
-        )
-    return folder

@@ -8,13 +8,20 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
-from dtrain.data.stream.formats.compression import COMPRESSION_SUFFIXES, check_compression, compress, parse_compression
+from dtrain.data.stream.formats.compression import (
+    COMPRESSION_SUFFIXES,
+    check_compression,
+    compress,
+    compute_digests,
+    new_hash,
+    parse_compression,
+)
 from dtrain.data.stream.formats.json_lines import LineWriter
 from dtrain.data.stream.formats.mds import MdsWriter
 from dtrain.data.stream.formats.parquet import ParquetWriter
 from dtrain.data.stream.formats.shard_format import Sample, ShardEntry, ShardFile, ShardWriter, get_format
 from dtrain.data.stream.formats.tar import TarWriter
-from dtrain.data.stream.shard_index import INDEX_NAME, UNFINISHED_NAME, compute_digests, new_hash, write_index
+from dtrain.data.stream.shard_index import INDEX_NAME, UNFINISHED_NAME, write_index
 from dtrain.errors import ConfigError, DataError
 from dtrain.storage import (
     AnyPath,
@@ -243,7 +250,7 @@ class _DatasetWriter:
                 create_file(path, data)
             else:
                 sizes = [min(step, len(view) - begin) for begin in range(0, len(view), step)]
-                write_parts(path, sizes, lambda part: [view[part * step : (part + 1) * step]], threads=_THREADS)
+                write_parts(path, sizes, lambda number: [view[number * step : (number + 1) * step]], threads=_THREADS)
         except FileExistsError:
             # Another process writes to the folder, too, so its file must not be removed.
             del self._created[-1]

@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 from PIL import Image, ImageChops
 
-from dtrain.data.stream.formats.compression import parse_compression
+from dtrain.data.stream.formats.compression import HASHES, parse_compression
 from dtrain.data.stream.formats.mds import ENCODINGS, parse_encoding
 from dtrain.data.stream.formats.shard_format import ShardEntry, ShardFile, get_format
-from dtrain.data.stream.shard_index import HASHES
 from dtrain.data.stream.write_shards import write_shards
 from dtrain.errors import ConfigError, DataError
 from places import mosaicml

@@ -1,9 +1,12 @@
-"""Compress and decompress whole files, by the names of compressions in indexes. Packages are imported on first use."""
+"""Compress, decompress and hash whole files, by the names of compressions and digests in indexes.
+
+Packages are imported on first use."""
 
 from __future__ import annotations
 
 import bz2
 import gzip
+import hashlib
 import importlib
 import zlib
 from collections.abc import Callable, Iterable, Iterator
@@ -11,6 +14,8 @@ from functools import partial
 from itertools import chain
 from types import MappingProxyType
 from typing import Any
+
+import xxhash
 
 from dtrain.errors import ConfigError, DataError
 from dtrain.packages import missing_extra_error
@@ -46,8 +51,8 @@ def parse_compression(text: str) -> tuple[str, int]:
         return name, _DEFAULT_LEVELS[name]
     levels = _LEVELS[name]
     if not (level.isascii() and level.isdecimal()) or int(level) not in levels:
-        known = f"the level of {name} must be {levels[0]} to {levels[-1]}" if levels else f"{name} has no levels"
-        raise ConfigError(f"compression {text!r}: {known}. Pass {name!r} for the default.")
+        problem = f"the level of {name} must be {levels[0]} to {levels[-1]}" if levels else f"{name} has no levels"
+        raise ConfigError(f"compression {text!r}: {problem}. Pass {name!r} for the default.")
     return name, int(level)
 
 
@@ -198,3 +203,35 @@ def _import_package(name: str) -> Any:
         return importlib.import_module(_PACKAGES[name])
     except ImportError:
         raise missing_extra_error(f"compression {name} needs the package {_PACKAGES[name]}", "compression") from None
+
+
+_XXHASH_NAMES = ("xxh32", "xxh64", "xxh128", "xxh3_64", "xxh3_128")
+_HASHLIB_NAMES = ("md5", "sha1", "sha224", "sha256", "sha384", "sha512", "sha3_224", "sha3_256", "sha3_384", "sha3_512")
+
+HASHES = (*_XXHASH_NAMES, *_HASHLIB_NAMES, "blake2b", "blake2s")
+"""Names of all supported algorithms of digests."""
+
+
+def new_hash(algorithm: str) -> Any:
+    """Create a hash object with ``update(data)`` and ``hexdigest()``.
+
+    Raises:
+        ConfigError: the algorithm is unknown.
+    """
+    if algorithm not in HASHES:
+        raise ConfigError(f"hash {algorithm!r} is unknown. Use one of {', '.join(HASHES)}.")
+    return getattr(xxhash, algorithm)() if algorithm in _XXHASH_NAMES else hashlib.new(algorithm, usedforsecurity=False)
+
+
+def compute_digests(data: bytes | memoryview, algorithms: Iterable[str]) -> dict[str, str]:
+    """Compute the hex digests of ``data``, by algorithm.
+
+    Raises:
+        ConfigError: an algorithm is unknown.
+    """
+    digests = {}
+    for algorithm in algorithms:
+        state = new_hash(algorithm)
+        state.update(data)
+        digests[algorithm] = state.hexdigest()
+    return digests

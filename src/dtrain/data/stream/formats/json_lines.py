@@ -5,7 +5,7 @@ The last line may lack a line end."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,12 +13,14 @@ from numpy.typing import NDArray
 
 from dtrain.data.stream.formats.shard_format import (
     ByteSource,
-    ColumnErrors,
     Sample,
+    Shard,
     ShardEntry,
     ShardFormat,
+    ShardWriter,
     check_sample,
     check_sample_bytes,
+    name_column,
 )
 from dtrain.errors import ConfigError, DataError
 from dtrain.typing import Plain
@@ -89,28 +91,23 @@ def _has_content(data: NDArray[np.uint8], begins: NDArray[Any], ends: NDArray[An
     return has_content
 
 
-class LineShard:
+class LineShard(Shard):
     """Lines of one file. The constructor finds the starts of the lines."""
 
     def __init__(self, source: ByteSource, line_format: LineFormat, max_sample_bytes: int) -> None:
-        self._source: ByteSource | None = source
-        self._line_format, self._max_sample_bytes = line_format, max_sample_bytes
+        super().__init__(source, max_sample_bytes)
+        self._line_format = line_format
         starts, stops = line_format.bounds(source)
         self._starts, self._stops = starts.data, stops.data
 
     def __len__(self) -> int:
         return len(self._starts)
 
-    def __getitem__(self, row: int, /) -> Any:
-        if not 0 <= row < len(self) or self._source is None:
-            raise IndexError(f"row {row} of {len(self)}, {'closed' if self._source is None else 'open'}")
+    def read(self, row: int, source: ByteSource) -> Any:
+        """Read a line; see ``Shard.read``."""
         begin, end = self._starts[row], self._stops[row]
         check_sample_bytes(end - begin, self._max_sample_bytes)
-        return self._line_format.decode(str(self._source.read(begin, end), "utf-8"))
-
-    def close(self) -> None:
-        """Release the source."""
-        self._source = None
+        return self._line_format.decode(str(source.read(begin, end), "utf-8"))
 
 
 class LineFormat(ShardFormat):
@@ -134,7 +131,7 @@ class LineFormat(ShardFormat):
         if self.skip_blank and starts.size and starts[0] == 0 and bytes(source.read(0, 3)) == _BYTE_ORDER_MARK:
             starts[0] = 3
             end = int(stops[0])
-            first_line = (source.read(at, min(end, at + _CHUNK_BYTES)) for at in range(3, end, _CHUNK_BYTES))
+            first_line = (source.read(begin, min(end, begin + _CHUNK_BYTES)) for begin in range(3, end, _CHUNK_BYTES))
             if not any(bytes(chunk).strip(_BLANK) for chunk in first_line):
                 starts, stops = starts[1:], stops[1:]
         return starts, stops
@@ -164,29 +161,18 @@ TEXT = LineFormat(
 )
 
 
-class LineWriter:
+class LineWriter(ShardWriter):
     """Writer of lines; see ``ShardWriter``."""
 
-    sample_bytes = 0
-    shard_bytes = 0
-
     def __init__(self, line_format: str, settings: dict[str, Plain]) -> None:
+        super().__init__(settings)
         self.suffix = ".jsonl" if line_format == "jsonl" else ".txt"
-        self.details = settings
         self._encode_line = _encode_json_line if line_format == "jsonl" else _encode_text_line
 
     def encode(self, sample: Sample, number: int, /) -> bytes:
         """Encode a sample as a line with its line end."""
         check_sample(sample, number)
         return self._encode_line(sample, number) + b"\n"
-
-    def size(self, encoded: bytes, /) -> int:
-        """Return the bytes of a line."""
-        return len(encoded)
-
-    def pack(self, encoded: Sequence[bytes], /) -> bytes:
-        """Join the lines."""
-        return b"".join(encoded)
 
 
 def _encode_json_line(sample: Sample, number: int) -> bytes:
@@ -208,5 +194,5 @@ def _encode_text_line(sample: Sample, number: int) -> bytes:
         raise ConfigError(f"sample {number}: text must have one column 'text' of type str, got {', '.join(sample)}. Use jsonl.")
     if "\n" in text or text.endswith("\r"):
         raise ConfigError(f"sample {number}: the text contains a line end. Use jsonl.")
-    with ColumnErrors("text", number):
+    with name_column("text", number):
         return text.encode()

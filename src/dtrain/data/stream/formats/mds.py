@@ -20,12 +20,12 @@ import numpy as np
 
 from dtrain.data.stream.formats.shard_format import (
     ByteSource,
-    ColumnErrors,
     Sample,
+    Shard,
     ShardEntry,
     ShardFormat,
+    ShardWriter,
     check_columns,
-    check_pillow,
     check_sample,
     check_sample_bytes,
     decode_image,
@@ -33,9 +33,12 @@ from dtrain.data.stream.formats.shard_format import (
     encode_image,
     encode_raw_image,
     image_bytes,
+    import_pillow,
     infer_image_encoding,
+    name_column,
     pickle_value,
     raw_image_bytes,
+    select_columns,
     to_numpy,
     unpickle,
 )
@@ -46,65 +49,54 @@ if TYPE_CHECKING:
     from dtrain.data.stream.open_shards import ByteLRU
 
 
-_IMAGE_ENCODINGS = ("pil", "jpeg", "png")
-
-
-class MdsShard:
+class MdsShard(Shard):
     """Samples of one shard, as mappings from column to value."""
 
     # Reading changes no state.
     thread_safe = True
 
     def __init__(self, source: ByteSource, entry: ShardEntry, options: Mapping[str, Any], max_sample_bytes: int) -> None:
-        self._source: ByteSource | None = source
-        self._max_sample_bytes = max_sample_bytes
-        selected = options.get("columns")
-        self._columns: list[MdsColumn] = [
-            (name, size, coder.decode if selected is None or name in selected else None, coder.decoded_bytes)
-            for name, size, coder in _parse_columns(entry)
-        ]
-        self._sizes = struct.Struct(f"<{sum(size is None for _, size, _, _ in self._columns)}I")
+        super().__init__(source, max_sample_bytes)
+        selected, columns = options.get("columns"), _parse_columns(entry)
+        self._columns = [(name, encoding, selected is None or name in selected) for name, encoding in columns]
+        self._sizes = struct.Struct(f"<{sum(encoding.size is None for _, encoding in columns)}I")
         self._bounds, _ = _read_offsets(source, entry.file.name)
 
     def __len__(self) -> int:
         return len(self._bounds) - 1
 
-    def __getitem__(self, row: int, /) -> dict[str, Any]:
-        if not 0 <= row < len(self) or self._source is None:
-            raise IndexError(f"row {row} of {len(self)}, {'closed' if self._source is None else 'open'}")
+    def read(self, row: int, source: ByteSource) -> dict[str, Any]:
+        """Read the values of the selected columns; see ``Shard.read``."""
         byte_count = self._bounds[row + 1] - self._bounds[row]
         check_sample_bytes(byte_count, self._max_sample_bytes)
-        view = memoryview(self._source.read(self._bounds[row], self._bounds[row + 1]))
+        view = memoryview(source.read(self._bounds[row], self._bounds[row + 1]))
         sizes = iter(self._sizes.unpack_from(view))
-        at = self._sizes.size
+        begin = self._sizes.size
         sample = {}
-        for name, size, decode, decoded_bytes in self._columns:
-            end = at + (next(sizes) if size is None else size)
-            if decode is not None:
-                if decoded_bytes is not None:
-                    byte_count += decoded_bytes(view[at:end])
+        for name, encoding, is_selected in self._columns:
+            end = begin + (next(sizes) if encoding.size is None else encoding.size)
+            if is_selected:
+                if encoding.decoded_bytes is not None:
+                    byte_count += encoding.decoded_bytes(view[begin:end])
                     check_sample_bytes(byte_count, self._max_sample_bytes)
-                sample[name] = decode(view[at:end])
-            at = end
-        if at != len(view):
-            raise ValueError(f"it has {len(view)} bytes, but its values have {at}")
+                sample[name] = encoding.decode(view[begin:end])
+            begin = end
+        if begin != len(view):
+            raise ValueError(f"it has {len(view)} bytes, but its values have {begin}")
         return sample
 
-    def close(self) -> None:
-        """Release the source."""
-        self._source = None
 
+def _parse_columns(entry: ShardEntry) -> list[tuple[str, MdsEncoding]]:
+    """Return the names and encodings of the columns.
 
-MdsColumn = tuple[str, int | None, Callable[[memoryview], Any] | None, Callable[[memoryview], int] | None]
-"""Name, fixed size or None, decoder or None for an unused column, and the decoded size of values that grow when decoded."""
-
-
-def _parse_columns(entry: ShardEntry) -> list[tuple[str, int | None, MdsEncoding]]:
+    Raises:
+        DataError: the details of the entry are invalid.
+    """
     lists = [entry.details.get(f"column_{field}") for field in ("names", "sizes", "encodings")]
     names, sizes, encodings = (values if isinstance(values, list) else [] for values in lists)
     if not names or not len(names) == len(sizes) == len(encodings) or not all(isinstance(name, str) for name in names):
         raise DataError(f"{entry.file.name}: the index must have column names, sizes and encodings, lists of one length.")
-    columns: list[tuple[str, int | None, MdsEncoding]] = []
+    columns: list[tuple[str, MdsEncoding]] = []
     for name, size, text in zip(names, sizes, encodings, strict=True):
         try:
             encoding = parse_encoding(str(text))
@@ -112,7 +104,7 @@ def _parse_columns(entry: ShardEntry) -> list[tuple[str, int | None, MdsEncoding
             raise DataError(f"{entry.file.name}: column {name!r}: {error}") from None
         if (size or None) != encoding.size:
             raise DataError(f"{entry.file.name}: column {name!r} has {size!r} bytes, but {text} has {encoding.size}")
-        columns.append((str(name), encoding.size, encoding))
+        columns.append((str(name), encoding))
     return columns
 
 
@@ -147,24 +139,17 @@ class MdsFormat(ShardFormat):
     def check(self, entry: ShardEntry, options: Mapping[str, Any]) -> None:
         """Check the options and the columns; see ``ShardFormat.check``."""
         super().check(entry, options)
-        selected = options.get("columns")
         columns = _parse_columns(entry)
-        if selected is not None and (missing := [name for name in selected if name not in {name for name, _, _ in columns}]):
-            names = ", ".join(name for name, _, _ in columns)
-            raise ConfigError(
-                f"{entry.file.name}: no column {missing[0]!r}; the columns are {names}. Pass columns= with names of this list."
-            )
-        for name, _, encoding in columns:
-            if selected is not None and name not in selected:
-                continue
-            if encoding.unsafe and options.get("allow_pickle") is not True:
+        selected = select_columns(entry, options, [name for name, _ in columns])
+        for name, encoding in columns:
+            if encoding.unsafe and name in selected and options.get("allow_pickle") is not True:
                 raise ConfigError(
                     f"{entry.file.name}: column {name!r} is pickled, and unpickling runs code from the file. "
                     "Leave it out with columns, or trust the data with allow_pickle=True."
                 )
-        texts = [str(text) for text in entry.details["column_encodings"]]  # type: ignore[union-attr]
-        if any(kind in text for text in texts for kind in _IMAGE_ENCODINGS):
-            check_pillow()
+        # Only images grow when decoded.
+        if any(encoding.decoded_bytes is not None for _, encoding in columns):
+            import_pillow()
 
     def open_unchecked(
         self, source: ByteSource, entry: ShardEntry, options: Mapping[str, Any], max_sample_bytes: int, decoded: ByteLRU | None
@@ -188,7 +173,7 @@ class MdsFormat(ShardFormat):
 MDS = MdsFormat()
 
 
-class MdsWriter:
+class MdsWriter(ShardWriter):
     """Writer of MDS; see ``ShardWriter``."""
 
     suffix = ".mds"
@@ -198,37 +183,34 @@ class MdsWriter:
         if columns is None:
             check_sample(first, 0)
             columns = {}
-            with ColumnErrors(number=0) as at:
-                for at.column in first:
-                    columns[at.column] = infer_encoding(to_numpy(first[at.column]))
-        self._names = sorted(columns)
-        self._encodings = []
-        with ColumnErrors() as at:
-            for at.column in self._names:
-                self._encodings.append(parse_encoding(columns[at.column]))
-        self.details: dict[str, Plain] = {
-            **settings,
-            "column_names": [*self._names],
-            "column_encodings": [columns[name] for name in self._names],
-            "column_sizes": [encoding.size for encoding in self._encodings],
-        }
+            for name, value in first.items():
+                with name_column(name, 0):
+                    columns[name] = infer_encoding(to_numpy(value))
+        self._encodings: dict[str, MdsEncoding] = {}
+        for name in sorted(columns):
+            with name_column(name):
+                self._encodings[name] = parse_encoding(columns[name])
+        super().__init__(
+            {
+                **settings,
+                "column_names": [*self._encodings],
+                "column_encodings": [columns[name] for name in self._encodings],
+                "column_sizes": [encoding.size for encoding in self._encodings.values()],
+            }
+        )
         self._config = json.dumps({**self.details, "version": 2, "format": "mds"}, sort_keys=True).encode()
         self.shard_bytes = 8 + len(self._config)
 
     def encode(self, sample: Sample, number: int, /) -> bytes:
         """Encode the sizes of values without a fixed size, and the values."""
-        check_columns(sample, number, self._names)
+        check_columns(sample, number, [*self._encodings])
         sizes, values = [], []
-        with ColumnErrors(number=number) as at:
-            for at.column, encoding in zip(self._names, self._encodings, strict=True):
-                values.append(encoding.encode(to_numpy(sample[at.column])))
-                if encoding.size is None:
-                    sizes.append(len(values[-1]))
+        for name, encoding in self._encodings.items():
+            with name_column(name, number):
+                values.append(encoding.encode(to_numpy(sample[name])))
+            if encoding.size is None:
+                sizes.append(len(values[-1]))
         return np.array(sizes, "<u4").tobytes() + b"".join(values)
-
-    def size(self, encoded: bytes, /) -> int:
-        """Return the bytes of an encoded sample."""
-        return len(encoded)
 
     def pack(self, encoded: Sequence[bytes], /) -> bytes:
         """Encode a shard."""
@@ -313,9 +295,7 @@ def infer_encoding(value: Any) -> str:
     elif isinstance(value, np.ndarray | np.generic):
         name = value.dtype.name
     else:
-        name = next((name for kind, name in _ENCODING_OF_TYPE.items() if type(value) is kind), "") or infer_image_encoding(
-            value
-        )
+        name = _ENCODING_OF_TYPE.get(type(value)) or infer_image_encoding(value)
     if name.partition(":")[2] not in ("", *_NUMBER_OF) or (name not in ENCODINGS and not name.startswith("ndarray")):
         raise ConfigError(f"a value of type {type(value).__name__} has no default encoding. Pass columns={{name: encoding}}.")
     return name
@@ -400,7 +380,7 @@ def _list_encoding(item_encoding: MdsEncoding) -> MdsEncoding:
     """Encode a list: four unused bytes, and the parts."""
     return MdsEncoding(
         encode=lambda value: bytes(4) + _join_parts([item_encoding.encode(item) for item in _require_type(value, list)]),
-        decode=lambda view: [item_encoding.decode(part) for part in _split_parts(view[4:])],
+        decode=lambda view: [item_encoding.decode(item) for item in _split_parts(view[4:])],
         decoded_bytes=_decoded_bytes_of_parts(item_encoding, 4),
     )
 
@@ -419,15 +399,11 @@ def _encode_jpegs(value: Any) -> bytes:
 
 _BYTES = MdsEncoding(encode=lambda value: bytes(_require_type(value, bytes, bytearray)), decode=bytes)
 _PIL = MdsEncoding(encode=encode_raw_image, decode=decode_raw_image, decoded_bytes=raw_image_bytes)
-_JPEG = MdsEncoding(
-    encode=partial(encode_image, "JPEG"),
-    decode=decode_image,
-    decoded_bytes=image_bytes,
-)
+_JPEG = MdsEncoding(encode=partial(encode_image, "JPEG"), decode=decode_image, decoded_bytes=image_bytes)
 _PNG = MdsEncoding(encode=partial(encode_image, "PNG"), decode=decode_image, decoded_bytes=image_bytes)
 _JPEGS = MdsEncoding(
     encode=_encode_jpegs,
-    decode=lambda view: [decode_image(part) for part in _split_parts(view)],
+    decode=lambda view: [decode_image(item) for item in _split_parts(view)],
     decoded_bytes=_decoded_bytes_of_parts(_JPEG, 0),
 )
 
@@ -460,14 +436,11 @@ ENCODINGS: Mapping[str, MdsEncoding] = {
 }
 """All encodings without a parameter."""
 
-_ENCODING_OF_TYPE = {
+_ENCODING_OF_TYPE: Mapping[type, str] = {
+    **dict.fromkeys((bool, list, dict, type(None)), "json"),
     str: "str",
     bytes: "bytes",
     int: "int",
     float: "float64",
     Decimal: "str_decimal",
-    bool: "json",
-    list: "json",
-    dict: "json",
-    type(None): "json",
 }

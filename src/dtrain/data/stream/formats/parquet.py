@@ -16,12 +16,15 @@ from dtrain.data.stream.formats.compression import parse_compression
 from dtrain.data.stream.formats.shard_format import (
     ByteSource,
     ByteSourceFile,
-    ColumnErrors,
     Sample,
+    Shard,
     ShardEntry,
     ShardFormat,
+    ShardWriter,
     check_columns,
     check_sample,
+    name_column,
+    select_columns,
     to_numpy,
 )
 from dtrain.data.stream.open_shards import ByteLRU
@@ -35,14 +38,7 @@ _MAX_GROUP_BYTES = 2**28
 _MAX_EXPANSION = 16
 _BATCH_ROWS = 2**12
 # Upper bounds of the bytes of a value in memory.
-_VALUE_BYTES = {
-    "BOOLEAN": 1,
-    "INT32": 8,
-    "INT64": 8,
-    "INT96": 16,
-    "FLOAT": 4,
-    "DOUBLE": 8,
-}
+_VALUE_BYTES = {"BOOLEAN": 1, "INT32": 8, "INT64": 8, "INT96": 16, "FLOAT": 4, "DOUBLE": 8}
 
 
 def import_pyarrow() -> Any:
@@ -66,21 +62,16 @@ def _open_file(source: ByteSource, name: str) -> Any:
         raise DataError(f"{name}: is not a Parquet file, or truncated: {' '.join(str(error).split())}") from error
 
 
-class ParquetShard:
+class ParquetShard(Shard):
     """Rows of one file. The most recently used row groups are cached; see ``ByteLRU``."""
 
     def __init__(self, source: ByteSource, entry: ShardEntry, options: Mapping[str, Any], decoded: ByteLRU) -> None:
+        super().__init__(source)
         self._file: Any = _open_file(source, entry.file.name)
-        expected = options.get("columns")
         names = self._file.schema_arrow.names
         if len(set(names)) != len(names):
             raise DataError(f"{entry.file.name}: column names must be unique, got {', '.join(names)}")
-        if expected is not None and (missing := [name for name in expected if name not in names]):
-            raise ConfigError(
-                f"{entry.file.name}: no column {missing[0]!r}; the columns are {', '.join(names)}. "
-                "Pass columns= with names of this list."
-            )
-        self._names = names if expected is None else [name for name in names if name in expected]
+        self._names = select_columns(entry, options, names)
         self._value_of = {name: _value_decoder(self._file.schema_arrow.field(name).type) for name in self._names}
         meta = self._file.metadata
         self._starts: list[int] = list(
@@ -94,13 +85,12 @@ class ParquetShard:
     def __len__(self) -> int:
         return self._starts[-1]
 
-    def __getitem__(self, row: int, /) -> dict[str, Any]:
-        if not 0 <= row < len(self) or self._file is None:
-            raise IndexError(f"row {row} of {len(self)}, {'closed' if self._file is None else 'open'}")
+    def read(self, row: int, source: ByteSource) -> dict[str, Any]:
+        """Read a row; see ``Shard.read``."""
         group = bisect_right(self._starts, row) - 1
         columns = self._decoded.get(self._owner, group, lambda: self._read_group(group), max_bytes=self._cache_bytes)
-        at = row - self._starts[group]
-        return {name: self._value_of[name](column[at]) for name, column in zip(self._names, columns, strict=True)}
+        offset = row - self._starts[group]
+        return {name: self._value_of[name](column[offset]) for name, column in zip(self._names, columns, strict=True)}
 
     def _read_group(self, number: int) -> tuple[list[Any], int]:
         """Read the columns of a row group, and their bytes. A repeated value is stored once, but takes memory for each row.
@@ -128,6 +118,7 @@ class ParquetShard:
 
     def close(self) -> None:
         """Release the source and the cached row groups."""
+        super().close()
         self._decoded.drop_owner(self._owner)
         self._file = None
 
@@ -205,25 +196,23 @@ PARQUET = ParquetFormat()
 _WRITE_GROUP_BYTES = 2**22
 
 
-class ParquetWriter:
+class ParquetWriter(ShardWriter):
     """Writer of Parquet; see ``ShardWriter``."""
 
     suffix = ".parquet"
-    sample_bytes = 0
-    shard_bytes = 0
 
     def __init__(self, first: Sample, columns: Mapping[str, str] | None, settings: dict[str, Plain]) -> None:
+        super().__init__(settings)
         self._arrow = import_pyarrow()
         fields = []
         if columns is None:
             check_sample(first, 0)
         for name in first if columns is None else columns:
-            with ColumnErrors(name, 0 if columns is None else None):
+            with name_column(name, 0 if columns is None else None):
                 kind = self._infer_type(to_numpy(first[name])) if columns is None else self._parse_type(columns[name])
                 fields.append((name, kind))
         self._schema = self._arrow.schema(fields)
         self._codec = _codec_options(settings["compression"])
-        self.details = settings
 
     def _infer_type(self, value: Any) -> Any:
         """Infer the type of a value."""
@@ -241,9 +230,8 @@ class ParquetWriter:
         """Check a sample, and estimate its bytes."""
         check_columns(sample, number, self._schema.names)
         row = {name: to_numpy(sample[name]) for name in self._schema.names}
-        with ColumnErrors(number=number) as at:
-            for field in self._schema:
-                at.column = field.name
+        for field in self._schema:
+            with name_column(field.name, number):
                 self._check(row[field.name], field.type)
         return row, sum(map(_estimate_bytes, row.values()))
 
@@ -274,7 +262,7 @@ class ParquetWriter:
         """Encode a file."""
         columns = []
         for field in self._schema:
-            with ColumnErrors(field.name):
+            with name_column(field.name):
                 columns.append(self._arrow.array([row[field.name] for row, _ in encoded], field.type))
         table = self._arrow.Table.from_arrays(columns, schema=self._schema)
         row_bytes = max(1, sum(size for _, size in encoded) // len(encoded))

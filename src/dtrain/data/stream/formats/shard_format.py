@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from io import BytesIO
 from pathlib import Path
-from types import MappingProxyType, TracebackType
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
@@ -43,17 +43,37 @@ class ByteSource(Protocol):
         """Return the bytes from ``begin`` to ``end``; fewer at the end of the file."""
 
 
-class Shard(Protocol):
-    """Open shard, for one thread at a time unless it has an attribute ``thread_safe``. ``close`` releases its source."""
+class Shard:
+    """Open shard, whose samples a subclass counts and reads.
+
+    Args:
+        source: raw bytes of the file.
+        max_sample_bytes: maximum of a decoded sample.
+    """
+
+    thread_safe = False
+    """True if reading changes no state, so that several threads may read the shard at a time."""
+
+    def __init__(self, source: ByteSource, max_sample_bytes: int = MAX_SAMPLE_BYTES) -> None:
+        self._source: ByteSource | None = source
+        self._max_sample_bytes = max_sample_bytes
 
     def __len__(self) -> int:
-        """Count the samples of the shard."""
+        raise NotImplementedError
 
     def __getitem__(self, row: int, /) -> Any:
         """Return the decoded sample. An exception of any class means that the sample cannot be decoded."""
+        if not 0 <= row < len(self) or self._source is None:
+            raise IndexError(f"row {row} of {len(self)}, {'closed' if self._source is None else 'open'}")
+        return self.read(row, self._source)
+
+    def read(self, row: int, source: ByteSource) -> Any:
+        """Read and decode the sample ``row``, which exists."""
+        raise NotImplementedError
 
     def close(self) -> None:
-        """Release all resources. No sample is read afterwards."""
+        """Release the source. No sample is read afterwards."""
+        self._source = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,8 +142,8 @@ class ShardFormat:
             DataError: the details are invalid.
         """
         if unknown := sorted(set(options) - set(self.options)):
-            known = f"Use one of {', '.join(self.options)}" if self.options else "Remove all options"
-            raise ConfigError(f"format {self.name} has no option {unknown[0]!r}. {known}.")
+            advice = f"Use one of {', '.join(self.options)}" if self.options else "Remove all options"
+            raise ConfigError(f"format {self.name} has no option {unknown[0]!r}. {advice}.")
 
     def open(
         self,
@@ -189,6 +209,23 @@ def get_format(name: str) -> ShardFormat:
     return cast(ShardFormat, getattr(module, name.upper()))
 
 
+def select_columns(entry: ShardEntry, options: Mapping[str, Any], names: Sequence[str]) -> list[str]:
+    """Return the columns of a shard, of these ``names``, that the option ``columns`` selects, in the order of the shard.
+
+    Raises:
+        ConfigError: the option has a name that is not in ``names``.
+    """
+    selected = options.get("columns")
+    if selected is None:
+        return list(names)
+    if missing := [name for name in selected if name not in names]:
+        raise ConfigError(
+            f"{entry.file.name}: no column {missing[0]!r}; the columns are {', '.join(names)}. "
+            "Pass columns= with names of this list."
+        )
+    return [name for name in names if name in selected]
+
+
 def check_sample_bytes(actual: int, limit: int) -> None:
     """Check the number of bytes that a sample takes in memory.
 
@@ -233,63 +270,48 @@ class ByteSourceFile(io.RawIOBase):
 
     def __init__(self, source: ByteSource) -> None:
         self._source = source
-        self._at = 0
+        self._position = 0
 
     def readable(self) -> bool:
         """Return True."""
         return True
 
-    def seekable(self) -> bool:
-        """Return True."""
-        return True
-
-    def tell(self) -> int:
-        """Return the position."""
-        return self._at
-
     def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
-        """Move to a position."""
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._source.size}[whence]
-        self._at = max(0, base + offset)
-        return self._at
+        """Move to a position, and return it."""
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._source.size}[whence]
+        self._position = max(0, base + offset)
+        return self._position
 
     def read(self, size: int | None = -1, /) -> bytes:
         """Read at most ``size`` bytes; all remaining bytes if ``size`` is None or negative."""
-        remaining = max(0, self._source.size - self._at)
+        remaining = max(0, self._source.size - self._position)
         count = remaining if size is None or size < 0 else min(size, remaining)
-        data = bytes(self._source.read(self._at, self._at + count)) if count else b""
-        self._at += len(data)
+        data = bytes(self._source.read(self._position, self._position + count)) if count else b""
+        self._position += len(data)
         return data
-
-    def readinto(self, out: Any, /) -> int:
-        """Fill ``out`` as far as there are bytes."""
-        view = memoryview(out).cast("B")
-        data = self.read(len(view))
-        view[: len(data)] = data
-        return len(data)
 
 
 Sample = Mapping[str, Any]
 
 
-class ShardWriter(Protocol):
-    """Writer of a dataset's shards. It refuses values that it cannot store. Tuples become lists, and tensors become arrays."""
+class ShardWriter:
+    """Writer of a dataset's shards. It refuses values that it cannot store. Tuples become lists, and tensors become arrays.
 
-    @property
-    def suffix(self) -> str:
-        """Suffix of file names."""
+    Args:
+        details: details of the entries in the index.
+    """
 
-    @property
-    def shard_bytes(self) -> int:
-        """Bytes of a shard without samples."""
+    suffix: str
+    """Suffix of file names."""
 
-    @property
-    def sample_bytes(self) -> int:
-        """Overhead of a sample in bytes."""
+    shard_bytes = 0
+    """Bytes of a shard without samples."""
 
-    @property
-    def details(self) -> dict[str, Plain]:
-        """Details of the entries in the index."""
+    sample_bytes = 0
+    """Overhead of a sample in bytes."""
+
+    def __init__(self, details: dict[str, Plain]) -> None:
+        self.details = details
 
     def encode(self, sample: Sample, number: int, /) -> Any:
         """Check a sample, and encode it if the format encodes samples one by one.
@@ -297,9 +319,11 @@ class ShardWriter(Protocol):
         Raises:
             ConfigError: the sample does not have the columns of the dataset, or the format cannot store it.
         """
+        raise NotImplementedError
 
     def size(self, encoded: Any, /) -> int:
         """Return the bytes of an encoded sample, possibly an estimate."""
+        return len(encoded)
 
     def pack(self, encoded: Sequence[Any], /) -> bytes:
         """Encode a shard.
@@ -307,31 +331,17 @@ class ShardWriter(Protocol):
         Raises:
             ConfigError: the samples do not fit in one shard.
         """
+        return b"".join(encoded)
 
 
-_VALUE_ERRORS = (ConfigError, TypeError, ValueError, OverflowError, AttributeError, NotImplementedError)
-
-
-class ColumnErrors:
-    """Context that adds the column and the sample to the error of a value.
-
-    Args:
-        column: name of the column; callers change the attribute for each column.
-        number: number of the sample; None if the error does not belong to a sample.
-    """
-
-    __slots__ = ("column", "number")
-
-    def __init__(self, column: str = "", number: int | None = None) -> None:
-        self.column, self.number = column, number
-
-    def __enter__(self) -> ColumnErrors:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if isinstance(error, _VALUE_ERRORS):
-            where = "" if self.number is None else f"sample {self.number}, "
-            raise ConfigError(f"{where}column {self.column!r}: {' '.join(str(error).split())}") from error
+@contextmanager
+def name_column(column: str, number: int | None = None) -> Iterator[None]:
+    """Add the column, and the number of the sample if there is one, to the error of a value."""
+    try:
+        yield
+    except (ConfigError, TypeError, ValueError, OverflowError, AttributeError, NotImplementedError) as error:
+        where = "" if number is None else f"sample {number}, "
+        raise ConfigError(f"{where}column {column!r}: {' '.join(str(error).split())}") from error
 
 
 def check_sample(sample: Any, number: int) -> None:
@@ -375,7 +385,12 @@ unpickle, pickle_value = pickle.loads, pickle.dumps
 _MAX_FILE_BYTES = 2**32 - 1
 
 
-def _import_pillow() -> Any:
+def import_pillow() -> Any:
+    """Import the images of pillow.
+
+    Raises:
+        ConfigError: pillow is not installed.
+    """
     try:
         from PIL import Image
     except ImportError:
@@ -383,25 +398,16 @@ def _import_pillow() -> Any:
     return Image
 
 
-def check_pillow() -> None:
-    """Check that pillow is installed.
-
-    Raises:
-        ConfigError: pillow is not installed.
-    """
-    _import_pillow()
-
-
 def decode_image(view: memoryview) -> Any:
     """Decode an image file completely, so that damage raises here and not on first use."""
-    image = _import_pillow().open(BytesIO(view))
+    image = import_pillow().open(BytesIO(view))
     image.load()
     return image
 
 
 def image_bytes(view: memoryview) -> int:
     """Return the bytes that an image takes in memory, from the header of its file."""
-    image = _import_pillow().open(BytesIO(view))
+    image = import_pillow().open(BytesIO(view))
     return _pixel_bytes(image.width, image.height, image.mode)
 
 
@@ -419,7 +425,7 @@ def _pixel_bytes(width: int, height: int, mode: str) -> int:
 def decode_raw_image(view: memoryview) -> Any:
     """Decode an image in the form of ``encode_raw_image``."""
     width, height, length = np.frombuffer(view, "<u4", 3).tolist()
-    return _import_pillow().frombytes(str(view[12 : 12 + length], "ascii"), (width, height), bytes(view[12 + length :]))
+    return import_pillow().frombytes(str(view[12 : 12 + length], "ascii"), (width, height), bytes(view[12 + length :]))
 
 
 def encode_raw_image(image: Any) -> bytes:
@@ -443,12 +449,12 @@ def encode_image(kind: str, image: Any) -> bytes:
 
 def infer_image_encoding(value: Any) -> str:
     """Return the MDS encoding that stores an image without loss; empty if the value is not an image."""
-    if "PIL.Image" not in sys.modules or not isinstance(value, _import_pillow().Image):
+    if "PIL.Image" not in sys.modules or not isinstance(value, import_pillow().Image):
         return ""
     return "jpeg" if value.format == "JPEG" else "png" if value.mode in ("1", "L", "LA", "I;16", "P", "RGB", "RGBA") else "pil"
 
 
 def _require_image(value: Any) -> Any:
-    if not isinstance(value, _import_pillow().Image):
+    if not isinstance(value, import_pillow().Image):
         raise TypeError(f"must be an image or the bytes of an image, got {type(value).__name__}")
     return value

@@ -18,15 +18,17 @@ import numpy as np
 from dtrain.data.stream.formats.shard_format import (
     ByteSource,
     ByteSourceFile,
-    ColumnErrors,
     Sample,
+    Shard,
     ShardEntry,
     ShardFormat,
-    check_pillow,
+    ShardWriter,
     check_sample,
     check_sample_bytes,
     decode_image,
     image_bytes,
+    import_pillow,
+    name_column,
     to_numpy,
     unpickle,
 )
@@ -86,17 +88,12 @@ def _add_member(samples: list[tuple[str, TarMembers]], member: tarfile.TarInfo, 
     members.append((column, member.offset_data, member.offset_data + member.size))
 
 
-def _decode_npz(view: memoryview) -> dict[str, Any]:
-    with np.load(io.BytesIO(view), allow_pickle=False) as arrays:
-        return dict(arrays)
-
-
 _DECODERS: Mapping[str, Callable[[memoryview], Any]] = {
     **dict.fromkeys(("txt", "text", "transcript"), lambda view: str(view, "utf-8")),
     **dict.fromkeys(("cls", "cls2", "index", "inx", "id", "count"), lambda view: int(bytes(view))),
     **dict.fromkeys(("json", "jsn"), lambda view: json.loads(str(view, "utf-8"))),
     "npy": lambda view: np.load(io.BytesIO(view), allow_pickle=False),
-    "npz": _decode_npz,
+    "npz": lambda view: dict(np.load(io.BytesIO(view), allow_pickle=False)),
     **dict.fromkeys(("pkl", "pickle", "pyd"), unpickle),
 }
 PICKLE_SUFFIXES = ("pkl", "pickle", "pyd")
@@ -108,12 +105,11 @@ def member_kind(column: str) -> str:
     return column.rpartition(".")[2]
 
 
-class TarShard:
+class TarShard(Shard):
     """Samples of one archive, as mappings from column to decoded member, and ``__key__``."""
 
     def __init__(self, source: ByteSource, entry: ShardEntry, options: Mapping[str, Any], max_sample_bytes: int) -> None:
-        self._source: ByteSource | None = source
-        self._max_sample_bytes = max_sample_bytes
+        super().__init__(source, max_sample_bytes)
         self._samples = _index_samples(source, entry.file.name)
         self._columns = options.get("columns")
         self._images = options.get("images", False)
@@ -132,16 +128,15 @@ class TarShard:
     def __len__(self) -> int:
         return len(self._samples)
 
-    def __getitem__(self, row: int, /) -> dict[str, Any]:
-        if not 0 <= row < len(self) or self._source is None:
-            raise IndexError(f"row {row} of {len(self)}, {'closed' if self._source is None else 'open'}")
+    def read(self, row: int, source: ByteSource) -> dict[str, Any]:
+        """Read the members of a sample; see ``Shard.read``."""
         key, members = self._samples[row]
         sample: dict[str, Any] = {KEY_COLUMN: key}
         byte_count = 0
         for column, begin, end in members:
             if self._wants(column):
                 check_sample_bytes(byte_count + end - begin, self._max_sample_bytes)
-                view = memoryview(self._source.read(begin, end))
+                view = memoryview(source.read(begin, end))
                 byte_count += max(end - begin, self._decoded_bytes(column, view))
                 check_sample_bytes(byte_count, self._max_sample_bytes)
                 sample[column] = self._decode(column, view, end - begin)
@@ -165,10 +160,6 @@ class TarShard:
             return decode_image(view)
         return _DECODERS.get(kind, bytes)(view)
 
-    def close(self) -> None:
-        """Release the source."""
-        self._source = None
-
 
 class TarFormat(ShardFormat):
     """Tar; see the module.
@@ -187,7 +178,7 @@ class TarFormat(ShardFormat):
         """Check the options; see ``ShardFormat.check``."""
         super().check(entry, options)
         if options.get("images"):
-            check_pillow()
+            import_pillow()
 
     def open_unchecked(
         self, source: ByteSource, entry: ShardEntry, options: Mapping[str, Any], max_sample_bytes: int, decoded: ByteLRU | None
@@ -203,15 +194,14 @@ class TarFormat(ShardFormat):
 TAR = TarFormat()
 
 
-class TarWriter:
+class TarWriter(ShardWriter):
     """Writer of tar archives; see ``ShardWriter``."""
 
     suffix = ".tar"
-    sample_bytes = 0
     shard_bytes = 1024
 
     def __init__(self, settings: dict[str, Plain]) -> None:
-        self.details = settings
+        super().__init__(settings)
         self._last_key: str | None = None
 
     def encode(self, sample: Sample, number: int, /) -> bytes:
@@ -233,13 +223,9 @@ class TarWriter:
             )
         return b"".join(_encode_member(f"{key}.{name}", _encode_value(name, sample[name], number)) for name in columns)
 
-    def size(self, encoded: bytes, /) -> int:
-        """Return the bytes of an encoded sample."""
-        return len(encoded)
-
     def pack(self, encoded: Sequence[bytes], /) -> bytes:
         """Encode the archive, which ends with two empty blocks."""
-        return b"".join([*encoded, bytes(1024)])
+        return super().pack(encoded) + bytes(self.shard_bytes)
 
 
 def _is_valid_key(key: str) -> bool:
@@ -248,7 +234,7 @@ def _is_valid_key(key: str) -> bool:
         "." not in parts[-1]
         and "\0" not in key
         and not key.startswith("__")
-        and all(part not in ("", ".", "..") for part in parts)
+        and all(name not in ("", ".", "..") for name in parts)
     )
 
 
@@ -271,28 +257,22 @@ def _encode_value(name: str, value: Any, number: int) -> bytes:
             f"sample {number}, column {name!r}: a reader would unpickle it, which runs code. Name it .json or .npy."
         )
     if kind in _ENCODERS:
-        with ColumnErrors(name, number):
+        with name_column(name, number):
             expected, description, encode = _ENCODERS[kind]
             if not isinstance(value, expected):
                 raise TypeError(f"must be {description}, got {type(value).__name__}")
             return encode(value)
     if not isinstance(value, bytes):
-        known = ", ".join(_ENCODERS)
+        names = ", ".join(_ENCODERS)
         raise ConfigError(
-            f"sample {number}, column {name!r}: {type(value).__name__} has no encoding of that name. Pass bytes, or use {known}"
+            f"sample {number}, column {name!r}: {type(value).__name__} has no encoding of that name. Pass bytes, or use {names}"
         )
     return value
 
 
-def _encode_npy(value: Any) -> bytes:
+def _save(save: Callable[..., None], *args: Any, **arrays: Any) -> bytes:
     out = io.BytesIO()
-    np.save(out, value, allow_pickle=False)
-    return out.getvalue()
-
-
-def _encode_npz(value: Any) -> bytes:
-    out = io.BytesIO()
-    np.savez(out, allow_pickle=False, **{name: np.asarray(array) for name, array in value.items()})
+    save(out, *args, allow_pickle=False, **arrays)
     return out.getvalue()
 
 
@@ -301,6 +281,6 @@ _ENCODERS: Mapping[str, tuple[Any, str, Callable[[Any], bytes]]] = {
     "json": (object, "", lambda value: json.dumps(value, allow_nan=False).encode()),
     "txt": (str, "a str", lambda value: value.encode()),
     "cls": (int | np.integer, "an int", lambda value: str(int(value)).encode()),
-    "npy": (np.ndarray, "an array", _encode_npy),
-    "npz": (object, "", _encode_npz),
+    "npy": (np.ndarray, "an array", lambda value: _save(np.save, value)),
+    "npz": (object, "", lambda value: _save(np.savez, **{name: np.asarray(array) for name, array in value.items()})),
 }
