@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from dtrain.checkpoint import layout
-from dtrain.checkpoint.data_file import FileOpener, ReadableFile, verify_pieces
+from dtrain.checkpoint.data_file import FileOpener, OpenedFile, as_bytes, verify_pieces
 from dtrain.checkpoint.layout import DTYPES
 from dtrain.checkpoint.plan import Fetch, ReadItem, Span, TensorRead, plan_fetches
 from dtrain.errors import CorruptCheckpointError
@@ -68,7 +68,7 @@ def read_tensors(
     for read in verify:
         by_file[read.file][1].append((read.begin, read.end))
     with torch.no_grad(), ExitStack() as stack:
-        work: list[tuple[ReadableFile, Fetch, list[_Place]]] = []
+        work: list[tuple[OpenedFile, Fetch, list[_Place]]] = []
         for number, (reads, spans) in sorted(by_file.items()):
             file = stack.enter_context(open_file(number))
             is_remote = file.file.is_remote
@@ -87,10 +87,10 @@ def read_tensors(
     return host_tensors.filled
 
 
-def _read_fetch(file: ReadableFile, fetch: Fetch, places: Sequence[_Place], tensors: _HostTensors, buffers: BufferPool) -> None:
+def _read_fetch(file: OpenedFile, fetch: Fetch, places: Sequence[_Place], tensors: _HostTensors, buffers: BufferPool) -> None:
     """Make a fetch, verify the digests of its blocks, and pass its bytes to their tensors."""
     buffer = buffers.acquire(fetch.end - fetch.begin)
-    memory = _bytes_of(buffer)
+    memory = as_bytes(buffer)
     if places or file.file.is_remote:
         spans = [
             (begin, memory[begin - fetch.begin : end - fetch.begin] if direct is None else direct)
@@ -132,7 +132,7 @@ def _plan_memory(fetch: Fetch, places: Sequence[_Place], *, has_digests: bool) -
         yield low, at, None
 
 
-def _read_pieces(file: ReadableFile, spans: Iterable[tuple[int, memoryview]]) -> Iterator[memoryview]:
+def _read_pieces(file: OpenedFile, spans: Iterable[tuple[int, memoryview]]) -> Iterator[memoryview]:
     """Read from the file into memory, in order. Each piece is still in the processor's cache when it is digested."""
     for begin, memory in spans:
         # Requests to a server should be large.
@@ -201,7 +201,7 @@ class _HostTensors:
                 self._rows[read] = GatherBuffer(read, DTYPES[dtype], self.filled[key], self._pool)
             return _Place(begin, end, key, rows=self._rows[read])
         if key not in self._memory:
-            self._memory[key] = _bytes_of(self.filled[key])
+            self._memory[key] = as_bytes(self.filled[key])
         start = read.offset + begin - read.begin
         # Requests to a server should be large. Smaller segments are copied out of a buffer, which saves system calls.
         direct = nbytes >= (layout.CHUNK_BYTES if is_remote else _DIRECT_MIN_BYTES)
@@ -303,11 +303,6 @@ class GatherBuffer:
 def view_as(data: Tensor, dtype: torch.dtype) -> Tensor:
     """View bytes as values; unaligned bytes are copied."""
     return (data if data.storage_offset() % dtype.itemsize == 0 else data.clone()).view(dtype)
-
-
-def _bytes_of(tensor: Tensor) -> memoryview:
-    """Return the memory of a contiguous tensor."""
-    return tensor.detach().view(-1).view(torch.uint8).numpy().data.cast("B")
 
 
 def copy_into_(targets: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:

@@ -23,7 +23,7 @@ from torch import Tensor
 from dtrain import spans, storage
 from dtrain.arguments import check_choice, explain_arguments
 from dtrain.checkpoint import layout, tree_json
-from dtrain.checkpoint.data_file import FileOpener, ReadableFile
+from dtrain.checkpoint.data_file import FileOpener, OpenedFile
 from dtrain.checkpoint.extra import entry_structures, restore_entries, saved_entries, short_key, stored_entries
 from dtrain.checkpoint.fetch import copy_into_, read_tensors
 from dtrain.checkpoint.load_plan import (
@@ -448,14 +448,14 @@ def _find_values(
 
 def _keep_open(reader: CheckpointReader, files: ExitStack) -> FileOpener:
     """Return a function that opens data files until ``files`` is closed. A file that is removed meanwhile stays readable."""
-    opened: dict[int, ReadableFile] = {}
+    opened: dict[int, OpenedFile] = {}
 
-    def close(context: AbstractContextManager[ReadableFile]) -> None:
+    def close(context: AbstractContextManager[OpenedFile]) -> None:
         # Every read was verified, so a failing close loses nothing.
         with suppress(OSError):
             context.__exit__(None, None, None)
 
-    def open_file(number: int) -> AbstractContextManager[ReadableFile]:
+    def open_file(number: int) -> AbstractContextManager[OpenedFile]:
         if number not in opened:
             context = reader.open_data(number)
             opened[number] = context.__enter__()

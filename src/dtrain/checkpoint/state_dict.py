@@ -32,10 +32,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import xxhash
 from torch import Tensor
 
 from dtrain.checkpoint import layout, tree_json
-from dtrain.checkpoint.data_file import as_bytes, digest_of
+from dtrain.checkpoint.data_file import as_bytes
 from dtrain.checkpoint.extra import check_plain_tensors, saved_entries, short_key, split_entries
 from dtrain.checkpoint.layout import SaveScope
 from dtrain.checkpoint.mismatch import check_own_memory
@@ -233,7 +234,7 @@ def _hash(values: Any, tensors: Mapping[str, Tensor]) -> str:
     """Hash encoded values and the data of their tensors."""
     sha = hashlib.sha256(layout.canonical_json(values))
     for key in sorted(tensors):
-        sha.update(digest_of([as_bytes(tensors[key])]))
+        sha.update(xxhash.xxh3_128_digest(as_bytes(tensors[key])))
     return sha.hexdigest()
 
 

@@ -13,7 +13,6 @@ from typing import Any
 
 import msgspec
 import torch
-import xxhash
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemWriter, save
 from torch.distributed.checkpoint.api import CheckpointException
@@ -22,7 +21,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 
 from dtrain import storage
 from dtrain.checkpoint import layout, tree_json
-from dtrain.checkpoint.data_file import plan_blocks
+from dtrain.checkpoint.data_file import BlockDigester, plan_blocks
 from dtrain.checkpoint.index import encode_rank_index, encode_run_index
 from dtrain.checkpoint.layout import DTYPES, Blocks, Manifest, MeshLayout, RankFiles
 from dtrain.checkpoint.plan import full_region, group_by_size
@@ -41,7 +40,6 @@ from dtrain.checkpoint.write_plan import build_rank_index, build_run_index, plan
 from dtrain.errors import CheckpointError
 from dtrain.fqn import compile_patterns
 from dtrain.schedules.clock import Clock
-from dtrain.storage import Buffer
 
 
 def write_hugging_face(folder: Path, weights: WeightStream, *, max_shard_bytes: int, config: bytes | None) -> None:
@@ -72,30 +70,6 @@ def write_hugging_face(folder: Path, weights: WeightStream, *, max_shard_bytes: 
 KNOWN_BUFFER_PATTERNS = ("**.running_mean", "**.running_var", "running_mean", "running_var")
 
 
-class _BlockDigester:
-    """Digester of the bytes of a file, with one digest per block.
-
-    Args:
-        ends: the byte after each block.
-    """
-
-    def __init__(self, ends: list[int]) -> None:
-        self.ends, self.digests = ends, ""
-        self._current, self._at, self._number = xxhash.xxh3_128(), 0, 0
-
-    def update(self, data: Buffer) -> None:
-        """Add the next bytes."""
-        rest = memoryview(data).cast("B")
-        while rest:
-            missing = self.ends[self._number] - self._at
-            part, rest = rest[:missing], rest[missing:]
-            self._current.update(part)
-            self._at += len(part)
-            if self._at == self.ends[self._number]:
-                self.digests += self._current.hexdigest()
-                self._current, self._number = xxhash.xxh3_128(), self._number + 1
-
-
 def write_step(folder: Path, weights: WeightStream, *, step: int, buffers: Iterable[str]) -> None:
     """Write the files of the folder. They are on the disk when the function returns.
 
@@ -117,9 +91,10 @@ def write_step(folder: Path, weights: WeightStream, *, step: int, buffers: Itera
     )
     write_plan = plan_rank_write(_step_contents(weights, keys, step), 0, 1, separate_frozen=False)
     data_name = layout.data_name(0)
-    digester = _BlockDigester(plan_blocks(write_plan.files[data_name]))
+    ends = plan_blocks(write_plan.files[data_name])
+    digester = BlockDigester(ends)
     size = write_safetensors(folder / data_name, by_key, write_plan.shards, digester.update)
-    of_rank = encode_rank_index(build_rank_index(write_plan, [Blocks(digester.ends, digester.digests)]))
+    of_rank = encode_rank_index(build_rank_index(write_plan, [Blocks(ends, "".join(digester.digests))]))
     storage.write_file(folder / layout.index_name(0), of_rank)
     files = RankFiles(len(of_rank), hashlib.sha256(of_rank).hexdigest(), (size,))
     report = [msgspec.to_builtins(files), rank_parts(write_plan).encode()]
