@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from dtrain.checkpoint import data_file
-from dtrain.checkpoint.data_file import StagingPool, TensorSlot, fill_staging_, plan_file_layout
+from dtrain.checkpoint.data_file import MemoryPool, TensorSlot, fill_staging_, plan_file_layout
 from dtrain.checkpoint.layout import DTYPE_NAMES
 
 
@@ -39,7 +39,7 @@ def expected(tensors):
 
 def test_staged_image_is_file_and_independent_of_source_tensors():
     tensors = some_tensors()
-    image = fill_staging_(StagingPool().acquire(placed(tensors).size, pinned=False), placed(tensors), tensors)
+    image = fill_staging_(MemoryPool().acquire(placed(tensors).size, pinned=False), placed(tensors), tensors)
     wanted = expected(tensors)
     for tensor in tensors.values():
         tensor.zero_()
@@ -47,7 +47,7 @@ def test_staged_image_is_file_and_independent_of_source_tensors():
 
 
 def test_pool_reuses_memory_for_other_layouts():
-    pool, first, other = StagingPool(), some_tensors(), {"only": torch.arange(10.0)}
+    pool, first, other = MemoryPool(), some_tensors(), {"only": torch.arange(10.0)}
     memory = pool.acquire(placed(first).size, pinned=False)
     where = memory.data_ptr()
     for tensors in (first, some_tensors(1), other, first):
@@ -58,14 +58,14 @@ def test_pool_reuses_memory_for_other_layouts():
 
 
 def test_memory_in_use_does_not_overlap_and_is_page_aligned():
-    pool = StagingPool()
+    pool = MemoryPool()
     one, other, large = (pool.acquire(size, pinned=False) for size in (100, 4097, 10**6))
     assert abs(one.data_ptr() - other.data_ptr()) >= 4097
     assert all(memory.data_ptr() % data_file.PAGE_BYTES == 0 for memory in (one, other, large))
 
 
 def test_pool_replaces_small_memory_by_larger():
-    pool = StagingPool()
+    pool = MemoryPool()
     pool.release(pool.acquire(100, pinned=False))
     large = pool.acquire(10_000, pinned=False)
     assert large.numel() == 10_000

@@ -4,7 +4,7 @@ The format: 8 bytes with the length of the header, the header (JSON: name -> dty
 gaps. Tensors are in the order of falling item size, so that each is aligned. Of one item size, small tensors come last, in the
 order of falling size.
 
-A save that must not wait for the disk copies the tensors first: ``StagingPool`` owns reusable host memory for the copies.
+A save that must not wait for the disk copies the tensors first: ``MemoryPool`` owns reusable host memory for the copies.
 
 Each block of a file has a digest, and is read as a whole. A large tensor has blocks of its own, of whole rows, so that a rank
 that needs some of its rows reads few others.
@@ -15,6 +15,7 @@ Source: the format section of the safetensors README (huggingface/safetensors).
 from __future__ import annotations
 
 import json
+import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -56,6 +57,13 @@ class OpenedFile:
     file: storage.FileReader | InMemoryFile
     name: str
     blocks: Blocks | None
+
+
+def read_exactly(file: storage.FileReader | InMemoryFile, name: str, begin: int, out: memoryview) -> None:
+    """Fill ``out`` with the bytes of a file from ``begin`` on. Raise CorruptCheckpointError if the file is too short."""
+    count = file.read_into(begin, out)
+    if count != len(out):
+        raise CorruptCheckpointError(f"{name}: must have at least {begin + len(out)} bytes, ends at byte {begin + count}")
 
 
 FileOpener: TypeAlias = Callable[[int], AbstractContextManager[OpenedFile]]
@@ -133,9 +141,7 @@ def verify_file(opened: OpenedFile, on_bytes: Callable[[int], object] = lambda _
     for numbers in split_blocks(blocks, range(len(blocks.ends))):
         begin, end = blocks.begin_of(numbers.start), blocks.ends[numbers.stop - 1]
         view = buffer[: end - begin]
-        count = opened.file.read_into(begin, view)
-        if count != len(view):
-            raise CorruptCheckpointError(f"{opened.name}: must have at least {end} bytes, ends at byte {begin + count}")
+        read_exactly(opened.file, opened.name, begin, view)
         verify_pieces(opened.name, blocks, numbers, [view])
         on_bytes(end - begin)
 
@@ -363,25 +369,24 @@ def fill_staging_(memory: Tensor, layout: FileLayout, tensors: Mapping[str, Tens
     return SerializedFile.from_buffers([content])
 
 
-class StagingPool:
-    """Pool of staging memory: one tensor of bytes per save in progress, each of the largest size needed so far."""
+class MemoryPool:
+    """Pool of reusable host memory, because memory that threads free often does not return to the system."""
 
     def __init__(self) -> None:
         self._free: list[Tensor] = []
+        self._lock = threading.Lock()
 
-    def acquire(self, size: int, *, pinned: bool) -> Tensor:
-        """Return unused memory of at least ``size`` bytes, to be released. The first call allocates memory.
-
-        Args:
-            size: size in bytes.
-            pinned: if True, the memory is pinned, for copies from a GPU.
-        """
-        fitting = [number for number, memory in enumerate(self._free) if len(memory) >= size and memory.is_pinned() == pinned]
-        if fitting:
-            return self._free.pop(min(fitting, key=lambda number: len(self._free[number])))
-        if self._free:
-            # The memory is too small for this run, so only the new memory is kept.
-            self._free.pop()
+    def acquire(self, size: int, *, pinned: bool = False) -> Tensor:
+        """Return unused memory of at least ``size`` bytes, to be released; pinned memory for copies from a GPU."""
+        with self._lock:
+            fitting = [memory for memory in self._free if len(memory) >= size and memory.is_pinned() == pinned]
+            if fitting:
+                smallest = min(fitting, key=len)
+                self._free = [memory for memory in self._free if memory is not smallest]
+                return smallest
+            if self._free:
+                # The memory is too small for this caller, so only the new memory is kept.
+                self._free.pop()
         # The chunks of a file are written to the disk from page-aligned memory without another copy.
         memory = torch.empty(size + PAGE_BYTES, dtype=torch.uint8, device="cpu", pin_memory=pinned)
         begin = -memory.data_ptr() % PAGE_BYTES
@@ -389,7 +394,8 @@ class StagingPool:
 
     def release(self, memory: Tensor) -> None:
         """Return memory to the pool."""
-        self._free.append(memory)
+        with self._lock:
+            self._free.append(memory)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
@@ -405,7 +411,7 @@ class StagedFiles:
     files: Mapping[str, SerializedFile]
     copy_events: Sequence[torch.Event]
     memory: Sequence[Tensor]
-    pool: StagingPool
+    pool: MemoryPool
 
     def wait(self) -> None:
         """Wait for the copies from GPUs."""
@@ -419,7 +425,7 @@ class StagedFiles:
 
 
 def stage_files(
-    layouts: Mapping[str, FileLayout], tensors: Mapping[str, Tensor], pool: StagingPool, *, copy: bool
+    layouts: Mapping[str, FileLayout], tensors: Mapping[str, Tensor], pool: MemoryPool, *, copy: bool
 ) -> StagedFiles:
     """Serialize a rank's files. Tensors are copied if ``copy`` is True, or if they are not on the CPU.
 

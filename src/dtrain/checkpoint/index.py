@@ -15,12 +15,10 @@ from __future__ import annotations
 import base64
 import zlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import prod
 from typing import Annotated, Any, NamedTuple
 
-import msgspec
 import numpy as np
 from msgspec import Meta, Struct
 
@@ -101,7 +99,7 @@ class PartRun(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
 
     def offset_of(self, index: int) -> tuple[int, ...]:
         """Return the offset of a part."""
-        return tuple(at + index * step for at, step in zip(self.offset, self.step, strict=True))
+        return tuple(offset + index * step for offset, step in zip(self.offset, self.step, strict=True))
 
 
 class TensorKind(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True):
@@ -131,12 +129,11 @@ class TensorKind(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, 
         """Return rank and part of each part that overlaps ``[offset, offset + size)``, in the order of their offset."""
         ranks, offsets, sizes = self._columns
         low, high = np.array(offset, dtype=np.int64), np.array(offset, dtype=np.int64) + np.array(size, dtype=np.int64)
-        found = np.flatnonzero(((offsets < high) & (offsets + sizes > low)).all(axis=1))
         parts = [
-            (int(ranks[at]), shard_kind(self.dtype, self.shape, tuple(offsets[at].tolist()), tuple(sizes[at].tolist())))
-            for at in found
+            (int(ranks[row]), shard_kind(self.dtype, self.shape, tuple(offsets[row].tolist()), tuple(sizes[row].tolist())))
+            for row in np.flatnonzero(((offsets < high) & (offsets + sizes > low)).all(axis=1))
         ]
-        return sorted(parts, key=lambda part: part[1].offset)
+        return sorted(parts, key=lambda rank_and_part: rank_and_part[1].offset)
 
     @cached_property
     def _columns(self) -> tuple[Any, Any, Any]:
@@ -202,20 +199,11 @@ def inline_order(tensors: Mapping[str, str]) -> list[str]:
     return sorted(tensors, key=lambda key: (-DTYPES[tensors[key]].itemsize, key))
 
 
-def encode_run_index(index: RunIndex) -> bytes:
-    """Encode ``index.json``.
-
-    Raises:
-        CheckpointError: more JSON than the reader accepts.
-    """
-    return layout.encode_limited(msgspec.to_builtins(index), INDEX)
-
-
 def parse_run_index(data: bytes, manifest: Manifest) -> RunIndex:
     """Parse ``index.json`` of the step with this manifest.
 
     Raises:
-        CorruptCheckpointError: bytes that ``encode_run_index`` does not write, or a part outside of its tensor.
+        CorruptCheckpointError: bytes that ``encode_index`` does not write, or a part outside of its tensor.
         CheckpointError: a valid index of another format version.
     """
     body = layout.parse_json(data, INDEX)
@@ -239,8 +227,8 @@ def parse_run_index(data: bytes, manifest: Manifest) -> RunIndex:
 def _check_kind(kind: TensorKind, files: Sequence[RankFiles], location: str) -> None:
     if kind.dtype not in DTYPES:
         raise CorruptCheckpointError(f"{location}: unknown dtype {kind.dtype!r}")
-    for at, run in enumerate(kind.runs):
-        where = f"{location}: runs[{at}]"
+    for number, run in enumerate(kind.runs):
+        where = f"{location}: runs[{number}]"
         if not len(run.offset) == len(run.step) == len(run.size) == len(kind.shape):
             raise CorruptCheckpointError(f"{where}: offset, step and size must have {len(kind.shape)} dims")
         last = run.offset_of(run.count - 1)
@@ -280,9 +268,9 @@ class RankParts(NamedTuple):
             keys: all tensors of the run, in the order that is equal on all ranks.
             parts: file, offset and size by key.
         """
-        known: dict[Any, int] = {}
-        numbers = [known.setdefault(parts[key], len(known)) + 1 if key in parts else 0 for key in keys]
-        return cls(np.array(numbers, dtype=np.int32), list(known))
+        boxes: dict[Any, int] = {}
+        numbers = [boxes.setdefault(parts[key], len(boxes)) + 1 if key in parts else 0 for key in keys]
+        return cls(np.array(numbers, dtype=np.int32), list(boxes))
 
     def encode(self) -> list[Any]:
         """Encode as JSON. The numbers of most ranks are alike and repeat themselves, so they are compressed."""
@@ -309,15 +297,15 @@ def merge_parts(
     for rank, pattern in enumerate(pattern_of):
         ranks_of[pattern].append(rank)
     kinds: list[TensorKind] = []
-    known: dict[Any, int] = {}
+    kind_numbers: dict[Any, int] = {}
     tensors = []
     for (key, ref), column in zip(refs.items(), np.ascontiguousarray(rows.T), strict=True):
         if key in inline:
             tensors.append(0)
             continue
         identity = (ref.dtype, ref.shape, column.tobytes())
-        if identity not in known:
-            known[identity] = len(known) + 1
+        if identity not in kind_numbers:
+            kind_numbers[identity] = len(kind_numbers) + 1
             parts = sorted(
                 (rank, *by_rank[rank].boxes[number - 1])
                 for ranks, number in zip(ranks_of, column.tolist(), strict=True)
@@ -327,7 +315,7 @@ def merge_parts(
             file = parts[0][1] if parts else 0
             runs = tuple(_find_runs([(rank, offset, size) for rank, _, offset, size in parts]))
             kinds.append(TensorKind(dtype=ref.dtype, shape=ref.shape, file=file, runs=runs))
-        tensors.append(known[identity])
+        tensors.append(kind_numbers[identity])
     return tuple(kinds), tuple(tensors)
 
 
@@ -336,18 +324,17 @@ _Part = tuple[int, tuple[int, ...], tuple[int, ...]]
 
 def _find_runs(parts: Sequence[_Part]) -> Iterator[PartRun]:
     """Split parts in the order of ranks into arithmetic progressions, each as long as possible."""
-    at = 0
-    while at < len(parts):
-        rank, offset, size = parts[at]
-        end, rank_step, step = at + 1, 0, (0,) * len(offset)
-        if end < len(parts) and parts[end][2] == size:
-            rank_step, step = parts[end][0] - rank, _minus(parts[end][1], offset)
-            while end < len(parts) and parts[end][2] == size and (
-                parts[end][0] - parts[end - 1][0], _minus(parts[end][1], parts[end - 1][1])
-            ) == (rank_step, step):  # fmt: skip
-                end += 1
-        yield PartRun(rank, rank_step, end - at, offset, step, size)
-        at = end
+    start = 0
+    while start < len(parts):
+        rank, offset, size = parts[start]
+        rank_step, step, end = 0, (0,) * len(offset), start + 1
+        while end < len(parts) and parts[end][2] == size:
+            difference = parts[end][0] - parts[end - 1][0], _minus(parts[end][1], parts[end - 1][1])
+            if end > start + 1 and difference != (rank_step, step):
+                break
+            (rank_step, step), end = difference, end + 1
+        yield PartRun(rank, rank_step, end - start, offset, step, size)
+        start = end
 
 
 def _minus(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:
@@ -379,20 +366,11 @@ class RankIndex(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     values: Any
 
 
-def encode_rank_index(index: RankIndex) -> bytes:
-    """Encode ``rank-<rank>.json``.
-
-    Raises:
-        CheckpointError: more JSON than the reader accepts.
-    """
-    return layout.encode_limited(msgspec.to_builtins(index), index_name(index.rank))
-
-
 def parse_rank_index(data: bytes, rank: int, files: RankFiles) -> RankIndex:
     """Parse the index of ``rank``. ``place_shards`` compares it with the index of the run.
 
     Raises:
-        CorruptCheckpointError: bytes that ``encode_rank_index`` does not write, or blocks that do not cover the data files.
+        CorruptCheckpointError: bytes that ``encode_index`` does not write, or blocks that do not cover the data files.
         CheckpointError: a valid index of another format version.
     """
     location = index_name(rank)
@@ -422,8 +400,7 @@ def _check_blocks(blocks: Blocks, size: int, location: str) -> None:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
-class PlacedShards:
+class PlacedShards(NamedTuple):
     """Places of the shards of one rank, checked.
 
     Args:
@@ -442,8 +419,8 @@ class PlacedShards:
 
     def begins_of(self, numbers: Sequence[int]) -> list[int]:
         """Return the first bytes of the parts of these tensors, which the rank holds."""
-        found: list[int] = self.begins[np.searchsorted(self.numbers, np.array(numbers, dtype=np.int64))].tolist()
-        return found
+        begins: list[int] = self.begins[np.searchsorted(self.numbers, np.array(numbers, dtype=np.int64))].tolist()
+        return begins
 
 
 def place_shards(index: RankIndex, run: RunIndex, refs: Mapping[str, TensorRef]) -> PlacedShards:
@@ -459,9 +436,9 @@ def place_shards(index: RankIndex, run: RunIndex, refs: Mapping[str, TensorRef])
     """
     name, sizes = index_name(index.rank), run.files[index.rank].data_bytes
     numbers, parts = run.parts_of(index.rank)
-    for column, found, expected in (("begins", index.begins, len(numbers)), ("per_rank", index.per_rank, len(refs))):
-        if len(found) != expected:
-            raise CorruptCheckpointError(f"{name}: {column}: must have {expected} numbers, got {len(found)}")
+    for column, begins, expected in (("begins", index.begins, len(numbers)), ("per_rank", index.per_rank, len(refs))):
+        if len(begins) != expected:
+            raise CorruptCheckpointError(f"{name}: {column}: must have {expected} numbers, got {len(begins)}")
     own = [shard_kind(ref.dtype, ref.shape, (0,) * len(ref.shape), ref.shape) for ref in refs.values()]
     kinds = np.array(run.tensors, dtype=np.int64)[numbers] - 1
     # There are many tensors and few kinds, so lengths and files are looked up by kind. The last one is for no kind at all.
@@ -476,13 +453,7 @@ def place_shards(index: RankIndex, run: RunIndex, refs: Mapping[str, TensorRef])
         sizes,
     )
     per_rank = {key: StoredShard(0, begin, kind) for key, begin, kind in zip(refs, index.per_rank, own, strict=True)}
-    return PlacedShards(
-        numbers=numbers,
-        begins=np.array(index.begins, dtype=np.int64),
-        per_rank=per_rank,
-        blocks=index.blocks,
-        values=index.values,
-    )
+    return PlacedShards(numbers, np.array(index.begins, dtype=np.int64), per_rank, index.blocks, index.values)
 
 
 def _check_places(rank: int, begins: list[int], lengths: Any, files: Any, sizes: Sequence[int]) -> None:
@@ -496,10 +467,10 @@ def _check_places(rank: int, begins: list[int], lengths: Any, files: Any, sizes:
     last = np.array(sizes, dtype=np.int64)[files] - lengths
     outside = np.flatnonzero(first > last)
     if len(outside):
-        at = int(outside[0])
-        size = sizes[int(files[at])]
+        shard = int(outside[0])
+        begin, size = begins[shard], sizes[int(files[shard])]
         raise CorruptCheckpointError(
-            f"{name}: shard {at}: bytes {begins[at]} to {begins[at] + int(lengths[at])} are outside of a file of {size} bytes"
+            f"{name}: shard {shard}: bytes {begin} to {begin + int(lengths[shard])} are outside of a file of {size} bytes"
         )
     order = np.lexsort((first, files))
     order = order[lengths[order] > 0]
@@ -507,8 +478,8 @@ def _check_places(rank: int, begins: list[int], lengths: Any, files: Any, sizes:
     # The first pair of neighbours that overlap exists if any pair of shards overlaps.
     overlaps = np.flatnonzero((first[1:] < ends[:-1]) & (of_file[1:] == of_file[:-1]))
     if len(overlaps):
-        at = int(overlaps[0]) + 1
-        file = data_name(rank, frozen=bool(of_file[at]))
+        position = int(overlaps[0]) + 1
+        file = data_name(rank, frozen=bool(of_file[position]))
         raise CorruptCheckpointError(
-            f"{name}: {file}: shard {int(order[at])}: begins at byte {int(first[at])}, inside of another shard"
+            f"{name}: {file}: shard {int(order[position])}: begins at byte {int(first[position])}, inside of another shard"
         )

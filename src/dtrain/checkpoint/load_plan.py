@@ -9,19 +9,20 @@ import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from msgspec import Struct
+from msgspec.structs import asdict
 from torch import Tensor
 
 from dtrain.checkpoint import layout, tree_json
-from dtrain.checkpoint.layout import DTYPES, TensorRef
+from dtrain.checkpoint.layout import DTYPES, Count, TensorRef
 from dtrain.checkpoint.mismatch import MismatchRow, check_targets, mismatch_error, missing_row, unequal_row, unexpected_row
 from dtrain.checkpoint.model_state import (
     compare_optimizer,
     extra_state_modules,
     extra_state_names,
-    read_dict,
 )
 from dtrain.checkpoint.plan import Region, full_region, local_region
 from dtrain.checkpoint.reader import CheckpointReader
@@ -39,9 +40,6 @@ from dtrain.fqn import buffers_by_fqn, compile_patterns
 from dtrain.run_objects import LOADER, STATEFUL
 from dtrain.schedules.clock import Clock, EpochPosition
 from dtrain.state import TrainState
-
-if TYPE_CHECKING:
-    from dtrain.checkpoint.reader import CheckpointReader
 
 OPTIMIZER, RNG, TRANSFORMS = "optimizer", "rng", "transforms"
 _PART_PATTERN = re.compile(
@@ -72,9 +70,9 @@ class IgnorePatterns:
         Raises:
             ConfigError: the first such pattern.
         """
-        known_names, known_parts = list(names), list(parts)
+        candidates = {True: list(parts), False: list(names)}
         for pattern in self.patterns:
-            if not any(map(compile_patterns([pattern], caller=caller), known_parts if _is_part(pattern) else known_names)):
+            if not any(map(compile_patterns([pattern], caller=caller), candidates[_is_part(pattern)])):
                 raise ConfigError(
                     f"{caller}: a pattern must match a name in the model or the checkpoint, got {pattern!r}. Use a name of the "
                     "model, 'loader', 'stateful/<name>', 'extra/<name>', 'transforms/<transform>', 'states/<name>', "
@@ -310,36 +308,37 @@ def _advice(rows: list[MismatchRow], options: LoadOptions) -> str:
     return " ".join(advice)
 
 
+class _StoredCounts(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Counts of a clock in a checkpoint."""
+
+    step: Count
+    epoch: Count
+    step_in_epoch: Count
+    samples: Count
+    tokens: Count
+    seconds: float
+
+
+@layout.compile_schema
+class _StoredClock(_StoredCounts, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Clock in a checkpoint. Both further fields are optional."""
+
+    previous: _StoredCounts | None = None
+    step_start: tuple[Count, Count] | None = None
+
+
 def _read_clock(reader: CheckpointReader, *, check_step: bool) -> Clock:
     location = f"{layout.INDEX}: clock"
-    # Both fields are optional in the file.
-    raw = {"previous": None, "step_start": None, **reader.section_dict("clock")}
-    previous, start = raw.pop("previous"), raw.pop("step_start")
-    counts = _read_counts(raw, location)
-    if check_step and counts["step"] != reader.manifest.step:
-        raise CorruptCheckpointError(
-            f"{location}: step must be {reader.manifest.step} as in the manifest, got {counts['step']}"
-        )
-    if previous is not None:
-        previous = Clock(**_read_counts(read_dict(previous, "clock: previous"), f"{location}: previous"))
-    if start is not None:
-        numbers = [layout.read_int(value, f"{location}: step_start") for value in start] if type(start) is list else []
-        if len(numbers) != 2:
-            raise CorruptCheckpointError(f"{location}: step_start: must be two integers, got {layout.describe_value(start)}")
-        start = EpochPosition(*numbers)
-    return Clock(**counts, _previous=previous, _step_start=start)
-
-
-def _read_counts(raw: dict[str, Any], location: str) -> dict[str, Any]:
-    """Read and check the counts of a clock."""
-    layout.read_object(raw, location, tuple(name for name in Clock().state_dict() if name != "previous"))
-    seconds = raw["seconds"]
-    if type(seconds) is not float:
-        raise CorruptCheckpointError(f"{location}: seconds: must be a float, got {layout.describe_value(seconds)}")
-    return {
-        **{name: layout.read_int(value, f"{location}: {name}") for name, value in raw.items() if name != "seconds"},
-        "seconds": seconds,
-    }
+    stored = layout.convert(reader.section_dict("clock"), _StoredClock, location)
+    if check_step and stored.step != reader.manifest.step:
+        raise CorruptCheckpointError(f"{location}: step must be {reader.manifest.step} as in the manifest, got {stored.step}")
+    counts = asdict(stored)
+    del counts["previous"], counts["step_start"]
+    return Clock(
+        **counts,
+        _previous=None if stored.previous is None else Clock(**asdict(stored.previous)),
+        _step_start=None if stored.step_start is None else EpochPosition(*stored.step_start),
+    )
 
 
 def _plan_optimizer(

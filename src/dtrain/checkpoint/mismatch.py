@@ -158,8 +158,8 @@ class ReadOnlyMemory:
         if tensor.untyped_storage().resizable():
             return False
         address = tensor.data_ptr()
-        at = bisect_right(self._spans, (address, sys.maxsize)) - 1
-        return at >= 0 and address < self._spans[at][1]
+        index = bisect_right(self._spans, (address, sys.maxsize)) - 1
+        return index >= 0 and address < self._spans[index][1]
 
     @cached_property
     def _spans(self) -> list[tuple[int, int]]:
