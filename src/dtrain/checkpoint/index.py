@@ -90,13 +90,6 @@ class PartRun(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     step: tuple[Annotated[int, Meta(ge=-_MAX_OFFSET, le=_MAX_OFFSET)], ...]
     size: tuple[_Offset, ...]
 
-    def index_of(self, rank: int) -> int | None:
-        """Return the number of the part that a rank holds; None if the rank holds none."""
-        if self.count == 1:
-            return 0 if rank == self.rank else None
-        index, rest = divmod(rank - self.rank, self.rank_step)
-        return index if rest == 0 and 0 <= index < self.count else None
-
     def offset_of(self, index: int) -> tuple[int, ...]:
         """Return the offset of a part."""
         return tuple(offset + index * step for offset, step in zip(self.offset, self.step, strict=True))
@@ -119,34 +112,31 @@ class TensorKind(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, 
 
     def part_of(self, rank: int) -> ShardKind | None:
         """Return the part that a rank holds; None if the rank holds none."""
-        for run in self.runs:
-            index = run.index_of(rank)
-            if index is not None:
-                return shard_kind(self.dtype, self.shape, run.offset_of(index), run.size)
-        return None
+        return next((self._part(row) for row in np.flatnonzero(self._columns[0] == rank)), None)
 
     def parts_in(self, offset: Sequence[int], size: Sequence[int]) -> list[tuple[int, ShardKind]]:
         """Return rank and part of each part that overlaps ``[offset, offset + size)``, in the order of their offset."""
         ranks, offsets, sizes = self._columns
         low, high = np.array(offset, dtype=np.int64), np.array(offset, dtype=np.int64) + np.array(size, dtype=np.int64)
-        parts = [
-            (int(ranks[row]), shard_kind(self.dtype, self.shape, tuple(offsets[row].tolist()), tuple(sizes[row].tolist())))
-            for row in np.flatnonzero(((offsets < high) & (offsets + sizes > low)).all(axis=1))
-        ]
+        rows = np.flatnonzero(((offsets < high) & (offsets + sizes > low)).all(axis=1))
+        parts = [(int(ranks[row]), self._part(row)) for row in rows]
         return sorted(parts, key=lambda rank_and_part: rank_and_part[1].offset)
+
+    def _part(self, row: Any) -> ShardKind:
+        _, offsets, sizes = self._columns
+        return shard_kind(self.dtype, self.shape, tuple(offsets[row].tolist()), tuple(sizes[row].tolist()))
 
     @cached_property
     def _columns(self) -> tuple[Any, Any, Any]:
         """Ranks, offsets and sizes of all parts."""
         dims = len(self.shape)
-        ranks, offsets, sizes = [], [], []
+        none = np.zeros((0, dims), dtype=np.int64)
+        ranks, offsets, sizes = [np.zeros(0, dtype=np.int64)], [none], [none]
         for run in self.runs:
             steps = np.arange(run.count, dtype=np.int64)
             ranks.append(run.rank + steps * run.rank_step)
             offsets.append(np.array(run.offset, dtype=np.int64) + steps[:, None] * np.array(run.step, dtype=np.int64))
             sizes.append(np.broadcast_to(np.array(run.size, dtype=np.int64), (run.count, dims)))
-        if not ranks:
-            return np.zeros(0, dtype=np.int64), np.zeros((0, dims), dtype=np.int64), np.zeros((0, dims), dtype=np.int64)
         all_ranks = np.concatenate(ranks)
         if len(np.unique(all_ranks)) != len(all_ranks):
             raise CorruptCheckpointError(f"{INDEX}: {self.dtype} {self.shape}: a rank must have at most one part of a tensor")
@@ -164,7 +154,7 @@ class RunIndex(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         kinds: kinds of the tensors.
         tensors: kind of each tensor, in the order in which ``shared`` names them: its number in ``kinds`` plus 1, or 0 for a
             tensor that is in ``inline``.
-        inline: data of small tensors, in the order of ``inline_order``.
+        inline: data of small tensors, in the order of falling item size, then of keys.
         local_buffers: True if each rank has saved its own buffers.
         shared: encoded plain values of the run, by section.
     """
@@ -186,17 +176,8 @@ class RunIndex(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def parts_of(self, rank: int) -> tuple[Any, list[ShardKind | None]]:
         """Return the numbers of the tensors that a rank holds in part, in order, and the rank's part of each kind."""
         parts = [kind.part_of(rank) for kind in self.kinds]
-        held = np.array([False, *(part is not None for part in parts)])
+        held = np.array([False, *(box is not None for box in parts)])
         return np.flatnonzero(held[np.array(self.tensors, dtype=np.int64)]), parts
-
-
-def inline_order(tensors: Mapping[str, str]) -> list[str]:
-    """Return the keys of inline tensors in the order of their data: by falling item size, then by key.
-
-    Args:
-        tensors: dtype names by key.
-    """
-    return sorted(tensors, key=lambda key: (-DTYPES[tensors[key]].itemsize, key))
 
 
 def parse_run_index(data: bytes, manifest: Manifest) -> RunIndex:
@@ -442,7 +423,7 @@ def place_shards(index: RankIndex, run: RunIndex, refs: Mapping[str, TensorRef])
     own = [shard_kind(ref.dtype, ref.shape, (0,) * len(ref.shape), ref.shape) for ref in refs.values()]
     kinds = np.array(run.tensors, dtype=np.int64)[numbers] - 1
     # There are many tensors and few kinds, so lengths and files are looked up by kind. The last one is for no kind at all.
-    lengths = np.array([*(0 if part is None else min(part.nbytes, _MAX_BYTES) for part in parts), 0], dtype=np.int64)
+    lengths = np.array([*(0 if box is None else min(box.nbytes, _MAX_BYTES) for box in parts), 0], dtype=np.int64)
     files = np.array([*(kind.file for kind in run.kinds), 0], dtype=np.int64)
     own_lengths = np.array([min(kind.nbytes, _MAX_BYTES) for kind in own], dtype=np.int64)
     _check_places(

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from dtrain.checkpoint import layout, tree_json
 from dtrain.checkpoint.layout import DTYPES, Count, TensorRef
-from dtrain.checkpoint.mismatch import MismatchRow, check_targets, mismatch_error, missing_row, unequal_row, unexpected_row
+from dtrain.checkpoint.mismatch import MismatchRow, check_targets, compare_tensor, mismatch_error, missing_row, unexpected_row
 from dtrain.checkpoint.model_state import (
     compare_optimizer,
     extra_state_modules,
@@ -266,10 +266,9 @@ class _StateComparison:
 
     def _add_target(self, key: str, ref: TensorRef, tensor: Tensor) -> bool:
         """Add a tensor of the state to the plan if shape and dtype fit. Return False if they differ."""
-        dtype = DTYPES[ref.dtype]
-        castable = self.options.allow_cast and dtype.is_floating_point and tensor.dtype.is_floating_point
-        if ref.shape != tuple(tensor.shape) or not (dtype == tensor.dtype or castable):
-            self.rows.append(unequal_row(key, ref, tree_json.ref_of(tensor)))
+        row = compare_tensor(key, ref, tensor, allow_cast=self.options.allow_cast)
+        if row is not None:
+            self.rows.append(row)
             return False
         # Tensors of equal layout share one computation.
         tensor_layout = (tensor.shape, getattr(tensor, "placements", None), id(getattr(tensor, "device_mesh", None)))
@@ -355,16 +354,12 @@ def _plan_optimizer(
     shards = {name: to_local(param) for name, param in state.params.items()}
     used = {shard.untyped_storage().data_ptr() for shard in shards.values()}
     for name, content in optimizer["state"].items():
-        param = state.params[name]
-        local = shards[name]
-        key = tree_json.join_key("params", name)
+        param, key = state.params[name], tree_json.join_key("params", name)
         placement = _ParamPlacement(
             param=param,
-            local=local,
-            shape=tuple(param.shape),
+            local=shards[name],
             region=plan.regions[key],
             saved_ref=refs[key],
-            adopts_read=local.is_cpu and local.is_contiguous(),
             step_device=param.device if id(param) in on_device else torch.device("cpu"),
             allow_cast=allow_cast,
             by_rows=getattr(state.optimizer, "shards_state_by_rows", False) and row_group(param) is not None,
@@ -421,10 +416,8 @@ class _ParamPlacement(NamedTuple):
 
     param: Tensor
     local: Tensor
-    shape: tuple[int, ...]
     region: Region
     saved_ref: TensorRef
-    adopts_read: bool
     step_device: torch.device
     allow_cast: bool
     by_rows: bool
@@ -447,7 +440,8 @@ class _ParamPlacement(NamedTuple):
     def adopts(self, leaf: TensorPlaceholder) -> bool:
         """Return True if the state keeps the tensor that is read, without a copy."""
         if self._is_like_param(leaf):
-            return self.adopts_read and not (self.allow_cast and leaf.ref.dtype == self.saved_ref.dtype)
+            is_cast = self.allow_cast and leaf.ref.dtype == self.saved_ref.dtype
+            return self.local.is_cpu and self.local.is_contiguous() and not is_cast
         return _is_step(leaf) and self.step_device.type == "cpu"
 
     def find_reusable(self, leaf: TensorPlaceholder, current: Mapping[str, Any], used: set[int]) -> Tensor | None:
@@ -471,7 +465,7 @@ class _ParamPlacement(NamedTuple):
 
     def _is_like_param(self, leaf: TensorPlaceholder) -> bool:
         stays_plain = not self.by_rows and self.saved_ref.distributed and not leaf.ref.distributed and is_dtensor(self.param)
-        return leaf.ref.shape == self.shape and not _is_step(leaf) and not stays_plain
+        return leaf.ref.shape == self.param.shape and not _is_step(leaf) and not stays_plain
 
     def _built_dtype(self, ref: TensorRef) -> torch.dtype:
         follows = self.allow_cast and ref.dtype == self.saved_ref.dtype and DTYPES[ref.dtype].is_floating_point

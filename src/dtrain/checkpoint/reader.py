@@ -25,7 +25,6 @@ from dtrain.checkpoint.index import (
     RunIndex,
     ShardKind,
     StoredShard,
-    inline_order,
     parse_rank_index,
     parse_run_index,
     place_shards,
@@ -350,7 +349,7 @@ def _place_inline(index: RunIndex, refs: Mapping[str, layout.TensorRef]) -> dict
     """Return the shards of the tensors in the index of the run, by key."""
     dtypes = {key: ref.dtype for (key, ref), number in zip(refs.items(), index.tensors, strict=True) if not number}
     placed, begin = {}, 0
-    for key in inline_order(dtypes):
+    for key in sorted(dtypes, key=lambda key: (-layout.DTYPES[dtypes[key]].itemsize, key)):
         shape = refs[key].shape
         placed[key] = StoredShard(_INLINE_FILE, begin, shard_kind(dtypes[key], shape, (0,) * len(shape), shape))
         begin += layout.DTYPES[dtypes[key]].itemsize

@@ -307,7 +307,7 @@ def remove_step(folder: AnyPath, step: int, run_id: str) -> None:
     storage.remove_folder(folder, first=layout.MANIFEST)
 
 
-def check_free_space(root: AnyPath, needed_bytes: int, *, caller: str = "save_sharded") -> None:
+def check_free_space(root: AnyPath, needed_bytes: int, *, caller: str) -> None:
     """Raise if ``needed_bytes`` do not fit on the storage of ``root``. If its free space is unknown, do nothing.
 
     Raises:

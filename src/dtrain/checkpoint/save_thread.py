@@ -12,7 +12,8 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent import futures
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from math import inf
 from typing import Any, Generic, TypeVar, cast
@@ -83,7 +84,7 @@ class SaveTask(Generic[T]):
             reported_progress = self.progress
             if not self.future.done():
                 heartbeats.heartbeat("save")
-            while not wait([self.future], max(0.0, min(_POLL_S, deadline - time.monotonic()))).done:
+            while not futures.wait([self.future], max(0.0, min(_POLL_S, deadline - time.monotonic()))).done:
                 if time.monotonic() >= deadline:
                     raise TimeoutError(f"{self.name} has not ended yet")
                 if self.progress != reported_progress:

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from torch import Tensor
@@ -18,10 +18,12 @@ from dtrain.checkpoint.index import RankIndex, RankParts, RunIndex, merge_parts
 from dtrain.checkpoint.layout import Blocks, Manifest, RankFiles
 from dtrain.checkpoint.plan import assign_writers
 from dtrain.checkpoint.reader import open_checkpoint
-from dtrain.checkpoint.state_dict import CheckpointContents
 from dtrain.dist.dtensor import ShardBox, full_box, is_dtensor, shard_box, to_local
 from dtrain.errors import CheckpointError
 from dtrain.storage import AnyPath
+
+if TYPE_CHECKING:
+    from dtrain.checkpoint.state_dict import CheckpointContents
 
 INLINE = "inline"
 """Name, among the files of rank 0, of the small tensors that are written into the index of the run."""
