@@ -109,7 +109,11 @@ class RankFilesReader:
         """Read the indexes of these ranks, in parallel from a server."""
         missing = sorted({rank for rank in ranks if rank not in self._placed})
         threads = _REMOTE_REQUESTS if isinstance(self._folder, storage.RemotePath) else 1
-        for_each_part(len(missing), lambda number: self.placed(missing[number]), threads=threads, name="dtrain-index")
+
+        def read(number: int) -> None:
+            self.placed(missing[number])
+
+        for_each_part(len(missing), read, threads=threads, name="dtrain-index")
 
     def file_name(self, number: int) -> str:
         """Return the name of the data file of a number."""
