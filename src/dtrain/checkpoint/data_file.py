@@ -59,15 +59,15 @@ class OpenedFile:
     blocks: Blocks | None
 
 
+FileOpener: TypeAlias = Callable[[int], AbstractContextManager[OpenedFile]]
+"""Function that opens the file of a number."""
+
+
 def read_exactly(file: storage.FileReader | InMemoryFile, name: str, begin: int, out: memoryview) -> None:
     """Fill ``out`` with the bytes of a file from ``begin`` on. Raise CorruptCheckpointError if the file is too short."""
     count = file.read_into(begin, out)
     if count != len(out):
         raise CorruptCheckpointError(f"{name}: must have at least {begin + len(out)} bytes, ends at byte {begin + count}")
-
-
-FileOpener: TypeAlias = Callable[[int], AbstractContextManager[OpenedFile]]
-"""Function that opens the file of a number."""
 
 
 def split_blocks(blocks: Blocks, numbers: range) -> Iterator[range]:
@@ -340,13 +340,12 @@ def flatten(tensors: Sequence[Tensor]) -> Tensor:
     return flat[0] if len(flat) == 1 else torch.cat(flat)
 
 
-def as_bytes(tensor: Tensor) -> memoryview:
-    """Return the data of a plain tensor in row-major order; a contiguous CPU tensor shares its memory."""
-    return _bytes_of(flatten([tensor]))
+def as_bytes(*tensors: Tensor) -> memoryview:
+    """Return the data of plain tensors of one dtype and device in row-major order.
 
-
-def _bytes_of(flat: Tensor) -> memoryview:
-    return memoryview(flat.cpu().resolve_neg().view(torch.uint8).numpy().data)
+    A single contiguous CPU tensor shares its memory.
+    """
+    return memoryview(flatten(tensors).cpu().resolve_neg().view(torch.uint8).numpy().data)
 
 
 def fill_staging_(memory: Tensor, layout: FileLayout, tensors: Mapping[str, Tensor]) -> SerializedFile:
@@ -439,7 +438,7 @@ def stage_files(
     if not copy and not accelerators:
         files = {}
         for name, layout in layouts.items():
-            buffers = (_bytes_of(flatten([tensors[slot.key] for slot in group])) for group in group_slots(layout, tensors))
+            buffers = (as_bytes(*(tensors[slot.key] for slot in group)) for group in group_slots(layout, tensors))
             files[name] = SerializedFile.from_buffers([layout.header, *buffers])
         return StagedFiles(files=files, copy_events=(), memory=(), pool=pool)
     memory = [pool.acquire(layout.size, pinned=bool(accelerators)) for layout in layouts.values()]

@@ -77,31 +77,24 @@ def plan_rank_write(contents: CheckpointContents, rank: int, world_size: int, *,
     }
     # Tensors of one element that all ranks hold are in the index. Parameters and buffers stay in files that others can read.
     inline = frozenset(
-        key
-        for key, box in boxes.items()
-        if prod(box.shape) == 1
-        and box.num_replicas == world_size
-        and contents.tensors[key].numel() == 1
-        and not _is_weight(key)
+        key for key, box in boxes.items() if prod(box.shape) == 1 and box.num_replicas == world_size and not _is_weight(key)
     )
     shards = _select_shards(contents.tensors, boxes, inline)
     per_rank = {key: shard_box(tensor) for key, tensor in contents.per_rank.items()}
     tensors = {**{key: to_local(contents.tensors[key]) for key in shards}, **contents.per_rank}
-    written = {**shards, **per_rank}
+    slots = {
+        key: TensorSlot.of(key, layout.DTYPE_NAMES[tensors[key].dtype], box.size) for key, box in {**shards, **per_rank}.items()
+    }
     separate = contents.frozen if separate_frozen else frozenset[str]()
     files = {
-        layout.data_name(rank, frozen=frozen): plan_file_layout(
-            TensorSlot.of(key, layout.DTYPE_NAMES[tensors[key].dtype], written[key].size)
-            for key in written
-            if (key in separate) is frozen
-        )
+        layout.data_name(rank, frozen=frozen): plan_file_layout(slots[key] for key in slots if (key in separate) is frozen)
         for frozen in ((False, True) if separate else (False,))
     }
     if rank == 0 and inline:
         tensors |= {key: to_local(contents.tensors[key]) for key in inline}
-        files[INLINE] = plan_file_layout(
-            (TensorSlot.of(key, layout.DTYPE_NAMES[tensors[key].dtype], boxes[key].size) for key in inline), with_header=False
-        )
+        # All of these tensors have one element.
+        inline_slots = [TensorSlot.of(key, layout.DTYPE_NAMES[tensors[key].dtype], (1,)) for key in inline]
+        files[INLINE] = plan_file_layout(inline_slots, with_header=False)
     return RankWritePlan(
         rank=rank,
         files=files,
