@@ -187,7 +187,7 @@ class CheckpointReader:
             if parts is None:
                 parts = parts_of[kind, region] = kinds[kind - 1].parts_in(region.offset, region.size)
             file = 1 + kinds[kind - 1].file
-            shards[key] = [StoredShard(2 * rank + file, 0, part) for rank, part in parts]
+            shards[key] = [StoredShard(2 * rank + file, 0, box) for rank, box in parts]
             for position, (rank, _) in enumerate(parts):
                 unplaced[rank].append((self.numbers[key], key, position))
         self.ranks.prepare(unplaced)
@@ -409,7 +409,7 @@ def _iter_ranks(reader: CheckpointReader) -> Iterator[RankFilesReader]:
     keys = dict(zip(reader.index.tensors, reader.refs, strict=True))
     for number, kind in enumerate(reader.index.kinds, 1):
         parts = kind.parts_in((0,) * len(kind.shape), kind.shape)
-        check_cover(keys.get(number, f"kinds[{number - 1}]"), [StoredShard(rank, 0, part) for rank, part in parts], kind.shape)
+        check_cover(keys.get(number, f"kinds[{number - 1}]"), [StoredShard(rank, 0, box) for rank, box in parts], kind.shape)
     for rank in range(reader.world_size):
         ranks = RankFilesReader(reader.folder, reader.index)
         values, location = ranks.placed(rank).values, layout.index_name(rank)
