@@ -165,7 +165,7 @@ def _dtrain_async(run: Run, folder: Path) -> Moments:
 
 
 def _dtrain_without_digests(run: Run, folder: Path) -> Moments:
-    with patch.object(data_file, "digest_of", lambda buffers: bytes(16)):
+    with patch.object(data_file, "_digest_blocks", lambda serialized, ends, numbers: "0" * 32 * len(numbers)):
         return _dtrain(run, folder)
 
 

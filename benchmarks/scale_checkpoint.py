@@ -42,8 +42,6 @@ from dtrain.checkpoint.index import (
     RankIndex,
     RankParts,
     RunIndex,
-    encode_rank_index,
-    encode_run_index,
     merge_parts,
     place_shards,
 )
@@ -310,7 +308,7 @@ class Planned:
     @cached_property
     def index_bytes(self) -> int:
         """Bytes of the index of the run, and of a manifest."""
-        return len(encode_run_index(self.index)) + 1000
+        return len(layout.encode_index(self.index, layout.INDEX)) + 1000
 
     def reader(self) -> CheckpointReader:
         """Return a reader, which has read nothing yet."""
@@ -330,7 +328,8 @@ class Planned:
         fetched = sum(end - begin for begin, end in fetches_of(reads, reader.ranks))
         files = {read.file for read in reads}
         own = sum(read.end - read.begin for read in reads) + 4 * len(self.steps)
-        indexes = sum(len(encode_rank_index(self.rank_index((number - 1) // 2))) for number in files)
+        ranks_read = [(number - 1) // 2 for number in files]
+        indexes = sum(len(layout.encode_index(self.rank_index(source), layout.index_name(source))) for source in ranks_read)
         read = fetched + indexes + self.index_bytes
         return {"own": own, "read": read, "ratio": read / own, "files": len(files), "indexes": indexes + self.index_bytes}
 
@@ -355,7 +354,7 @@ def write_wide(folder: Path, ranks: int, tensors: int, rank: int) -> None:
     """Write a step of so many ranks: manifest, index, the index of one rank, and files of the right size without content."""
     shapes = {f"layers.{at}.weight": (4 * ranks, 64) for at in range(tensors // 3)}
     planned = Planned(shapes=shapes, ranks=ranks)
-    data = encode_rank_index(planned.rank_index(rank))
+    data = layout.encode_index(planned.rank_index(rank), layout.index_name(rank))
     size = planned.file(rank).size
     files = tuple(layout.RankFiles(len(data), hashlib.sha256(data).hexdigest(), (size,)) for _ in range(ranks))
     sections = {"transforms": {}, "clock": {}, "extra": {}}
@@ -364,7 +363,7 @@ def write_wide(folder: Path, ranks: int, tensors: int, rank: int) -> None:
         files=files, kinds=found.kinds, tensors=found.tensors, inline=found.inline, local_buffers=False,
         shared={**found.shared, **sections},
     )  # fmt: skip
-    run_data = encode_run_index(index)
+    run_data = layout.encode_index(index, layout.INDEX)
     folder.mkdir(parents=True)
     for number in range(ranks):
         for name, nbytes in files[number].sizes(number).items():

@@ -142,11 +142,6 @@ def test_wrong_file_size_is_reported(root, name, damage):
         load_sharded(root, plain_state())
 
 
-def test_step_without_manifest_is_not_committed(root):
-    (root / "step-00000002" / "manifest.json").unlink()
-    assert load_sharded(root, plain_state()).step == 1
-
-
 @pytest.mark.parametrize("on_corrupt", ["raise", "previous"])
 def test_load_is_refused_when_every_step_is_corrupt(root, on_corrupt):
     for step in root.iterdir():

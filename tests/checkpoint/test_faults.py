@@ -80,10 +80,10 @@ def test_short_writes_are_completed(tmp_path, monkeypatch):
 
 
 def test_digest_error_fails_the_save(tmp_path, monkeypatch):
-    def broken(part):
+    def broken(self, data):
         raise MemoryError("no room for a digest")
 
-    monkeypatch.setattr(data_file, "digest_of", broken)
+    monkeypatch.setattr(data_file.BlockDigester, "update", broken)
     with pytest.raises(MemoryError, match="no room"):
         save_sharded(tmp_path, plain_state())
     assert names(tmp_path) == []

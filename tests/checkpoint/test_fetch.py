@@ -3,11 +3,11 @@
 import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
+import xxhash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -15,18 +15,11 @@ from checkpoint.stored import index_shards
 from dtrain import storage
 from dtrain.checkpoint import data_file as digest_module
 from dtrain.checkpoint import fetch, layout, plan
-from dtrain.checkpoint.data_file import digest_of
+from dtrain.checkpoint.data_file import OpenedFile
 from dtrain.checkpoint.index import StoredShard, shard_kind
 from dtrain.checkpoint.layout import DTYPES, Blocks, TensorRef
 from dtrain.checkpoint.plan import Region, plan_tensors
 from dtrain.errors import CorruptCheckpointError
-
-
-@dataclass
-class Opened:
-    file: storage.FileReader
-    name: str
-    blocks: Blocks | None
 
 
 class Files:
@@ -37,12 +30,12 @@ class Files:
         self.blocks = []
         for number, data in enumerate(contents):
             ends = [*range(block, len(data), block), len(data)] if data else []
-            digests = b"".join(digest_of([data[max(0, end - 1) // block * block : end]]) for end in ends)
-            self.blocks.append(Blocks(ends, digests.hex()))
+            hexes = (xxhash.xxh3_128_hexdigest(data[max(0, end - 1) // block * block : end]) for end in ends)
+            self.blocks.append(Blocks(ends, "".join(hexes)))
             (folder / str(number)).write_bytes(data)
 
     @contextmanager
-    def open(self, number: int) -> Iterator[Opened]:
+    def open(self, number: int) -> Iterator[OpenedFile]:
         fetched = self.fetched
 
         class Watched(storage.FileReader):
@@ -51,7 +44,7 @@ class Files:
                 return super().read_into(begin, out)
 
         with Watched(self.folder / str(number)) as file:
-            yield Opened(file=file, name=f"file {number}", blocks=self.blocks[number] if self.digests else None)
+            yield OpenedFile(file=file, name=f"file {number}", blocks=self.blocks[number] if self.digests else None)
 
 
 @pytest.fixture

@@ -15,8 +15,6 @@ from dtrain.checkpoint.index import (
     RankParts,
     RunIndex,
     TensorKind,
-    encode_rank_index,
-    encode_run_index,
     merge_parts,
     parse_rank_index,
     parse_run_index,
@@ -30,7 +28,7 @@ RUN = "0123456789abcdef" * 2
 FILES = layout.RankFiles(5, "a" * 64, (64,))
 KIND = TensorKind(dtype="F32", shape=(4, 3), file=0, runs=(PartRun(0, 0, 1, (2, 0), (0, 0), (2, 3)),))
 RUN_INDEX = RunIndex(files=(FILES,), kinds=(KIND,), tensors=(1,), inline=b"", local_buffers=False, shared={"seed": 0})
-RUN_DATA = encode_run_index(RUN_INDEX)
+RUN_DATA = layout.encode_index(RUN_INDEX, layout.INDEX)
 MANIFEST = layout.Manifest(
     run_id=RUN,
     step=100,
@@ -72,9 +70,9 @@ def test_manifest_round_trips(manifest):
 
 def test_indexes_round_trip():
     found = parse_run_index(RUN_DATA, MANIFEST)
-    assert encode_run_index(found) == RUN_DATA
-    of_rank = parse_rank_index(encode_rank_index(INDEX), 0, FILES)
-    assert encode_rank_index(of_rank) == encode_rank_index(INDEX)
+    assert layout.encode_index(found, layout.INDEX) == RUN_DATA
+    of_rank = parse_rank_index(layout.encode_index(INDEX, layout.index_name(0)), 0, FILES)
+    assert layout.encode_index(of_rank, layout.index_name(0)) == layout.encode_index(INDEX, layout.index_name(0))
     assert place_shards(of_rank, found, {}).begins_of([0]) == [16]
 
 
@@ -133,11 +131,11 @@ def test_manifest_of_another_version_is_refused_and_not_reported_as_corruption(v
 
 
 def index_with(**changes) -> bytes:
-    return json.dumps({**json.loads(encode_rank_index(INDEX)), **changes}).encode()
+    return json.dumps({**json.loads(layout.encode_index(INDEX, layout.index_name(0))), **changes}).encode()
 
 
 def blocks_with(**changes) -> bytes:
-    return index_with(blocks=[{**json.loads(encode_rank_index(INDEX))["blocks"][0], **changes}])
+    return index_with(blocks=[{**json.loads(layout.encode_index(INDEX, layout.index_name(0)))["blocks"][0], **changes}])
 
 
 BAD_INDEXES = {
@@ -146,7 +144,7 @@ BAD_INDEXES = {
     "no blocks": index_with(blocks=[]),
     "digest of no hex": blocks_with(digests="x" * 64),
     "digest": blocks_with(digests="b" * 63),
-    "digests of no file": index_with(blocks=json.loads(encode_rank_index(INDEX))["blocks"] * 2),
+    "digests of no file": index_with(blocks=json.loads(layout.encode_index(INDEX, layout.index_name(0)))["blocks"] * 2),
     "blocks beyond the file": blocks_with(ends=[40, 65]),
     "blocks far beyond": blocks_with(ends=[2**70, 64]),
     "blocks backwards": blocks_with(ends=[50, 40, 64], digests="b" * 96),
@@ -183,7 +181,7 @@ def test_invalid_index_of_a_rank_is_refused(data):
 def test_block_larger_than_a_chunk_is_refused(monkeypatch):
     monkeypatch.setattr(layout, "CHUNK_BYTES", 32)
     with pytest.raises(CorruptCheckpointError, match="a block must have 1 to 32 bytes, got 24 to 40"):
-        parse_rank_index(encode_rank_index(INDEX), 0, FILES)
+        parse_rank_index(layout.encode_index(INDEX, layout.index_name(0)), 0, FILES)
 
 
 def run_with(**changes) -> bytes:
@@ -261,9 +259,9 @@ def test_later_index_version_is_refused():
 
 def test_oversized_index_is_not_written(monkeypatch):
     monkeypatch.setattr(layout, "MAX_JSON_BYTES", 10)
-    for encode in (lambda: encode_rank_index(INDEX), lambda: encode_run_index(RUN_INDEX)):
+    for index in (INDEX, RUN_INDEX):
         with pytest.raises(CheckpointError, match=r"must be at most 10 bytes, got .*. Store large plain data as tensors"):
-            encode()
+            layout.encode_index(index, "index.json")
 
 
 @given(st.data())

@@ -104,7 +104,8 @@ BAD = {
     "old name": ({"scope": "model"}, "scope must be"),
     "extra of a part": ({"scope": "weights", "extra": {"x": 1}}, r"extra must be empty with .*, got \['x'\]"),
     "cast to integers": ({"dtype": torch.int32}, "dtype must be a floating-point dtype, got torch.int32"),
-    "keep none": ({"keep_last": 0}, "keep_last"),
+    "keep none": ({"keep_last": 0}, "keep_last must be"),
+    "mode": ({"mode": "fast"}, "mode must be 'sync' or 'async', got 'fast'"),
 }
 
 

@@ -310,6 +310,7 @@ BAD_OPTIONS = {
     "scope": ({"scope": "trainable"}, r"scope must be 'all' or 'weights', got 'trainable'"),
     "what as a tuple": ({"scope": ("model",)}, r"scope must be 'all' or 'weights', got \('model',\)"),
     "what and extra": ({"scope": "weights", "extra": {"a": 1}}, "extra must be empty"),
+    "on_corrupt": ({"on_corrupt": "ignore"}, "on_corrupt must be 'raise' or 'previous', got 'ignore'"),
     "ignore as text": ({"ignore": "head.*"}, r"ignore must be a list of patterns"),
     "ignore nothing": ({"ignore": ["head.*"]}, r"a pattern must match a name in the model or the checkpoint, got 'head\.\*'"),
 }
@@ -347,15 +348,6 @@ def test_load_logs_selected_step(root, capsys):
     assert said(capsys) == [f"dtrain: load_sharded: loaded {root}/step-00000003 in N s"]
     load_sharded(root / "step-00000002", plain_state(), ignore=["optimizer", "rng"])
     assert said(capsys) == [f"dtrain: load_sharded: loaded {root}/step-00000002 in N s; ignored optimizer, rng"]
-
-
-def test_load_waits_for_async_save(tmp_path):
-    state = train(plain_state(), 1)
-    expected = digest(state)
-    save_sharded(tmp_path, state, mode="async")
-    restored = load_sharded(tmp_path, plain_state(3))
-    assert restored.step == 1
-    assert digest(restored) == expected
 
 
 def test_load_logs_missing_checkpoint(tmp_path, capsys):

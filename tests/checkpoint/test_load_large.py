@@ -91,7 +91,7 @@ def test_tensors_that_the_state_lacks_are_read_once(tmp_path, monkeypatch, steps
     seen, original = [], load._apply
 
     def noted(loaded, *args):
-        seen.append((set(loaded.held[""]), set(loaded.unread[""])))
+        seen.append((set(loaded.held), set(loaded.unread)))
         return original(loaded, *args)
 
     monkeypatch.setattr(load, "_apply", noted)

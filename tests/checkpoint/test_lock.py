@@ -249,17 +249,15 @@ def test_owner_status_uses_local_pid_or_heartbeat(who, silent_s, verdict):
     assert locks.owner_status(holder, me, now=NOW, unchanged_s=0.0) == verdict
 
 
-def test_owner_unchanged_past_timeout_is_dead_despite_clock_skew():
+BARE = {"boot_id": None, "pid_namespace": None, "start_ticks": None}
+
+
+@pytest.mark.parametrize(("silent_s", "verdict"), [(59, "unknown"), (60, "dead")])
+def test_owner_status_uses_silence_despite_clock_skew_and_without_proc(silent_s, verdict):
     holder, me = somebody(heartbeat_at=NOW + 3600), somebody(**ME, **ALIVE)
-    assert locks.owner_status(holder, me, now=NOW, unchanged_s=59.0) == "unknown"
-    assert locks.owner_status(holder, me, now=NOW, unchanged_s=60.0) == "dead"
-
-
-def test_owner_status_uses_heartbeat_without_proc():
-    bare = {"boot_id": None, "pid_namespace": None, "start_ticks": None}
-    holder, me = somebody(**{**ME, **ENDED, **bare}, heartbeat_at=NOW), somebody(**{**ME, **ALIVE, **bare})
-    assert locks.owner_status(holder, me, now=NOW + 59, unchanged_s=0.0) == "unknown"
-    assert locks.owner_status(holder, me, now=NOW + 60, unchanged_s=0.0) == "dead"
+    assert locks.owner_status(holder, me, now=NOW, unchanged_s=silent_s) == verdict
+    holder, me = somebody(**{**ME, **ENDED, **BARE}, heartbeat_at=NOW), somebody(**{**ME, **ALIVE, **BARE})
+    assert locks.owner_status(holder, me, now=NOW + silent_s, unchanged_s=0.0) == verdict
 
 
 def test_owner_record_round_trips_and_invalid_data_is_rejected():

@@ -105,11 +105,8 @@ def test_larger_keep_options_remove_no_additional_steps(steps, keep_last, keep_e
     assert removed <= set(removals(steps, keep_last))
 
 
-def test_keep_last_counts_commit_order():
+def test_keep_last_counts_commit_order_and_none_keeps_all_steps():
     assert removals([50, 75, 100, 60], 1, protected={50}) == [75, 100]
-
-
-def test_keep_last_none_keeps_all_steps():
     assert removals([1, 2, 3], None, keep_every=2) == []
 
 
@@ -138,12 +135,9 @@ def test_prune_removes_planned_steps_of_each_run(tmp_path, fill):
     assert prune(tmp_path, keep_last=1, keep_every=20, keep_steps=[25]) == []
 
 
-def test_prune_of_missing_root_creates_nothing(tmp_path):
+def test_prune_of_step_folder_is_refused_and_of_missing_root_creates_nothing(tmp_path, fill):
     assert prune(tmp_path / "missing", keep_last=1) == []
     assert names(tmp_path) == []
-
-
-def test_prune_of_step_folder_is_refused(tmp_path, fill):
     (folder,) = fill(tmp_path, [1])
     with pytest.raises(CheckpointError, match=r"got the step .*step-00000001. Pass its parent folder"):
         prune(folder, keep_last=1)
@@ -381,9 +375,9 @@ class Full(WatchedOs):
 
 def test_insufficient_space_error_gives_needed_and_free_bytes(tmp_path, monkeypatch):
     monkeypatch.setattr(storage.local, "os", Full(256))
-    check_free_space(tmp_path / "new" / "root", 2**20)
+    check_free_space(tmp_path / "new" / "root", 2**20, caller="save_sharded")
     with pytest.raises(CheckpointError) as refused:
-        check_free_space(tmp_path / "new" / "root", 3 * 2**30)
+        check_free_space(tmp_path / "new" / "root", 3 * 2**30, caller="save_sharded")
     assert str(refused.value) == (
         f"save_sharded: free space of {tmp_path}/new/root must be at least 3 GiB, got 1 MiB. "
         "Free space, or keep fewer steps (keep_last)."
@@ -393,5 +387,5 @@ def test_insufficient_space_error_gives_needed_and_free_bytes(tmp_path, monkeypa
 
 def test_unknown_free_space_passes_check(tmp_path, monkeypatch):
     monkeypatch.setattr(storage, "free_bytes", lambda path: None)
-    check_free_space(tmp_path, 2**60)
+    check_free_space(tmp_path, 2**60, caller="save_sharded")
     assert names(tmp_path) == []

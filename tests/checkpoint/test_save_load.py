@@ -111,7 +111,7 @@ def test_clock_with_invalid_previous_field_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(Clock, "state_dict", lambda clock: {**state_dict(clock), "previous": 3})
     save_sharded(tmp_path, train(plain_state(), 3))
     monkeypatch.undo()
-    with pytest.raises(CorruptCheckpointError, match="clock: previous: must be a dict, got int 3"):
+    with pytest.raises(CorruptCheckpointError, match=r"clock: previous: Expected `object \| null`, got `int`"):
         load_sharded(tmp_path, plain_state(1))
 
 
@@ -414,12 +414,8 @@ def test_unsupported_format_version_is_refused(tmp_path, call):
         CALLS[call](step)
 
 
-def test_invalid_arguments_and_stale_states_are_refused(tmp_path):
+def test_stale_state_is_refused(tmp_path):
     state = train(plain_state(), 1)
-    with pytest.raises(ConfigError, match="keep_last must be"):
-        save_sharded(tmp_path, state, keep_last=0)
-    with pytest.raises(ConfigError, match="on_corrupt must be 'raise' or 'previous', got 'ignore'"):
-        load_sharded(tmp_path, state, on_corrupt="ignore")
     train(state, 1)
     with pytest.raises(StaleStateError, match="save_sharded: this state was stepped already"):
         save_sharded(tmp_path, state)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from dtrain.checkpoint import data_file
-from dtrain.checkpoint.data_file import StagingPool, TensorSlot, plan_file_layout
+from dtrain.checkpoint.data_file import MemoryPool, TensorSlot, fill_staging_, plan_file_layout
 from dtrain.checkpoint.layout import DTYPE_NAMES
 
 
@@ -26,8 +26,8 @@ def some_tensors(seed=0):
     }
 
 
-def content(buffer, tensors):
-    image = buffer.fill(placed(tensors), tensors)
+def content(memory, tensors):
+    image = fill_staging_(memory, placed(tensors), tensors)
     return b"".join(bytes(view) for view in image.views(0, image.size))
 
 
@@ -37,14 +37,9 @@ def expected(tensors):
     return plan.header + b"".join(rows)
 
 
-def test_staged_image_equals_file_bytes():
+def test_staged_image_is_file_and_independent_of_source_tensors():
     tensors = some_tensors()
-    assert content(StagingPool().acquire(placed(tensors).size, pinned=False), tensors) == expected(tensors)
-
-
-def test_staged_image_is_independent_of_source_tensors():
-    tensors = some_tensors()
-    image = StagingPool().acquire(placed(tensors).size, pinned=False).fill(placed(tensors), tensors)
+    image = fill_staging_(MemoryPool().acquire(placed(tensors).size, pinned=False), placed(tensors), tensors)
     wanted = expected(tensors)
     for tensor in tensors.values():
         tensor.zero_()
@@ -52,34 +47,30 @@ def test_staged_image_is_independent_of_source_tensors():
 
 
 def test_pool_reuses_memory_for_other_layouts():
-    pool, first, other = StagingPool(), some_tensors(), {"only": torch.arange(10.0)}
-    buffer = pool.acquire(placed(first).size, pinned=False)
-    where = buffer.memory.data_ptr()
+    pool, first, other = MemoryPool(), some_tensors(), {"only": torch.arange(10.0)}
+    memory = pool.acquire(placed(first).size, pinned=False)
+    where = memory.data_ptr()
     for tensors in (first, some_tensors(1), other, first):
-        assert content(buffer, tensors) == expected(tensors)
-        pool.release(buffer)
-        buffer = pool.acquire(placed(tensors).size, pinned=False)
-        assert buffer.memory.data_ptr() == where
+        assert content(memory, tensors) == expected(tensors)
+        pool.release(memory)
+        memory = pool.acquire(placed(tensors).size, pinned=False)
+        assert memory.data_ptr() == where
 
 
-def test_buffers_in_use_do_not_overlap():
-    pool = StagingPool()
-    one, other = pool.acquire(100, pinned=False), pool.acquire(100, pinned=False)
-    assert abs(one.memory.data_ptr() - other.memory.data_ptr()) >= 100
+def test_memory_in_use_does_not_overlap_and_is_page_aligned():
+    pool = MemoryPool()
+    one, other, large = (pool.acquire(size, pinned=False) for size in (100, 4097, 10**6))
+    assert abs(one.data_ptr() - other.data_ptr()) >= 4097
+    assert all(memory.data_ptr() % data_file.PAGE_BYTES == 0 for memory in (one, other, large))
 
 
-def test_pool_replaces_small_buffer_by_larger():
-    pool = StagingPool()
+def test_pool_replaces_small_memory_by_larger():
+    pool = MemoryPool()
     pool.release(pool.acquire(100, pinned=False))
     large = pool.acquire(10_000, pinned=False)
-    assert large.memory.numel() == 10_000
+    assert large.numel() == 10_000
     pool.release(large)
     assert pool.acquire(50, pinned=False) is large
-
-
-def test_staging_memory_is_page_aligned():
-    pool = StagingPool()
-    assert all(pool.acquire(size, pinned=False).memory.data_ptr() % data_file.PAGE_BYTES == 0 for size in (1, 4097, 10**6))
 
 
 def test_small_tensors_lie_behind_large_ones_of_their_item_size():

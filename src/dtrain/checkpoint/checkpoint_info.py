@@ -86,25 +86,20 @@ def read_manifest(folder: AnyPath) -> layout.Manifest:
     """Read the manifest of a step's folder.
 
     Raises:
-        CorruptCheckpointError: a manifest that is missing or was changed.
+        CorruptCheckpointError: a manifest that is missing, was changed, or is of another step than the folder's name.
         CheckpointError: a manifest of another format version.
-    """
-    return layout.parse_manifest(read_manifest_bytes(folder))
-
-
-def read_manifest_bytes(folder: AnyPath) -> bytes:
-    """Read the bytes of ``manifest.json``.
-
-    Raises:
-        CorruptCheckpointError: a missing file.
     """
     path = folder / layout.MANIFEST
     try:
-        return storage.read_file(path, limit=layout.MAX_MANIFEST_BYTES)
+        data = storage.read_file(path, limit=layout.MAX_MANIFEST_BYTES)
     except OSError:
         if storage.file_size(path) is None:
             raise CorruptCheckpointError(f"{layout.MANIFEST}: must be a file") from None
         raise
+    manifest, step = layout.parse_manifest(data), layout.step_of(folder.name)
+    if step is not None and manifest.step != step:
+        raise CorruptCheckpointError(f"{layout.MANIFEST}: step must be {step} as in the folder's name, got {manifest.step}")
+    return manifest
 
 
 class RootScan(NamedTuple):
@@ -155,7 +150,7 @@ def scan_root(root: AnyPath) -> RootScan:
                 incomplete += [name] if layout.step_of(name.partition(".tmp-")[0]) is not None else []
                 continue
             try:
-                committed.append(read_info(root / name, step))
+                committed.append(read_info(root / name))
             except CorruptCheckpointError as error:
                 if has_manifest(root / name):
                     corrupt.append(CorruptStep(step=step, path=root / name, reason=str(error)))
@@ -177,11 +172,9 @@ def newest_commit(committed: Sequence[CheckpointInfo]) -> Commit | None:
     return Commit(committed[-1].serial, committed[-1].step, committed[-1].run_id) if committed else None
 
 
-def read_info(folder: AnyPath, step: int | None = None) -> CheckpointInfo:
-    """Read the manifest of a folder, and check that its step is ``step`` unless None."""
+def read_info(folder: AnyPath) -> CheckpointInfo:
+    """Read the manifest of a step's folder. Raises as ``read_manifest``."""
     manifest = read_manifest(folder)
-    if step is not None and manifest.step != step:
-        raise CorruptCheckpointError(f"{layout.MANIFEST}: step must be {step} as in the folder's name, got {manifest.step}")
     facts = {info.name: getattr(manifest, info.name) for info in fields(CheckpointInfo) if info.name != "path"}
     return CheckpointInfo(path=folder, **facts)
 
@@ -226,7 +219,7 @@ def latest_checkpoint(root: Path | str) -> AnyPath | None:
     try:
         step = as_step_folder(storage.resolve_path(root), "latest_checkpoint")
         if step is not None:
-            read_info(step, layout.step_of(step.name))
+            read_info(step)
             return step
     except OSError as error:
         raise CheckpointError(f"latest_checkpoint: {error}") from error
@@ -266,13 +259,10 @@ def choose_step(path: AnyPath, caller: str) -> AnyPath | None:
 
 def skipped_steps(scan: RootScan, folder: AnyPath) -> dict[str, str]:
     """Return the reasons why folders that look newer than ``folder`` are not loaded, by folder name."""
-    reasons = {c.path.name: "committed earlier, before the run went back" for c in scan.committed}
-    reasons |= {d.path.name: f"corrupt: {d.reason}" for d in scan.corrupt}
+    reasons = {info.path.name: "committed earlier, before the run went back" for info in scan.committed}
+    reasons |= {corrupt.path.name: f"corrupt: {corrupt.reason}" for corrupt in scan.corrupt}
     reasons |= dict.fromkeys(scan.incomplete, "its save was not completed")
     step = layout.step_of(folder.name)
-
-    def is_newer(name: str) -> bool:
-        other_step = layout.step_of(name.partition(".tmp-")[0])
-        return name != folder.name and other_step is not None and (step is None or other_step > step)
-
-    return {name: reason for name, reason in reasons.items() if is_newer(name)}
+    # All these folders have the name of a step, or of the staging folder of one.
+    steps = {name: layout.step_of(name.partition(".tmp-")[0]) or 0 for name in reasons if name != folder.name}
+    return {name: reasons[name] for name, other_step in steps.items() if step is None or other_step > step}

@@ -7,7 +7,6 @@ object store has no rename: there the commit is the manifest, written last and o
 
 from __future__ import annotations
 
-import hashlib
 import secrets
 import time
 import warnings
@@ -23,8 +22,7 @@ from dtrain.arguments import check_choice
 from dtrain.checkpoint import layout
 from dtrain.checkpoint.checkpoint_info import scan_root
 from dtrain.checkpoint.data_file import StagedFiles, digest_blocks, plan_blocks, write_data_file
-from dtrain.checkpoint.index import encode_rank_index, encode_run_index
-from dtrain.checkpoint.layout import Blocks, Manifest, RankFiles
+from dtrain.checkpoint.layout import Blocks, Manifest
 from dtrain.checkpoint.retention import (
     RetentionRules,
     apply_retention,
@@ -37,7 +35,7 @@ from dtrain.checkpoint.retention import (
     resumed_steps,
 )
 from dtrain.checkpoint.save_thread import SaveTask
-from dtrain.checkpoint.write_plan import INLINE, RankWritePlan, build_rank_index, build_run_index, link_frozen_file, rank_parts
+from dtrain.checkpoint.write_plan import INLINE, RankWritePlan, link_frozen_file, write_rank_index, write_run_index
 from dtrain.dist.collectives import broadcast_decision, broadcast_json, gather_json, raise_on_all_ranks
 from dtrain.dist.context import current_context
 from dtrain.dist.init import DistInfo, get_dist_info
@@ -226,13 +224,13 @@ def _decide(save: SaveRequest, run_id: str) -> SaveDecision:
     root, step, scope = save.root, save.step, save.manifest.scope
     committed = scan_root(root).committed
     check_no_other_job(root, committed, save.lineages, run_id)
-    other = next((c for c in committed if c.scope != scope), None)
+    other = next((info for info in committed if info.scope != scope), None)
     if other is not None:
         raise CheckpointError(
             f"{_CALLER}: scope must be {other.scope!r} as in step {other.step} of {root}, got {scope!r}. A run is resumed from "
             "its newest step. Save into another root."
         )
-    own_steps = [c for c in committed if c.run_id == run_id]
+    own_steps = [info for info in committed if info.run_id == run_id]
     decision = SaveDecision(
         action="write",
         root=str(root),
@@ -240,11 +238,11 @@ def _decide(save: SaveRequest, run_id: str) -> SaveDecision:
         staging_folder=layout.staging_name(step, "tmp", run_id, secrets.token_hex(4))
         if storage.supports_rename(root)
         else layout.step_name(step),
-        serial=1 + max((c.serial for c in committed), default=0),
+        serial=1 + max((info.serial for info in committed), default=0),
         replaces=False,
         previous=own_steps[-1].path.name if own_steps else None,
     )
-    existing = next((c for c in committed if c.step == step), None)
+    existing = next((info for info in committed if info.step == step), None)
     if existing is None:
         move_aside(root / layout.step_name(step), _CALLER)
         return decision
@@ -259,17 +257,25 @@ def _decide(save: SaveRequest, run_id: str) -> SaveDecision:
 
 def _write_and_commit(decision: SaveDecision, save: SaveRequest, task: SaveTask[SaveResult]) -> int:
     """Write every rank's files durably, and commit the step on rank 0. Return the bytes of all files."""
-    files: RankFiles | None = None
+    report: list[Any] = []
     total_bytes = 0
     with _agree_on_failures(decision, save):
-        files = _write_rank(decision, save, task)
-    report: Any = [msgspec.to_builtins(files), rank_parts(save.write_plan).encode()]
+        report = _write_rank(decision, save, task)
     reports = gather_json(report, group="background", caller=_CALLER)
     _check_groups_open(save)
     with _agree_on_failures(decision, save):
         task.raise_if_cancelled()
         if reports is not None:
-            manifest = _write_run_index(decision, save, reports)
+            steps = save.lineages[0].roots[decision.root].steps
+            draft = msgspec.structs.replace(
+                save.manifest,
+                run_id=decision.run_id,
+                # The step of this root that the run committed or loaded last.
+                parent_step=next((step for step in reversed(steps) if step != save.step), None),
+                serial=decision.serial,
+            )
+            inline = save.staged.files.get(INLINE)
+            manifest = write_run_index(decision.staging, save.write_plan, inline, reports, draft)
             for lineage in save.lineages:
                 # Before the commit, whose reply may be lost.
                 lineage.roots[decision.root].newest = Commit(decision.serial, save.step, decision.run_id)
@@ -293,42 +299,24 @@ def _agree_on_failures(decision: SaveDecision, save: SaveRequest) -> Iterator[No
             ) from None
 
 
-def _write_rank(decision: SaveDecision, save: SaveRequest, task: SaveTask[SaveResult]) -> RankFiles:
-    """Write this rank's data files and index."""
+def _write_rank(decision: SaveDecision, save: SaveRequest, task: SaveTask[SaveResult]) -> list[Any]:
+    """Write this rank's data files and index. Return the report of ``write_rank_index``."""
     save.staged.wait()
     staging, plan = decision.staging, save.write_plan
     blocks: list[Blocks] = []
     frozen_name = layout.data_name(plan.rank, frozen=True)
-    data_files = {name: serialized for name, serialized in save.staged.files.items() if name != INLINE}
-    for name, serialized in data_files.items():
+    for name, serialized in save.staged.files.items():
+        if name == INLINE:
+            continue
         ends = plan_blocks(plan.files[name])
         linked = None
         if decision.previous is not None and save.options.incremental and name == frozen_name:
             digested = digest_blocks(serialized, ends)
             linked = digested if link_frozen_file(staging.parent / decision.previous, staging, digested, plan.rank) else None
         blocks.append(linked or write_data_file(staging / name, serialized, ends, threads=WRITE_THREADS, on_part=task.advance))
-    index = encode_rank_index(build_rank_index(plan, blocks))
-    storage.write_file(staging / layout.index_name(plan.rank), index)
+    report = write_rank_index(staging, plan, blocks)
     storage.sync_folder(staging)
-    return RankFiles(len(index), hashlib.sha256(index).hexdigest(), tuple(file.size for file in data_files.values()))
-
-
-def _write_run_index(decision: SaveDecision, save: SaveRequest, reports: Sequence[Any]) -> Manifest:
-    """Write the index of the run from the reports of all ranks, and return the manifest of the step."""
-    index = build_run_index(save.write_plan, save.staged.files.get(INLINE), reports)
-    data = encode_run_index(index)
-    storage.write_file(decision.staging / layout.INDEX, data)
-    steps = save.lineages[0].roots[decision.root].steps
-    return msgspec.structs.replace(
-        save.manifest,
-        run_id=decision.run_id,
-        # The step of this root that the run committed or loaded last.
-        parent_step=next((step for step in reversed(steps) if step != save.step), None),
-        serial=decision.serial,
-        bytes=len(data) + sum(index.sizes.values()),
-        index_bytes=len(data),
-        index_sha256=hashlib.sha256(data).hexdigest(),
-    )
+    return report
 
 
 def commit(decision: SaveDecision, save: SaveRequest, manifest: Manifest) -> None:
@@ -368,10 +356,10 @@ def commit(decision: SaveDecision, save: SaveRequest, manifest: Manifest) -> Non
 def _remove_old_steps(root: AnyPath, run_id: str, save: SaveRequest) -> None:
     """Remove steps that the commit made superfluous. The step is durable, so a failure is a warning."""
     lineage = save.lineages[0]
-    known = lineage.roots[str(root)]
-    protected = {save.step, *resumed_steps(root, lineage), *known.unknown_steps}
+    history = lineage.roots[str(root)]
+    protected = {save.step, *resumed_steps(root, lineage), *history.unknown_steps}
     try:
-        apply_retention(root, run_id, save.options, protected=protected, newest=known.newest)
+        apply_retention(root, run_id, save.options, protected=protected, newest=history.newest)
     except (OSError, CheckpointError) as error:
         warnings.warn(
             f"{_CALLER}: step {save.step} is committed, but older steps could not be removed: {error}. "

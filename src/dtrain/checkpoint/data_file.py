@@ -4,7 +4,7 @@ The format: 8 bytes with the length of the header, the header (JSON: name -> dty
 gaps. Tensors are in the order of falling item size, so that each is aligned. Of one item size, small tensors come last, in the
 order of falling size.
 
-A save that must not wait for the disk copies the tensors first: ``StagingPool`` owns reusable host memory for the copies.
+A save that must not wait for the disk copies the tensors first: ``MemoryPool`` owns reusable host memory for the copies.
 
 Each block of a file has a digest, and is read as a whole. A large tensor has blocks of its own, of whole rows, so that a rank
 that needs some of its rows reads few others.
@@ -15,13 +15,14 @@ Source: the format section of the safetensors README (huggingface/safetensors).
 from __future__ import annotations
 
 import json
+import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 import xxhash
@@ -34,58 +35,6 @@ from dtrain.errors import CorruptCheckpointError
 from dtrain.storage import AnyPath, Buffer
 
 
-def digest_of(buffers: Iterable[Buffer]) -> bytes:
-    """Return the digest of a block, whose bytes are the concatenated ``buffers``."""
-    state = xxhash.xxh3_128()
-    for buffer in buffers:
-        state.update(buffer)
-    return state.digest()
-
-
-class RangeReader(Protocol):
-    """Protocol of a file that is read by ranges."""
-
-    @property
-    def size(self) -> int:
-        """Size in bytes."""
-
-    @property
-    def is_remote(self) -> bool:
-        """True if each read is a request to a server."""
-
-    def read_into(self, begin: int, out: memoryview) -> int:
-        """Read into ``out`` from byte ``begin`` on. Return the number of bytes."""
-
-
-class ReadableFile(Protocol):
-    """Protocol of an open data file; ``blocks`` is None for a file without digests."""
-
-    @property
-    def file(self) -> RangeReader:
-        """Open file."""
-
-    @property
-    def name(self) -> str:
-        """Name of the file for messages."""
-
-    @property
-    def blocks(self) -> Blocks | None:
-        """Blocks and their digests."""
-
-
-FileOpener: TypeAlias = Callable[[int], AbstractContextManager[ReadableFile]]
-"""Function that opens the file of a number."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
-class OpenedFile:
-    """Open data file; ``blocks`` is None for a file without digests."""
-
-    file: RangeReader
-    name: str
-    blocks: Blocks | None
-
-
 class InMemoryFile:
     """File whose content is in memory."""
 
@@ -96,9 +45,29 @@ class InMemoryFile:
 
     def read_into(self, begin: int, out: memoryview) -> int:
         """Read into ``out`` from byte ``begin`` on. Return the number of bytes."""
-        part = self._content[begin : begin + len(out)]
-        out[: len(part)] = part
-        return len(part)
+        content = self._content[begin : begin + len(out)]
+        out[: len(content)] = content
+        return len(content)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
+class OpenedFile:
+    """Open data file; ``blocks`` is None for a file without digests."""
+
+    file: storage.FileReader | InMemoryFile
+    name: str
+    blocks: Blocks | None
+
+
+FileOpener: TypeAlias = Callable[[int], AbstractContextManager[OpenedFile]]
+"""Function that opens the file of a number."""
+
+
+def read_exactly(file: storage.FileReader | InMemoryFile, name: str, begin: int, out: memoryview) -> None:
+    """Fill ``out`` with the bytes of a file from ``begin`` on. Raise CorruptCheckpointError if the file is too short."""
+    count = file.read_into(begin, out)
+    if count != len(out):
+        raise CorruptCheckpointError(f"{name}: must have at least {begin + len(out)} bytes, ends at byte {begin + count}")
 
 
 def split_blocks(blocks: Blocks, numbers: range) -> Iterator[range]:
@@ -110,32 +79,53 @@ def split_blocks(blocks: Blocks, numbers: range) -> Iterator[range]:
         first = stop
 
 
+class BlockDigester:
+    """Digester of adjacent blocks of a file, whose bytes come in pieces of any size. ``digests`` are hex digests.
+
+    Args:
+        ends: the byte after each block of the file.
+        first: number of the first block.
+    """
+
+    def __init__(self, ends: Sequence[int], first: int = 0) -> None:
+        self.digests: list[str] = []
+        self._ends, self._number, self._offset = ends, first, ends[first - 1] if first else 0
+        self._state: xxhash.xxh3_128 | None = None
+
+    def update(self, data: Buffer) -> None:
+        """Add the next bytes."""
+        rest = memoryview(data).cast("B")
+        while rest:
+            end = self._ends[self._number]
+            piece, rest = rest[: end - self._offset], rest[end - self._offset :]
+            self._offset += len(piece)
+            if self._offset == end and self._state is None:
+                # Most blocks come as a whole.
+                self.digests.append(xxhash.xxh3_128_hexdigest(piece))
+                self._number += 1
+                continue
+            self._state = xxhash.xxh3_128() if self._state is None else self._state
+            self._state.update(piece)
+            if self._offset == end:
+                self.digests.append(self._state.hexdigest())
+                self._state, self._number = None, self._number + 1
+
+
 def verify_pieces(name: str, blocks: Blocks, numbers: range, pieces: Iterable[memoryview]) -> None:
     """Compare adjacent blocks with their digests, while their bytes come in pieces of any size.
 
     Raises:
         CorruptCheckpointError: a block that does not match its digest.
     """
-    number, state = numbers.start, None
-    begin = blocks.begin_of(number)
-    missing = blocks.ends[number] - begin if numbers else 0
+    digester = BlockDigester(blocks.ends, numbers.start)
     for piece in pieces:
-        at = 0
-        while at < len(piece):
-            part = piece[at : at + missing]
-            at, missing = at + len(part), missing - len(part)
-            if missing or state is not None:
-                state = xxhash.xxh3_128() if state is None else state
-                state.update(part)
-            if not missing:
-                digest = xxhash.xxh3_128_hexdigest(part) if state is None else state.hexdigest()
-                if digest != blocks.digests[32 * number : 32 * number + 32]:
-                    raise CorruptCheckpointError(f"{name}: bytes from {begin} on do not match their digest")
-                begin, state, number = blocks.ends[number], None, number + 1
-                missing = blocks.ends[number] - begin if number < numbers.stop else 0
+        digester.update(piece)
+    for number, digest in zip(numbers, digester.digests, strict=True):
+        if digest != blocks.digests[32 * number : 32 * number + 32]:
+            raise CorruptCheckpointError(f"{name}: bytes from {blocks.begin_of(number)} on do not match their digest")
 
 
-def verify_file(opened: ReadableFile, on_bytes: Callable[[int], object] = lambda _: None) -> None:
+def verify_file(opened: OpenedFile, on_bytes: Callable[[int], object] = lambda _: None) -> None:
     """Verify every block of a file. Memory is limited to one chunk.
 
     Args:
@@ -151,9 +141,7 @@ def verify_file(opened: ReadableFile, on_bytes: Callable[[int], object] = lambda
     for numbers in split_blocks(blocks, range(len(blocks.ends))):
         begin, end = blocks.begin_of(numbers.start), blocks.ends[numbers.stop - 1]
         view = buffer[: end - begin]
-        count = opened.file.read_into(begin, view)
-        if count != len(view):
-            raise CorruptCheckpointError(f"{opened.name}: must have at least {end} bytes, ends at byte {begin + count}")
+        read_exactly(opened.file, opened.name, begin, view)
         verify_pieces(opened.name, blocks, numbers, [view])
         on_bytes(end - begin)
 
@@ -195,11 +183,11 @@ def plan_file_layout(slots: Iterable[TensorSlot], *, with_header: bool = True) -
         sorted(slots, key=lambda slot: (-DTYPES[slot.dtype].itemsize, -min(slot.nbytes, SMALL_BYTES + 1), slot.key))
     )
     head: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    offsets, at = {}, 0
+    offsets, end = {}, 0
     for slot in ordered:
-        offsets[slot.key] = (at, at + slot.nbytes)
-        head[slot.key] = {"dtype": slot.dtype, "shape": slot.size, "data_offsets": offsets[slot.key]}
-        at += slot.nbytes
+        begin, end = end, end + slot.nbytes
+        offsets[slot.key] = (begin, end)
+        head[slot.key] = {"dtype": slot.dtype, "shape": slot.size, "data_offsets": (begin, end)}
     text = json.dumps(head, separators=(",", ":")).encode()
     text = text.ljust(-(-len(text) // 8) * 8)
     header = len(text).to_bytes(8, "little") + text if with_header else b""
@@ -207,7 +195,7 @@ def plan_file_layout(slots: Iterable[TensorSlot], *, with_header: bool = True) -
         header=header,
         slots=ordered,
         ranges={key: (len(header) + begin, len(header) + end) for key, (begin, end) in offsets.items()},
-        size=len(header) + at,
+        size=len(header) + end,
     )
 
 
@@ -269,13 +257,13 @@ class SerializedFile:
 
     def views(self, begin: int, end: int) -> list[memoryview]:
         """Return the bytes ``[begin, end)`` as views."""
-        found, at = [], bisect_right(self.starts, begin) - 1
+        views, number = [], bisect_right(self.starts, begin) - 1
         while begin < end:
-            low = begin - self.starts[at]
-            view = memoryview(self.buffers[at])[low : low + end - begin]
-            found.append(view)
-            begin, at = begin + len(view), at + 1
-        return found
+            low = begin - self.starts[number]
+            view = memoryview(self.buffers[number])[low : low + end - begin]
+            views.append(view)
+            begin, number = begin + len(view), number + 1
+        return views
 
 
 def write_data_file(
@@ -298,7 +286,7 @@ def write_data_file(
     Returns:
         The blocks with their digests.
     """
-    chunks = chunk_sizes(serialized.size)
+    chunks = [min(CHUNK_BYTES, serialized.size - begin) for begin in range(0, serialized.size, CHUNK_BYTES)]
     digests = [""] * len(chunks)
 
     def part_of(number: int) -> list[memoryview]:
@@ -319,14 +307,12 @@ def digest_blocks(serialized: SerializedFile, ends: list[int]) -> Blocks:
 
 def _digest_blocks(serialized: SerializedFile, ends: list[int], numbers: range) -> str:
     """Return the hex digests of blocks."""
-    begins = [0, *ends]
-    return b"".join(digest_of(serialized.views(begins[number], ends[number])) for number in numbers).hex()
-
-
-def chunk_sizes(size: int) -> list[int]:
-    """Return the sizes of the chunks of a file of ``size`` bytes."""
-    whole, rest = divmod(size, CHUNK_BYTES)
-    return [CHUNK_BYTES] * whole + [rest] * (rest > 0)
+    if not numbers:
+        return ""
+    digester = BlockDigester(ends, numbers.start)
+    for view in serialized.views(ends[numbers.start - 1] if numbers.start else 0, ends[numbers.stop - 1]):
+        digester.update(view)
+    return "".join(digester.digests)
 
 
 def group_slots(layout: FileLayout, tensors: Mapping[str, Tensor]) -> Iterator[tuple[TensorSlot, ...]]:
@@ -348,116 +334,83 @@ def group_slots(layout: FileLayout, tensors: Mapping[str, Tensor]) -> Iterator[t
         yield tuple(group)
 
 
-def serialize_in_place(layout: FileLayout, tensors: Mapping[str, Tensor]) -> SerializedFile:
-    """Serialize a file from the memory of contiguous CPU tensors, and from copies of all other tensors.
-
-    Host sync: one per group of tensors that is not on the CPU.
-    """
-    groups = group_slots(layout, tensors)
-    return SerializedFile.from_buffers(
-        [layout.header, *(_bytes_of(flatten([tensors[slot.key] for slot in group])) for group in groups)]
-    )
-
-
 def flatten(tensors: Sequence[Tensor]) -> Tensor:
     """Flatten tensors of one dtype and device into one tensor; a single contiguous tensor shares its memory."""
     flat = [tensor.detach().reshape(-1) for tensor in tensors]
     return flat[0] if len(flat) == 1 else torch.cat(flat)
 
 
-def as_bytes(tensor: Tensor) -> memoryview:
-    """Return the data of a plain tensor in row-major order; a contiguous CPU tensor shares its memory."""
-    return _bytes_of(flatten([tensor]))
+def as_bytes(*tensors: Tensor) -> memoryview:
+    """Return the data of plain tensors of one dtype and device in row-major order.
 
-
-def _bytes_of(flat: Tensor) -> memoryview:
-    return memoryview(flat.cpu().resolve_neg().view(torch.uint8).numpy().data)
-
-
-@dataclass(slots=True, eq=False, repr=False)
-class StagingBuffer:
-    """Staging memory for one file at a time, pinned if tensors come from a GPU.
-
-    Views of the memory are kept while the layout of the file does not change.
-
-    Args:
-        views: views of groups by the first and last key of the group.
+    A single contiguous CPU tensor shares its memory.
     """
-
-    memory: Tensor
-    header: bytes = b""
-    views: dict[tuple[str, str], Tensor] = field(default_factory=dict)
-
-    def fill(self, layout: FileLayout, tensors: Mapping[str, Tensor]) -> SerializedFile:
-        """Copy a file into the memory. Copies from a GPU are enqueued on its current stream and not awaited.
-
-        The caller must disable autograd.
-
-        Mutates: the memory.
-        """
-        # Without a header, two layouts cannot be told apart.
-        if self.header != layout.header or not layout.header:
-            self.header, self.views = layout.header, {}
-        if layout.header and not self.views:
-            self.memory[: len(layout.header)] = torch.frombuffer(bytearray(layout.header), dtype=torch.uint8)
-        for group in group_slots(layout, tensors):
-            sources, into = [tensors[slot.key] for slot in group], self._view(layout, group)
-            if len(sources) > 1 and sources[0].device == into.device:
-                torch.cat([tensor.reshape(-1) for tensor in sources], out=into)
-            else:
-                into.copy_(flatten(sources), non_blocking=True)
-        return SerializedFile.from_buffers([memoryview(self.memory[: layout.size].numpy().data)])
-
-    def _view(self, layout: FileLayout, group: Sequence[TensorSlot]) -> Tensor:
-        # Tensors that have moved to another device form other groups.
-        ends = group[0].key, group[-1].key
-        view = self.views.get(ends)
-        if view is None:
-            begin, end = layout.ranges[group[0].key][0], layout.ranges[group[-1].key][1]
-            view = self.memory[begin:end].view(DTYPES[group[0].dtype])
-            self.views[ends] = view
-        return view
+    return memoryview(flatten(tensors).cpu().resolve_neg().view(torch.uint8).numpy().data)
 
 
-class StagingPool:
-    """Pool of staging buffers: one per save in progress, each of the largest size needed so far."""
+def fill_staging_(memory: Tensor, layout: FileLayout, tensors: Mapping[str, Tensor]) -> SerializedFile:
+    """Copy a file into staging memory. Copies from a GPU are enqueued on its current stream and not awaited.
+
+    The caller must disable autograd.
+
+    Mutates: ``memory``.
+    """
+    content = memory[: layout.size].numpy().data
+    content[: len(layout.header)] = layout.header
+    for group in group_slots(layout, tensors):
+        sources = [tensors[slot.key] for slot in group]
+        begin, end = layout.ranges[group[0].key][0], layout.ranges[group[-1].key][1]
+        target = memory[begin:end].view(DTYPES[group[0].dtype])
+        if len(sources) > 1 and sources[0].device == target.device:
+            torch.cat([tensor.reshape(-1) for tensor in sources], out=target)
+        else:
+            target.copy_(flatten(sources), non_blocking=True)
+    return SerializedFile.from_buffers([content])
+
+
+class MemoryPool:
+    """Pool of reusable host memory, because memory that threads free often does not return to the system."""
 
     def __init__(self) -> None:
-        self._free: list[StagingBuffer] = []
+        self._free: list[Tensor] = []
+        self._lock = threading.Lock()
 
-    def acquire(self, size: int, *, pinned: bool) -> StagingBuffer:
-        """Return an unused buffer of at least ``size`` bytes, to be released. The first call allocates memory."""
-        fitting = [b for b in self._free if b.memory.numel() >= size and b.memory.is_pinned() == pinned]
-        if fitting:
-            best = min(fitting, key=lambda buffer: buffer.memory.numel())
-            self._free.remove(best)
-            return best
-        if self._free:
-            # The buffer is too small for this run, so only the new buffer is kept.
-            self._free.pop()
+    def acquire(self, size: int, *, pinned: bool = False) -> Tensor:
+        """Return unused memory of at least ``size`` bytes, to be released; pinned memory for copies from a GPU."""
+        with self._lock:
+            fitting = [memory for memory in self._free if len(memory) >= size and memory.is_pinned() == pinned]
+            if fitting:
+                smallest = min(fitting, key=len)
+                self._free = [memory for memory in self._free if memory is not smallest]
+                return smallest
+            if self._free:
+                # The memory is too small for this caller, so only the new memory is kept.
+                self._free.pop()
         # The chunks of a file are written to the disk from page-aligned memory without another copy.
         memory = torch.empty(size + PAGE_BYTES, dtype=torch.uint8, device="cpu", pin_memory=pinned)
         begin = -memory.data_ptr() % PAGE_BYTES
-        return StagingBuffer(memory[begin : begin + size])
+        return memory[begin : begin + size]
 
-    def release(self, buffer: StagingBuffer) -> None:
-        """Return a buffer to the pool."""
-        self._free.append(buffer)
+    def release(self, memory: Tensor) -> None:
+        """Return memory to the pool."""
+        with self._lock:
+            self._free.append(memory)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class StagedFiles:
-    """Contents of a rank's files in memory, and the buffers to release after the save.
+    """Contents of a rank's files in memory, and the staging memory to release after the save.
 
     Args:
         files: contents by file name.
         copy_events: events after the copies from GPUs.
+        memory: staging memory of ``pool``.
     """
 
     files: Mapping[str, SerializedFile]
     copy_events: Sequence[torch.Event]
-    buffers: Sequence[StagingBuffer]
-    pool: StagingPool
+    memory: Sequence[Tensor]
+    pool: MemoryPool
 
     def wait(self) -> None:
         """Wait for the copies from GPUs."""
@@ -465,13 +418,13 @@ class StagedFiles:
             event.synchronize()
 
     def release(self) -> None:
-        """Return the buffers to their pool."""
-        for buffer in self.buffers:
-            self.pool.release(buffer)
+        """Return the staging memory to its pool."""
+        for memory in self.memory:
+            self.pool.release(memory)
 
 
 def stage_files(
-    layouts: Mapping[str, FileLayout], tensors: Mapping[str, Tensor], pool: StagingPool, *, copy: bool
+    layouts: Mapping[str, FileLayout], tensors: Mapping[str, Tensor], pool: MemoryPool, *, copy: bool
 ) -> StagedFiles:
     """Serialize a rank's files. Tensors are copied if ``copy`` is True, or if they are not on the CPU.
 
@@ -483,10 +436,13 @@ def stage_files(
     """
     accelerators = {tensor.device for tensor in tensors.values() if not tensor.is_cpu and is_accelerator(tensor.device)}
     if not copy and not accelerators:
-        files = {name: serialize_in_place(file, tensors) for name, file in layouts.items()}
-        return StagedFiles(files=files, copy_events=(), buffers=(), pool=pool)
-    buffers = [pool.acquire(file.size, pinned=bool(accelerators)) for file in layouts.values()]
-    files = {name: buffer.fill(file, tensors) for buffer, (name, file) in zip(buffers, layouts.items(), strict=True)}
+        files = {}
+        for name, layout in layouts.items():
+            buffers = (as_bytes(*(tensors[slot.key] for slot in group)) for group in group_slots(layout, tensors))
+            files[name] = SerializedFile.from_buffers([layout.header, *buffers])
+        return StagedFiles(files=files, copy_events=(), memory=(), pool=pool)
+    memory = [pool.acquire(layout.size, pinned=bool(accelerators)) for layout in layouts.values()]
+    files = {name: fill_staging_(m, layout, tensors) for m, (name, layout) in zip(memory, layouts.items(), strict=True)}
     # The copies are in the order of each device's current stream.
     copy_events = [torch.accelerator.current_stream(device).record_event() for device in accelerators]
-    return StagedFiles(files=files, copy_events=copy_events, buffers=buffers, pool=pool)
+    return StagedFiles(files=files, copy_events=copy_events, memory=memory, pool=pool)

@@ -105,12 +105,6 @@ def objects_of(states: Mapping[str, TrainState]) -> dict[str, Any]:
     return {state_prefix(name) + key: value for name, state in states.items() for key, value in state._objects.items()}
 
 
-def state_of(value: Any) -> Any:
-    """Return the state of an object, or plain data as they are."""
-    value = unwrap(value)
-    return value.state_dict() if is_stateful(value) else value
-
-
 class EntryTrees(NamedTuple):
     """States of entries by section (``extra``, ``objects``) and name: those of the run, and those of this rank."""
 
@@ -126,11 +120,14 @@ def split_entries(entries: Mapping[str, Any]) -> EntryTrees:
         section, name = _place_of(key)
         if section == layout.OBJECTS and (first := first_keys.setdefault(id(unwrap(value)), name)) != name:
             trees.of_run[section][name] = SameAs(first)
-        elif isinstance(value, PerRank):
+            continue
+        content = unwrap(value)
+        tree = content.state_dict() if is_stateful(content) else content
+        if isinstance(value, PerRank):
             trees.of_run[section][name] = PER_RANK
-            trees.of_rank[section][name] = state_of(value)
+            trees.of_rank[section][name] = tree
         else:
-            trees.of_run[section][name] = state_of(value)
+            trees.of_run[section][name] = tree
     return trees
 
 
@@ -208,15 +205,15 @@ def stored_entries(reader: CheckpointReader, states: Mapping[str, TrainState]) -
     Each entry is the key under which the value is stored, and the value with placeholders for tensors.
     """
     values, objects = reader.section_dict(layout.EXTRA), reader.section_dict(layout.OBJECTS)
-    found = {}
+    stored = {}
     for key, tree in objects.items():
         source = tree.key if isinstance(tree, SameAs) else key
         if source not in objects or isinstance(objects[source], SameAs):
             raise CorruptCheckpointError(f"{layout.INDEX}: {layout.OBJECTS}: {key}: no {source!r}")
         if any(key.startswith(state_prefix(name)) for name in states):
-            found[key] = (source, objects[source])
+            stored[key] = (source, objects[source])
     extra = {tree_json.join_key(layout.EXTRA, name): tree for name, tree in values.items()}
-    return {**found, **{key: (key, tree) for key, tree in extra.items()}}
+    return {**stored, **{key: (key, tree) for key, tree in extra.items()}}
 
 
 def _own_structure(reader: CheckpointReader, key: str, source: str, caller: str) -> Any:
@@ -236,34 +233,33 @@ def _own_structure(reader: CheckpointReader, key: str, source: str, caller: str)
 
 def _entry_advice(missing: Sequence[str], unexpected: Sequence[str], stored: Mapping[str, Any], marked: Collection[str]) -> str:
     """Return the advice for entries that only one side has. ``marked`` are the keys that this run does not save."""
+
+    def patterns_of(keys: Sequence[str]) -> str:
+        return ", ".join(f'"{key}"' for key in dict.fromkeys(map(short_key, keys)))
+
     advice = []
     left_out = [key for key in unexpected if key in marked]
     if left_out:
         names = " and ".join(map(short_key, left_out))
-        patterns = ", ".join(f'"{short_key(key)}"' for key in dict.fromkeys(left_out))
+        patterns = patterns_of(left_out)
         advice.append(f"This run marks {names} with not_saved: pass ignore=[{patterns}] to start anew, or take the mark away.")
         unexpected = [key for key in unexpected if key not in marked]
     if missing and unexpected:
-        patterns = ", ".join(f'"{key}"' for key in dict.fromkeys(map(short_key, [*unexpected, *missing])))
-        known = ", ".join(stored)
         advice.append(
-            f"The checkpoint holds {known}. Pass each object under the name of the save (loader= or stateful= of step.init, "
-            f"extra= of the load), or ignore=[{patterns}] to leave all of them out."
+            f"The checkpoint holds {', '.join(stored)}. Pass each object under the name of the save (loader= or stateful= of "
+            f"step.init, extra= of the load), or ignore=[{patterns_of([*unexpected, *missing])}] to leave all of them out."
         )
-        return " ".join(advice)
-    if missing:
-        patterns = ", ".join(f'"{short_key(key)}"' for key in missing)
-        known = ", ".join(stored) or "no such values"
-        advice.append(f"The checkpoint holds {known}. Pass ignore=[{patterns}] to keep the current values.")
-    if unexpected:
+    elif missing:
+        held = ", ".join(stored) or "no such values"
+        advice.append(f"The checkpoint holds {held}. Pass ignore=[{patterns_of(missing)}] to keep the current values.")
+    elif unexpected:
         keys = dict.fromkeys(map(short_key, unexpected))
         extra = ", ".join(f'"{_place_of(key)[1]}": ...' for key in keys if key.startswith(f"{layout.EXTRA}/"))
         named = ", ".join(f'"{key.partition("/")[2]}": ...' for key in keys if key.startswith("stateful/"))
         passed = [*(["loader=loader"] if LOADER in keys else []), *([f"stateful={{{named}}}"] if named else [])]
         calls = [f"extra={{{extra}}}"] if extra else []
         calls += [f"step.init(model, optimizer, {', '.join(passed)})"] if passed else []
-        patterns = ", ".join(f'"{key}"' for key in keys)
-        advice.append(f"Pass {' and '.join(calls)} to load stored values, or ignore=[{patterns}] to skip them.")
+        advice.append(f"Pass {' and '.join(calls)} to load stored values, or ignore=[{patterns_of(unexpected)}] to skip them.")
     return " ".join(advice)
 
 
@@ -331,7 +327,7 @@ class _Filling:
                 target.copy_(value)
         elif isinstance(target, list):
             old = [*target, *[None] * len(value)]
-            target[:] = [self._merge(old[at], item) for at, item in enumerate(value)]
+            target[:] = [self._merge(old[index], item) for index, item in enumerate(value)]
         else:
             merged = {key: self._merge(target.get(key), item) for key, item in value.items()}
             target.clear()

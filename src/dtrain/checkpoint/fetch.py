@@ -20,10 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from dtrain.checkpoint import layout
-from dtrain.checkpoint.data_file import FileOpener, ReadableFile, verify_pieces
+from dtrain.checkpoint.data_file import FileOpener, MemoryPool, OpenedFile, as_bytes, read_exactly, verify_pieces
 from dtrain.checkpoint.layout import DTYPES
 from dtrain.checkpoint.plan import Fetch, ReadItem, Span, TensorRead, plan_fetches
-from dtrain.errors import CorruptCheckpointError
 from dtrain.storage.parallel_parts import for_each_part
 
 # One thread fetches while the other digests.
@@ -68,18 +67,18 @@ def read_tensors(
     for read in verify:
         by_file[read.file][1].append((read.begin, read.end))
     with torch.no_grad(), ExitStack() as stack:
-        work: list[tuple[ReadableFile, Fetch, list[_Place]]] = []
+        work: list[tuple[OpenedFile, Fetch, list[_Place]]] = []
         for number, (reads, spans) in sorted(by_file.items()):
             file = stack.enter_context(open_file(number))
             is_remote = file.file.is_remote
             for fetch in plan_fetches(file.blocks, reads, spans, is_remote=is_remote):
                 work.append((file, fetch, [host_tensors.place(*segment, is_remote) for segment in fetch.segments]))
-        buffers = BufferPool()
+        buffers = MemoryPool()
 
-        def run(at: int) -> None:
+        def run(number: int) -> None:
             # The autograd mode belongs to a thread.
             with torch.no_grad():
-                _read_fetch(*work[at], host_tensors, buffers)
+                _read_fetch(*work[number], host_tensors, buffers)
 
         remote = any(file.file.is_remote for file, _, _ in work)
         threads = REMOTE_REQUESTS if remote else READ_THREADS if len(work) >= _MIN_THREADED_FETCHES else 1
@@ -87,10 +86,10 @@ def read_tensors(
     return host_tensors.filled
 
 
-def _read_fetch(file: ReadableFile, fetch: Fetch, places: Sequence[_Place], tensors: _HostTensors, buffers: BufferPool) -> None:
+def _read_fetch(file: OpenedFile, fetch: Fetch, places: Sequence[_Place], tensors: _HostTensors, buffers: MemoryPool) -> None:
     """Make a fetch, verify the digests of its blocks, and pass its bytes to their tensors."""
     buffer = buffers.acquire(fetch.end - fetch.begin)
-    memory = _bytes_of(buffer)
+    memory = as_bytes(buffer)
     if places or file.file.is_remote:
         spans = [
             (begin, memory[begin - fetch.begin : end - fetch.begin] if direct is None else direct)
@@ -99,7 +98,7 @@ def _read_fetch(file: ReadableFile, fetch: Fetch, places: Sequence[_Place], tens
     else:
         # Bytes that are only verified need no memory of their own.
         end = fetch.begin if file.blocks is None else fetch.end
-        spans = [(at, memory[: min(_PIECE_BYTES, end - at)]) for at in range(fetch.begin, end, _PIECE_BYTES)]
+        spans = [(begin, memory[: min(_PIECE_BYTES, end - begin)]) for begin in range(fetch.begin, end, _PIECE_BYTES)]
     pieces = _read_pieces(file, spans)
     if file.blocks is None:
         deque(pieces, maxlen=0)
@@ -114,35 +113,32 @@ def _plan_memory(fetch: Fetch, places: Sequence[_Place], *, has_digests: bool) -
 
     With digests, all bytes are read. Otherwise only the places are read, and adjacent places in the buffer together.
     """
-    # The bytes from ``low`` to ``at`` are read into the buffer.
-    low = at = fetch.begin
+    # The bytes from ``low`` to ``high`` are read into the buffer.
+    low = high = fetch.begin
     for place in places:
-        if place.begin > at and not has_digests:
-            if low < at:
-                yield low, at, None
+        if place.begin > high and not has_digests:
+            if low < high:
+                yield low, high, None
             low = place.begin
         if place.direct:
             if low < place.begin:
                 yield low, place.begin, None
             yield place.begin, place.end, place.memory
             low = place.end
-        at = place.end
-    at = fetch.end if has_digests else at
-    if low < at:
-        yield low, at, None
+        high = place.end
+    high = fetch.end if has_digests else high
+    if low < high:
+        yield low, high, None
 
 
-def _read_pieces(file: ReadableFile, spans: Iterable[tuple[int, memoryview]]) -> Iterator[memoryview]:
+def _read_pieces(file: OpenedFile, spans: Iterable[tuple[int, memoryview]]) -> Iterator[memoryview]:
     """Read from the file into memory, in order. Each piece is still in the processor's cache when it is digested."""
     for begin, memory in spans:
         # Requests to a server should be large.
         step = len(memory) if file.file.is_remote else _PIECE_BYTES
-        for at in range(0, len(memory), step):
-            piece = memory[at : at + step]
-            count = file.file.read_into(begin + at, piece)
-            if count != len(piece):
-                end, last = begin + len(memory), begin + at + count
-                raise CorruptCheckpointError(f"{file.name}: must have at least {end} bytes, ends at byte {last}")
+        for offset in range(0, len(memory), step):
+            piece = memory[offset : offset + step]
+            read_exactly(file.file, file.name, begin + offset, piece)
             yield piece
 
 
@@ -177,7 +173,7 @@ class _HostTensors:
         }
         self._memory: dict[str, memoryview] = {}
         self._rows: dict[ReadItem, GatherBuffer] = {}
-        self._pool = BufferPool()
+        self._pool = MemoryPool()
         self.filled: dict[str, Tensor] = {key: self._new(key) for key, tensor in tensors.items() if 0 in tensor.size}
 
     def _new(self, key: str) -> Tensor:
@@ -201,7 +197,7 @@ class _HostTensors:
                 self._rows[read] = GatherBuffer(read, DTYPES[dtype], self.filled[key], self._pool)
             return _Place(begin, end, key, rows=self._rows[read])
         if key not in self._memory:
-            self._memory[key] = _bytes_of(self.filled[key])
+            self._memory[key] = as_bytes(self.filled[key])
         start = read.offset + begin - read.begin
         # Requests to a server should be large. Smaller segments are copied out of a buffer, which saves system calls.
         direct = nbytes >= (layout.CHUNK_BYTES if is_remote else _DIRECT_MIN_BYTES)
@@ -228,9 +224,9 @@ class _HostTensors:
             torch._foreach_copy_([self._targets[key] for key in in_place], [parts[key] for key in in_place])
         shareable = {place.key: place.end - place.begin for place in small if place.key in self._shareable}
         share = bool(shareable) and 2 * sum(shareable.values()) >= len(buffer)
-        for key, part in parts.items():
+        for key, view in parts.items():
             is_view = share and key in shareable
-            self.filled[key] = self._targets[key] if key in in_place else part if is_view else part.clone()
+            self.filled[key] = self._targets[key] if key in in_place else view if is_view else view.clone()
         return share
 
     def _cut(self, places: Sequence[_Place], buffer: Tensor, start: int) -> Iterator[tuple[str, Tensor]]:
@@ -249,29 +245,10 @@ class _HostTensors:
             yield from ((place.key, view.view(self._tensors[place.key].size)) for place, view in zip(run, views, strict=True))
 
 
-class BufferPool:
-    """Pool of reusable buffers, because memory that threads free often does not return to the system."""
-
-    def __init__(self) -> None:
-        self._free: list[Tensor] = []
-
-    def acquire(self, size: int) -> Tensor:
-        """Return an unused buffer of at least ``size`` bytes."""
-        try:
-            buffer = self._free.pop()
-        except IndexError:
-            buffer = torch.empty(size, dtype=torch.uint8, device="cpu")
-        return buffer if len(buffer) >= size else torch.empty(size, dtype=torch.uint8, device="cpu")
-
-    def release(self, buffer: Tensor) -> None:
-        """Return a buffer to the pool."""
-        self._free.append(buffer)
-
-
 class GatherBuffer:
     """Rows of a stored shard that are not contiguous in their tensor; they are copied when all rows have been read."""
 
-    def __init__(self, read: ReadItem, dtype: torch.dtype, target: Tensor, pool: BufferPool) -> None:
+    def __init__(self, read: ReadItem, dtype: torch.dtype, target: Tensor, pool: MemoryPool) -> None:
         self._read, self._dtype, self._target, self._pool = read, dtype, target, pool
         self._lock = threading.Lock()
         self._buffer: Tensor | None = None
@@ -279,18 +256,19 @@ class GatherBuffer:
 
     def add(self, begin: int, data: Tensor) -> None:
         """Add verified bytes of the file from ``begin`` on."""
-        if len(data) == self._read.end - self._read.begin:
+        nbytes = self._read.end - self._read.begin
+        if len(data) == nbytes:
             self._copy(data)
             return
         # The remaining rows are in another fetch, which another thread may make.
         with self._lock:
             if self._buffer is None:
-                self._buffer = self._pool.acquire(self._read.end - self._read.begin)
-            at = begin - self._read.begin
-            self._buffer[at : at + len(data)].copy_(data)
+                self._buffer = self._pool.acquire(nbytes)
+            offset = begin - self._read.begin
+            self._buffer[offset : offset + len(data)].copy_(data)
             self._missing -= len(data)
             if self._missing == 0:
-                self._copy(self._buffer[: self._read.end - self._read.begin])
+                self._copy(self._buffer[:nbytes])
                 self._pool.release(self._buffer)
                 self._buffer = None
 
@@ -303,11 +281,6 @@ class GatherBuffer:
 def view_as(data: Tensor, dtype: torch.dtype) -> Tensor:
     """View bytes as values; unaligned bytes are copied."""
     return (data if data.storage_offset() % dtype.itemsize == 0 else data.clone()).view(dtype)
-
-
-def _bytes_of(tensor: Tensor) -> memoryview:
-    """Return the memory of a contiguous tensor."""
-    return tensor.detach().view(-1).view(torch.uint8).numpy().data.cast("B")
 
 
 def copy_into_(targets: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:

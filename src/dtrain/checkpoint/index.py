@@ -15,12 +15,10 @@ from __future__ import annotations
 import base64
 import zlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import prod
 from typing import Annotated, Any, NamedTuple
 
-import msgspec
 import numpy as np
 from msgspec import Meta, Struct
 
@@ -92,16 +90,9 @@ class PartRun(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     step: tuple[Annotated[int, Meta(ge=-_MAX_OFFSET, le=_MAX_OFFSET)], ...]
     size: tuple[_Offset, ...]
 
-    def index_of(self, rank: int) -> int | None:
-        """Return the number of the part that a rank holds; None if the rank holds none."""
-        if self.count == 1:
-            return 0 if rank == self.rank else None
-        index, rest = divmod(rank - self.rank, self.rank_step)
-        return index if rest == 0 and 0 <= index < self.count else None
-
     def offset_of(self, index: int) -> tuple[int, ...]:
         """Return the offset of a part."""
-        return tuple(at + index * step for at, step in zip(self.offset, self.step, strict=True))
+        return tuple(offset + index * step for offset, step in zip(self.offset, self.step, strict=True))
 
 
 class TensorKind(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True):
@@ -121,35 +112,31 @@ class TensorKind(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, 
 
     def part_of(self, rank: int) -> ShardKind | None:
         """Return the part that a rank holds; None if the rank holds none."""
-        for run in self.runs:
-            index = run.index_of(rank)
-            if index is not None:
-                return shard_kind(self.dtype, self.shape, run.offset_of(index), run.size)
-        return None
+        return next((self._part(row) for row in np.flatnonzero(self._columns[0] == rank)), None)
 
     def parts_in(self, offset: Sequence[int], size: Sequence[int]) -> list[tuple[int, ShardKind]]:
         """Return rank and part of each part that overlaps ``[offset, offset + size)``, in the order of their offset."""
         ranks, offsets, sizes = self._columns
         low, high = np.array(offset, dtype=np.int64), np.array(offset, dtype=np.int64) + np.array(size, dtype=np.int64)
-        found = np.flatnonzero(((offsets < high) & (offsets + sizes > low)).all(axis=1))
-        parts = [
-            (int(ranks[at]), shard_kind(self.dtype, self.shape, tuple(offsets[at].tolist()), tuple(sizes[at].tolist())))
-            for at in found
-        ]
-        return sorted(parts, key=lambda part: part[1].offset)
+        rows = np.flatnonzero(((offsets < high) & (offsets + sizes > low)).all(axis=1))
+        parts = [(int(ranks[row]), self._part(row)) for row in rows]
+        return sorted(parts, key=lambda rank_and_part: rank_and_part[1].offset)
+
+    def _part(self, row: Any) -> ShardKind:
+        _, offsets, sizes = self._columns
+        return shard_kind(self.dtype, self.shape, tuple(offsets[row].tolist()), tuple(sizes[row].tolist()))
 
     @cached_property
     def _columns(self) -> tuple[Any, Any, Any]:
         """Ranks, offsets and sizes of all parts."""
         dims = len(self.shape)
-        ranks, offsets, sizes = [], [], []
+        none = np.zeros((0, dims), dtype=np.int64)
+        ranks, offsets, sizes = [np.zeros(0, dtype=np.int64)], [none], [none]
         for run in self.runs:
             steps = np.arange(run.count, dtype=np.int64)
             ranks.append(run.rank + steps * run.rank_step)
             offsets.append(np.array(run.offset, dtype=np.int64) + steps[:, None] * np.array(run.step, dtype=np.int64))
             sizes.append(np.broadcast_to(np.array(run.size, dtype=np.int64), (run.count, dims)))
-        if not ranks:
-            return np.zeros(0, dtype=np.int64), np.zeros((0, dims), dtype=np.int64), np.zeros((0, dims), dtype=np.int64)
         all_ranks = np.concatenate(ranks)
         if len(np.unique(all_ranks)) != len(all_ranks):
             raise CorruptCheckpointError(f"{INDEX}: {self.dtype} {self.shape}: a rank must have at most one part of a tensor")
@@ -167,7 +154,7 @@ class RunIndex(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         kinds: kinds of the tensors.
         tensors: kind of each tensor, in the order in which ``shared`` names them: its number in ``kinds`` plus 1, or 0 for a
             tensor that is in ``inline``.
-        inline: data of small tensors, in the order of ``inline_order``.
+        inline: data of small tensors, in the order of falling item size, then of keys.
         local_buffers: True if each rank has saved its own buffers.
         shared: encoded plain values of the run, by section.
     """
@@ -189,33 +176,15 @@ class RunIndex(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def parts_of(self, rank: int) -> tuple[Any, list[ShardKind | None]]:
         """Return the numbers of the tensors that a rank holds in part, in order, and the rank's part of each kind."""
         parts = [kind.part_of(rank) for kind in self.kinds]
-        held = np.array([False, *(part is not None for part in parts)])
+        held = np.array([False, *(box is not None for box in parts)])
         return np.flatnonzero(held[np.array(self.tensors, dtype=np.int64)]), parts
-
-
-def inline_order(tensors: Mapping[str, str]) -> list[str]:
-    """Return the keys of inline tensors in the order of their data: by falling item size, then by key.
-
-    Args:
-        tensors: dtype names by key.
-    """
-    return sorted(tensors, key=lambda key: (-DTYPES[tensors[key]].itemsize, key))
-
-
-def encode_run_index(index: RunIndex) -> bytes:
-    """Encode ``index.json``.
-
-    Raises:
-        CheckpointError: more JSON than the reader accepts.
-    """
-    return layout.encode_limited(msgspec.to_builtins(index), INDEX)
 
 
 def parse_run_index(data: bytes, manifest: Manifest) -> RunIndex:
     """Parse ``index.json`` of the step with this manifest.
 
     Raises:
-        CorruptCheckpointError: bytes that ``encode_run_index`` does not write, or a part outside of its tensor.
+        CorruptCheckpointError: bytes that ``encode_index`` does not write, or a part outside of its tensor.
         CheckpointError: a valid index of another format version.
     """
     body = layout.parse_json(data, INDEX)
@@ -239,8 +208,8 @@ def parse_run_index(data: bytes, manifest: Manifest) -> RunIndex:
 def _check_kind(kind: TensorKind, files: Sequence[RankFiles], location: str) -> None:
     if kind.dtype not in DTYPES:
         raise CorruptCheckpointError(f"{location}: unknown dtype {kind.dtype!r}")
-    for at, run in enumerate(kind.runs):
-        where = f"{location}: runs[{at}]"
+    for number, run in enumerate(kind.runs):
+        where = f"{location}: runs[{number}]"
         if not len(run.offset) == len(run.step) == len(run.size) == len(kind.shape):
             raise CorruptCheckpointError(f"{where}: offset, step and size must have {len(kind.shape)} dims")
         last = run.offset_of(run.count - 1)
@@ -280,9 +249,9 @@ class RankParts(NamedTuple):
             keys: all tensors of the run, in the order that is equal on all ranks.
             parts: file, offset and size by key.
         """
-        known: dict[Any, int] = {}
-        numbers = [known.setdefault(parts[key], len(known)) + 1 if key in parts else 0 for key in keys]
-        return cls(np.array(numbers, dtype=np.int32), list(known))
+        boxes: dict[Any, int] = {}
+        numbers = [boxes.setdefault(parts[key], len(boxes)) + 1 if key in parts else 0 for key in keys]
+        return cls(np.array(numbers, dtype=np.int32), list(boxes))
 
     def encode(self) -> list[Any]:
         """Encode as JSON. The numbers of most ranks are alike and repeat themselves, so they are compressed."""
@@ -309,15 +278,15 @@ def merge_parts(
     for rank, pattern in enumerate(pattern_of):
         ranks_of[pattern].append(rank)
     kinds: list[TensorKind] = []
-    known: dict[Any, int] = {}
+    kind_numbers: dict[Any, int] = {}
     tensors = []
     for (key, ref), column in zip(refs.items(), np.ascontiguousarray(rows.T), strict=True):
         if key in inline:
             tensors.append(0)
             continue
         identity = (ref.dtype, ref.shape, column.tobytes())
-        if identity not in known:
-            known[identity] = len(known) + 1
+        if identity not in kind_numbers:
+            kind_numbers[identity] = len(kind_numbers) + 1
             parts = sorted(
                 (rank, *by_rank[rank].boxes[number - 1])
                 for ranks, number in zip(ranks_of, column.tolist(), strict=True)
@@ -327,7 +296,7 @@ def merge_parts(
             file = parts[0][1] if parts else 0
             runs = tuple(_find_runs([(rank, offset, size) for rank, _, offset, size in parts]))
             kinds.append(TensorKind(dtype=ref.dtype, shape=ref.shape, file=file, runs=runs))
-        tensors.append(known[identity])
+        tensors.append(kind_numbers[identity])
     return tuple(kinds), tuple(tensors)
 
 
@@ -336,18 +305,17 @@ _Part = tuple[int, tuple[int, ...], tuple[int, ...]]
 
 def _find_runs(parts: Sequence[_Part]) -> Iterator[PartRun]:
     """Split parts in the order of ranks into arithmetic progressions, each as long as possible."""
-    at = 0
-    while at < len(parts):
-        rank, offset, size = parts[at]
-        end, rank_step, step = at + 1, 0, (0,) * len(offset)
-        if end < len(parts) and parts[end][2] == size:
-            rank_step, step = parts[end][0] - rank, _minus(parts[end][1], offset)
-            while end < len(parts) and parts[end][2] == size and (
-                parts[end][0] - parts[end - 1][0], _minus(parts[end][1], parts[end - 1][1])
-            ) == (rank_step, step):  # fmt: skip
-                end += 1
-        yield PartRun(rank, rank_step, end - at, offset, step, size)
-        at = end
+    start = 0
+    while start < len(parts):
+        rank, offset, size = parts[start]
+        rank_step, step, end = 0, (0,) * len(offset), start + 1
+        while end < len(parts) and parts[end][2] == size:
+            difference = parts[end][0] - parts[end - 1][0], _minus(parts[end][1], parts[end - 1][1])
+            if end > start + 1 and difference != (rank_step, step):
+                break
+            (rank_step, step), end = difference, end + 1
+        yield PartRun(rank, rank_step, end - start, offset, step, size)
+        start = end
 
 
 def _minus(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:
@@ -379,20 +347,11 @@ class RankIndex(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     values: Any
 
 
-def encode_rank_index(index: RankIndex) -> bytes:
-    """Encode ``rank-<rank>.json``.
-
-    Raises:
-        CheckpointError: more JSON than the reader accepts.
-    """
-    return layout.encode_limited(msgspec.to_builtins(index), index_name(index.rank))
-
-
 def parse_rank_index(data: bytes, rank: int, files: RankFiles) -> RankIndex:
     """Parse the index of ``rank``. ``place_shards`` compares it with the index of the run.
 
     Raises:
-        CorruptCheckpointError: bytes that ``encode_rank_index`` does not write, or blocks that do not cover the data files.
+        CorruptCheckpointError: bytes that ``encode_index`` does not write, or blocks that do not cover the data files.
         CheckpointError: a valid index of another format version.
     """
     location = index_name(rank)
@@ -422,8 +381,7 @@ def _check_blocks(blocks: Blocks, size: int, location: str) -> None:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
-class PlacedShards:
+class PlacedShards(NamedTuple):
     """Places of the shards of one rank, checked.
 
     Args:
@@ -442,8 +400,8 @@ class PlacedShards:
 
     def begins_of(self, numbers: Sequence[int]) -> list[int]:
         """Return the first bytes of the parts of these tensors, which the rank holds."""
-        found: list[int] = self.begins[np.searchsorted(self.numbers, np.array(numbers, dtype=np.int64))].tolist()
-        return found
+        begins: list[int] = self.begins[np.searchsorted(self.numbers, np.array(numbers, dtype=np.int64))].tolist()
+        return begins
 
 
 def place_shards(index: RankIndex, run: RunIndex, refs: Mapping[str, TensorRef]) -> PlacedShards:
@@ -459,13 +417,13 @@ def place_shards(index: RankIndex, run: RunIndex, refs: Mapping[str, TensorRef])
     """
     name, sizes = index_name(index.rank), run.files[index.rank].data_bytes
     numbers, parts = run.parts_of(index.rank)
-    for column, found, expected in (("begins", index.begins, len(numbers)), ("per_rank", index.per_rank, len(refs))):
-        if len(found) != expected:
-            raise CorruptCheckpointError(f"{name}: {column}: must have {expected} numbers, got {len(found)}")
+    for column, begins, expected in (("begins", index.begins, len(numbers)), ("per_rank", index.per_rank, len(refs))):
+        if len(begins) != expected:
+            raise CorruptCheckpointError(f"{name}: {column}: must have {expected} numbers, got {len(begins)}")
     own = [shard_kind(ref.dtype, ref.shape, (0,) * len(ref.shape), ref.shape) for ref in refs.values()]
     kinds = np.array(run.tensors, dtype=np.int64)[numbers] - 1
     # There are many tensors and few kinds, so lengths and files are looked up by kind. The last one is for no kind at all.
-    lengths = np.array([*(0 if part is None else min(part.nbytes, _MAX_BYTES) for part in parts), 0], dtype=np.int64)
+    lengths = np.array([*(0 if box is None else min(box.nbytes, _MAX_BYTES) for box in parts), 0], dtype=np.int64)
     files = np.array([*(kind.file for kind in run.kinds), 0], dtype=np.int64)
     own_lengths = np.array([min(kind.nbytes, _MAX_BYTES) for kind in own], dtype=np.int64)
     _check_places(
@@ -476,13 +434,7 @@ def place_shards(index: RankIndex, run: RunIndex, refs: Mapping[str, TensorRef])
         sizes,
     )
     per_rank = {key: StoredShard(0, begin, kind) for key, begin, kind in zip(refs, index.per_rank, own, strict=True)}
-    return PlacedShards(
-        numbers=numbers,
-        begins=np.array(index.begins, dtype=np.int64),
-        per_rank=per_rank,
-        blocks=index.blocks,
-        values=index.values,
-    )
+    return PlacedShards(numbers, np.array(index.begins, dtype=np.int64), per_rank, index.blocks, index.values)
 
 
 def _check_places(rank: int, begins: list[int], lengths: Any, files: Any, sizes: Sequence[int]) -> None:
@@ -496,10 +448,10 @@ def _check_places(rank: int, begins: list[int], lengths: Any, files: Any, sizes:
     last = np.array(sizes, dtype=np.int64)[files] - lengths
     outside = np.flatnonzero(first > last)
     if len(outside):
-        at = int(outside[0])
-        size = sizes[int(files[at])]
+        shard = int(outside[0])
+        begin, size = begins[shard], sizes[int(files[shard])]
         raise CorruptCheckpointError(
-            f"{name}: shard {at}: bytes {begins[at]} to {begins[at] + int(lengths[at])} are outside of a file of {size} bytes"
+            f"{name}: shard {shard}: bytes {begin} to {begin + int(lengths[shard])} are outside of a file of {size} bytes"
         )
     order = np.lexsort((first, files))
     order = order[lengths[order] > 0]
@@ -507,8 +459,8 @@ def _check_places(rank: int, begins: list[int], lengths: Any, files: Any, sizes:
     # The first pair of neighbours that overlap exists if any pair of shards overlaps.
     overlaps = np.flatnonzero((first[1:] < ends[:-1]) & (of_file[1:] == of_file[:-1]))
     if len(overlaps):
-        at = int(overlaps[0]) + 1
-        file = data_name(rank, frozen=bool(of_file[at]))
+        position = int(overlaps[0]) + 1
+        file = data_name(rank, frozen=bool(of_file[position]))
         raise CorruptCheckpointError(
-            f"{name}: {file}: shard {int(order[at])}: begins at byte {int(first[at])}, inside of another shard"
+            f"{name}: {file}: shard {int(order[position])}: begins at byte {int(first[position])}, inside of another shard"
         )

@@ -23,6 +23,7 @@ import hashlib
 import json
 import re
 from bisect import bisect_left, bisect_right
+from collections import Counter
 from dataclasses import dataclass
 from math import inf, prod
 from typing import Annotated, Any, Literal, NoReturn, TypeVar
@@ -265,16 +266,16 @@ def canonical_json(value: Any) -> bytes:
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
 
 
-def encode_limited(value: Any, location: str) -> bytes:
-    """Encode a value as compact JSON.
+def encode_index(index: Struct, name: str) -> bytes:
+    """Encode an index of this file name as compact JSON.
 
     Raises:
         CheckpointError: more JSON than ``parse_json`` accepts.
     """
-    data = json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
+    data = json.dumps(msgspec.to_builtins(index), separators=(",", ":"), allow_nan=False).encode()
     if len(data) > MAX_JSON_BYTES:
         raise CheckpointError(
-            f"{location}: plain values and index must be at most {MAX_JSON_BYTES} bytes, got {len(data)}. "
+            f"{name}: plain values and index must be at most {MAX_JSON_BYTES} bytes, got {len(data)}. "
             "Store large plain data as tensors."
         )
     return data
@@ -303,12 +304,11 @@ def parse_json(data: bytes, location: str) -> Any:
 
 
 def _reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        seen: set[str] = set()
-        duplicate = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+    values = dict(pairs)
+    if len(values) != len(pairs):
+        [(duplicate, _)] = Counter(key for key, _ in pairs).most_common(1)
         raise ValueError(f"duplicate key {duplicate!r}")
-    return found
+    return values
 
 
 def _parse_finite_float(text: str) -> float:
@@ -347,13 +347,6 @@ def read_object(value: Any, location: str, names: tuple[str, ...]) -> dict[str, 
             f"{location}: must have exactly the expected fields. Missing: {_format_names(missing)}. "
             f"Unknown: {_format_names(unknown)}."
         )
-    return value
-
-
-def read_int(value: Any, location: str) -> int:
-    """Return ``value`` as an integer of at least 0."""
-    if type(value) is not int or value < 0:
-        raise CorruptCheckpointError(f"{location}: must be an integer of at least 0, got {describe_value(value)}")
     return value
 
 

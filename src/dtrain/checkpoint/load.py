@@ -23,7 +23,7 @@ from torch import Tensor
 from dtrain import spans, storage
 from dtrain.arguments import check_choice, explain_arguments
 from dtrain.checkpoint import layout, tree_json
-from dtrain.checkpoint.data_file import FileOpener, ReadableFile
+from dtrain.checkpoint.data_file import FileOpener, OpenedFile
 from dtrain.checkpoint.extra import entry_structures, restore_entries, saved_entries, short_key, stored_entries
 from dtrain.checkpoint.fetch import copy_into_, read_tensors
 from dtrain.checkpoint.load_plan import (
@@ -171,10 +171,10 @@ def load_sharded(
             if not missing_ok:
                 raise CheckpointError(f"{_CALLER}: no checkpoint found in {root}. Pass missing_ok=True to start without one.")
             log(f"no checkpoint found in {folder}; starting from scratch")
-            for each_state in states.values():
-                each_state._run_context.lineage.roots[str(folder)].looked = True
+            for new_run in states.values():
+                new_run._run_context.lineage.roots[str(folder)].looked = True
             # A save holds at least the parameters of all ranks.
-            params = (param for each_state in states.values() for param in each_state.params.values())
+            params = (param for new_run in states.values() for param in new_run.params.values())
             _warn_if_low_space(folder, sum(param.numel() * param.itemsize for param in params))
             return state
         with gc_paused():
@@ -233,8 +233,8 @@ def _read_and_apply(
     folder, seconds = loaded.reader.folder, time.monotonic() - started_at
     restored = Restored(step=loaded.reader.manifest.step, path=folder, seconds=seconds, ignored=loaded.ignored)
     names = ", ".join(loaded.ignored[:5]) + (", ..." if len(loaded.ignored) > 5 else "")
-    parts = [f"loaded {folder} in {seconds:.2g} s", f"ignored {names}" if names else "", agreed.skipped]
-    log("; ".join(filter(None, parts)))
+    facts = [f"loaded {folder} in {seconds:.2g} s", f"ignored {names}" if names else "", agreed.skipped]
+    log("; ".join(filter(None, facts)))
     return {name: new_state._replace(restored=restored)._recorded() for name, new_state in new_states.items()}
 
 
@@ -264,8 +264,8 @@ class LoadedCheckpoint:
     Args:
         reader: the open checkpoint.
         plans: plans by the names of the states.
-        held: tensors of each state that have been read, on the CPU, by the names of the states and the keys in the state.
-        unread: reads of all other tensors of each state, which have been verified, by the names of the states.
+        held: tensors that have been read, on the CPU, by key.
+        unread: reads of all other tensors of the states, which have been verified, by key.
         open_file: function that opens the data file of a number.
         values: objects, extra states of modules and random state.
         ignored: names of the model and parts of the checkpoint that match a pattern of ``ignore``.
@@ -274,8 +274,8 @@ class LoadedCheckpoint:
 
     reader: CheckpointReader
     plans: Mapping[str, LoadPlan]
-    held: Mapping[str, Mapping[str, Tensor]]
-    unread: Mapping[str, Mapping[str, TensorRead]]
+    held: Mapping[str, Tensor]
+    unread: Mapping[str, TensorRead]
     open_file: FileOpener
     values: StoredValues
     ignored: tuple[str, ...]
@@ -293,9 +293,11 @@ class LoadedCheckpoint:
         Raises:
             CorruptCheckpointError: a file has changed since it was verified.
         """
-        prefix, unread, held = state_prefix(state), self.unread[state], self.held[state]
-        yield dict(held)
-        done, total = list(held), len(held) + len(unread)
+        prefix = state_prefix(state)
+        keys_of_state = [prefix + key for key in self.plans[state].regions]
+        unread = {key: self.unread[key] for key in keys_of_state if key in self.unread}
+        done, total = [key for key in keys_of_state if key not in unread], len(keys_of_state)
+        yield {key.removeprefix(prefix): self.held[key] for key in done}
         # Few chunks belong to two batches in the order of the files. Empty tensors have no reads.
         in_order = sorted(unread, key=lambda key: unread[key].reads[0][:2] if unread[key].reads else (-1, -1))
         for keys in group_by_size({key: unread[key].nbytes for key in in_order}, limit=_BATCH_BYTES):
@@ -335,27 +337,25 @@ def read_checkpoint(
     reader = open_checkpoint(folder, check_files=get_dist_info().rank == 0)
     ignored = _match_ignored(reader, states, entries, options.ignore)
     _check_states(reader, states, options)
-    planned = {name: _plan_state(reader, name, state, options) for name, state in states.items()}
-    plans = {name: plan for name, (plan, _) in planned.items()}
+    plans: dict[str, LoadPlan] = {}
+    reads: dict[str, TensorRead] = {}
+    for name, state in states.items():
+        plans[name], reads_of_state = _plan_state(reader, name, state, options)
+        reads |= reads_of_state
     values = _find_values(reader, states, entries, plans, options)
-    to_read = values.plan_reads(reader)
     # A second transfer from a server would take longer than the memory is worth.
-    total = sum(tensor.nbytes for _, tensors in planned.values() for tensor in tensors.values())
-    small = isinstance(folder, RemotePath) or total <= _HELD_BYTES
-    unread: dict[str, dict[str, TensorRead]] = {}
-    for name, (plan, tensors) in planned.items():
-        held = tensors if small else {state_prefix(name) + key for key in plan.adopted}
-        to_read |= {key: tensor for key, tensor in tensors.items() if key in held}
-        unread[name] = {key: tensor for key, tensor in tensors.items() if key not in held}
+    small = isinstance(folder, RemotePath) or sum(tensor.nbytes for tensor in reads.values()) <= _HELD_BYTES
+    adopted = {state_prefix(name) + key for name, plan in plans.items() for key in plan.adopted}
+    unread = {} if small else {key: tensor for key, tensor in reads.items() if key not in adopted}
     open_file = reader.open_data if small else _keep_open(reader, files)
-    found = read_tensors(
-        to_read,
+    tensors = read_tensors(
+        values.plan_reads(reader) | {key: tensor for key, tensor in reads.items() if key not in unread},
         open_file,
         # Tensors that are copied into the state need no memory of their own.
         shareable={state_prefix(name) + key for name, plan in plans.items() for key in plan.targets},
-        verify=[read for tensors in unread.values() for tensor in tensors.values() for read in tensor.reads],
+        verify=[read for tensor in unread.values() for read in tensor.reads],
     )
-    values = StoredValues(*fill_tensors(tuple(values), lambda key, ref: found[key]))
+    values = StoredValues(*fill_tensors(tuple(values), lambda key, ref: tensors[key]))
     if values.rng is not None:
         # The generators are set last, when all other parts have changed.
         try:
@@ -365,11 +365,7 @@ def read_checkpoint(
     return LoadedCheckpoint(
         reader=reader,
         plans=plans,
-        held={
-            name: {key: found[prefix + key] for key in plan.regions if prefix + key in found}
-            for name, plan in plans.items()
-            for prefix in [state_prefix(name)]
-        },
+        held={key: tensors[key] for key in reads if key in tensors},
         unread=unread,
         open_file=open_file,
         values=values,
@@ -382,13 +378,13 @@ def _plan_state(
     reader: CheckpointReader, name: str, state: TrainState, options: LoadOptions
 ) -> tuple[LoadPlan, dict[str, TensorRead]]:
     """Compare a state with the checkpoint, and plan the reads of its tensors."""
-    part = reader.select_state(name) if name else reader
-    part = with_own_buffers(part, get_dist_info().rank, persistent_buffers(state.model, state.spec, own=True))
+    of_state = reader.select_state(name) if name else reader
+    of_state = with_own_buffers(of_state, get_dist_info().rank, persistent_buffers(state.model, state.spec, own=True))
     caller = f"{_CALLER}: {reader.folder}{f': {name}' if name else ''}"
     # Without autograd, local shards are obtained faster.
     with torch.no_grad():
-        plan = plan_load(part, state, options, caller=caller, first=name in ("", *reader.manifest.states[:1]))
-    return plan, plan_tensors(part.find_shards, plan.regions, part.refs, state_prefix(name))
+        plan = plan_load(of_state, state, options, caller=caller, first=name in ("", *reader.manifest.states[:1]))
+    return plan, plan_tensors(of_state.find_shards, plan.regions, of_state.refs, state_prefix(name))
 
 
 class StoredValues(NamedTuple):
@@ -448,14 +444,14 @@ def _find_values(
 
 def _keep_open(reader: CheckpointReader, files: ExitStack) -> FileOpener:
     """Return a function that opens data files until ``files`` is closed. A file that is removed meanwhile stays readable."""
-    opened: dict[int, ReadableFile] = {}
+    opened: dict[int, OpenedFile] = {}
 
-    def close(context: AbstractContextManager[ReadableFile]) -> None:
+    def close(context: AbstractContextManager[OpenedFile]) -> None:
         # Every read was verified, so a failing close loses nothing.
         with suppress(OSError):
             context.__exit__(None, None, None)
 
-    def open_file(number: int) -> AbstractContextManager[ReadableFile]:
+    def open_file(number: int) -> AbstractContextManager[OpenedFile]:
         if number not in opened:
             context = reader.open_data(number)
             opened[number] = context.__enter__()
@@ -531,17 +527,17 @@ def _module_structures(reader: CheckpointReader, state: str, names: Sequence[str
     if not names:
         return {}
     info = get_dist_info()
-    part = reader.select_state(state) if state else reader
-    if reader.world_size != info.world_size and part.structures["modules"]["equal"] is not True:
+    of_state = reader.select_state(state) if state else reader
+    if reader.world_size != info.world_size and of_state.structures["modules"]["equal"] is not True:
         raise CheckpointMismatchError(
             f"{_CALLER}: {reader.folder}: the extra state of modules ({', '.join(names[:3])}) differs between the "
             f"{reader.world_size} ranks that saved it, and this run has {info.world_size}. Load on {reader.world_size} ranks, "
             f"or ignore={json.dumps(list(names[:3]))} to keep the current extra state."
         )
     rank = info.rank % reader.world_size
-    structure = part.rank_structure(rank, "modules", f"{state_prefix(state)}modules")
+    structure = of_state.rank_structure(rank, "modules", f"{state_prefix(state)}modules")
     location = f"{layout.index_name(rank)}: values: modules"
-    layout.read_object(structure, location, tuple(extra_state_names(part.structures)))
+    layout.read_object(structure, location, tuple(extra_state_names(of_state.structures)))
     return {name: structure[name] for name in names}
 
 

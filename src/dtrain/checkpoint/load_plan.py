@@ -9,19 +9,20 @@ import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from msgspec import Struct
+from msgspec.structs import asdict
 from torch import Tensor
 
 from dtrain.checkpoint import layout, tree_json
-from dtrain.checkpoint.layout import DTYPES, TensorRef
-from dtrain.checkpoint.mismatch import MismatchRow, check_targets, mismatch_error, missing_row, unequal_row, unexpected_row
+from dtrain.checkpoint.layout import DTYPES, Count, TensorRef
+from dtrain.checkpoint.mismatch import MismatchRow, check_targets, compare_tensor, mismatch_error, missing_row, unexpected_row
 from dtrain.checkpoint.model_state import (
     compare_optimizer,
     extra_state_modules,
     extra_state_names,
-    read_dict,
 )
 from dtrain.checkpoint.plan import Region, full_region, local_region
 from dtrain.checkpoint.reader import CheckpointReader
@@ -39,9 +40,6 @@ from dtrain.fqn import buffers_by_fqn, compile_patterns
 from dtrain.run_objects import LOADER, STATEFUL
 from dtrain.schedules.clock import Clock, EpochPosition
 from dtrain.state import TrainState
-
-if TYPE_CHECKING:
-    from dtrain.checkpoint.reader import CheckpointReader
 
 OPTIMIZER, RNG, TRANSFORMS = "optimizer", "rng", "transforms"
 _PART_PATTERN = re.compile(
@@ -72,9 +70,9 @@ class IgnorePatterns:
         Raises:
             ConfigError: the first such pattern.
         """
-        known_names, known_parts = list(names), list(parts)
+        candidates = {True: list(parts), False: list(names)}
         for pattern in self.patterns:
-            if not any(map(compile_patterns([pattern], caller=caller), known_parts if _is_part(pattern) else known_names)):
+            if not any(map(compile_patterns([pattern], caller=caller), candidates[_is_part(pattern)])):
                 raise ConfigError(
                     f"{caller}: a pattern must match a name in the model or the checkpoint, got {pattern!r}. Use a name of the "
                     "model, 'loader', 'stateful/<name>', 'extra/<name>', 'transforms/<transform>', 'states/<name>', "
@@ -268,10 +266,9 @@ class _StateComparison:
 
     def _add_target(self, key: str, ref: TensorRef, tensor: Tensor) -> bool:
         """Add a tensor of the state to the plan if shape and dtype fit. Return False if they differ."""
-        dtype = DTYPES[ref.dtype]
-        castable = self.options.allow_cast and dtype.is_floating_point and tensor.dtype.is_floating_point
-        if ref.shape != tuple(tensor.shape) or not (dtype == tensor.dtype or castable):
-            self.rows.append(unequal_row(key, ref, tree_json.ref_of(tensor)))
+        row = compare_tensor(key, ref, tensor, allow_cast=self.options.allow_cast)
+        if row is not None:
+            self.rows.append(row)
             return False
         # Tensors of equal layout share one computation.
         tensor_layout = (tensor.shape, getattr(tensor, "placements", None), id(getattr(tensor, "device_mesh", None)))
@@ -310,36 +307,37 @@ def _advice(rows: list[MismatchRow], options: LoadOptions) -> str:
     return " ".join(advice)
 
 
+class _StoredCounts(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Counts of a clock in a checkpoint."""
+
+    step: Count
+    epoch: Count
+    step_in_epoch: Count
+    samples: Count
+    tokens: Count
+    seconds: float
+
+
+@layout.compile_schema
+class _StoredClock(_StoredCounts, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Clock in a checkpoint. Both further fields are optional."""
+
+    previous: _StoredCounts | None = None
+    step_start: tuple[Count, Count] | None = None
+
+
 def _read_clock(reader: CheckpointReader, *, check_step: bool) -> Clock:
     location = f"{layout.INDEX}: clock"
-    # Both fields are optional in the file.
-    raw = {"previous": None, "step_start": None, **reader.section_dict("clock")}
-    previous, start = raw.pop("previous"), raw.pop("step_start")
-    counts = _read_counts(raw, location)
-    if check_step and counts["step"] != reader.manifest.step:
-        raise CorruptCheckpointError(
-            f"{location}: step must be {reader.manifest.step} as in the manifest, got {counts['step']}"
-        )
-    if previous is not None:
-        previous = Clock(**_read_counts(read_dict(previous, "clock: previous"), f"{location}: previous"))
-    if start is not None:
-        numbers = [layout.read_int(value, f"{location}: step_start") for value in start] if type(start) is list else []
-        if len(numbers) != 2:
-            raise CorruptCheckpointError(f"{location}: step_start: must be two integers, got {layout.describe_value(start)}")
-        start = EpochPosition(*numbers)
-    return Clock(**counts, _previous=previous, _step_start=start)
-
-
-def _read_counts(raw: dict[str, Any], location: str) -> dict[str, Any]:
-    """Read and check the counts of a clock."""
-    layout.read_object(raw, location, tuple(name for name in Clock().state_dict() if name != "previous"))
-    seconds = raw["seconds"]
-    if type(seconds) is not float:
-        raise CorruptCheckpointError(f"{location}: seconds: must be a float, got {layout.describe_value(seconds)}")
-    return {
-        **{name: layout.read_int(value, f"{location}: {name}") for name, value in raw.items() if name != "seconds"},
-        "seconds": seconds,
-    }
+    stored = layout.convert(reader.section_dict("clock"), _StoredClock, location)
+    if check_step and stored.step != reader.manifest.step:
+        raise CorruptCheckpointError(f"{location}: step must be {reader.manifest.step} as in the manifest, got {stored.step}")
+    counts = asdict(stored)
+    del counts["previous"], counts["step_start"]
+    return Clock(
+        **counts,
+        _previous=None if stored.previous is None else Clock(**asdict(stored.previous)),
+        _step_start=None if stored.step_start is None else EpochPosition(*stored.step_start),
+    )
 
 
 def _plan_optimizer(
@@ -356,16 +354,12 @@ def _plan_optimizer(
     shards = {name: to_local(param) for name, param in state.params.items()}
     used = {shard.untyped_storage().data_ptr() for shard in shards.values()}
     for name, content in optimizer["state"].items():
-        param = state.params[name]
-        local = shards[name]
-        key = tree_json.join_key("params", name)
+        param, key = state.params[name], tree_json.join_key("params", name)
         placement = _ParamPlacement(
             param=param,
-            local=local,
-            shape=tuple(param.shape),
+            local=shards[name],
             region=plan.regions[key],
             saved_ref=refs[key],
-            adopts_read=local.is_cpu and local.is_contiguous(),
             step_device=param.device if id(param) in on_device else torch.device("cpu"),
             allow_cast=allow_cast,
             by_rows=getattr(state.optimizer, "shards_state_by_rows", False) and row_group(param) is not None,
@@ -422,10 +416,8 @@ class _ParamPlacement(NamedTuple):
 
     param: Tensor
     local: Tensor
-    shape: tuple[int, ...]
     region: Region
     saved_ref: TensorRef
-    adopts_read: bool
     step_device: torch.device
     allow_cast: bool
     by_rows: bool
@@ -448,7 +440,8 @@ class _ParamPlacement(NamedTuple):
     def adopts(self, leaf: TensorPlaceholder) -> bool:
         """Return True if the state keeps the tensor that is read, without a copy."""
         if self._is_like_param(leaf):
-            return self.adopts_read and not (self.allow_cast and leaf.ref.dtype == self.saved_ref.dtype)
+            is_cast = self.allow_cast and leaf.ref.dtype == self.saved_ref.dtype
+            return self.local.is_cpu and self.local.is_contiguous() and not is_cast
         return _is_step(leaf) and self.step_device.type == "cpu"
 
     def find_reusable(self, leaf: TensorPlaceholder, current: Mapping[str, Any], used: set[int]) -> Tensor | None:
@@ -472,7 +465,7 @@ class _ParamPlacement(NamedTuple):
 
     def _is_like_param(self, leaf: TensorPlaceholder) -> bool:
         stays_plain = not self.by_rows and self.saved_ref.distributed and not leaf.ref.distributed and is_dtensor(self.param)
-        return leaf.ref.shape == self.shape and not _is_step(leaf) and not stays_plain
+        return leaf.ref.shape == self.param.shape and not _is_step(leaf) and not stays_plain
 
     def _built_dtype(self, ref: TensorRef) -> torch.dtype:
         follows = self.allow_cast and ref.dtype == self.saved_ref.dtype and DTYPES[ref.dtype].is_floating_point

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 
 from dtrain import storage
 from dtrain.arguments import explain_arguments
-from dtrain.checkpoint import layout, mismatch, tree_json, weights
+from dtrain.checkpoint import layout, mismatch, weights
 from dtrain.checkpoint.checkpoint_info import StepRemovedError, choose_step, has_manifest, notice_removal, read_manifest
 from dtrain.checkpoint.fetch import copy_into_
 from dtrain.checkpoint.layout import TensorRef
@@ -193,18 +192,13 @@ def _match_by_name(
         label = name if name == model_name else f"{model_name} (stored as {name})"
         if tensor is None:
             rows.append(mismatch.unexpected_row(model_name, str(refs[name]), label=label))
-        elif refs[name].shape != tuple(tensor.shape) or not (
-            (dtype := layout.DTYPES[refs[name].dtype]) == tensor.dtype
-            or (dtype.is_floating_point and tensor.is_floating_point())
-        ):
-            rows.append(mismatch.unequal_row(model_name, refs[name], tree_json.ref_of(tensor), label=label))
-    every_name = defaultdict(set, {first: {first} for first in here})
-    for alias, first in aliases.items():
-        every_name[first].add(alias)
+        elif (row := mismatch.compare_tensor(model_name, refs[name], tensor, allow_cast=True, label=label)) is not None:
+            rows.append(row)
+    may_be_absent = {aliases.get(name, name) for name in filter(allowed, (*here, *aliases))}
     absent = [first for first in here if first not in stored_as]
-    kept = [first for first in absent if any(map(allowed, every_name[first]))]
+    kept = [first for first in absent if first in may_be_absent]
     for first in absent:
-        if first not in kept:
+        if first not in may_be_absent:
             dtype_name = layout.DTYPE_NAMES.get(here[first].dtype, here[first].dtype)
             rows.append(mismatch.missing_row(first, f"{dtype_name} {list(here[first].shape)}"))
     if rows:

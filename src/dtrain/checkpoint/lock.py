@@ -120,15 +120,13 @@ def current_owner(run_id: str, *, now: float) -> LockOwner:
     """Return an owner for this process, which acquires a lock now."""
     pid_namespace: str | None = None
     boot_id: str | None = None
-    try:
+    # Without Linux, or in a sandbox without these files, the fields are None and never compared.
+    with suppress(OSError):
         pid_namespace = os.readlink("/proc/self/ns/pid")
         boot_id = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    except OSError:
-        # Without Linux, or in a sandbox without these files, the fields are None and never compared.
-        pass
     start_ticks = process_start_ticks(os.getpid())
     return LockOwner(
-        token=new_token(),
+        token=secrets.token_hex(8),
         host=re.sub(r"[^!-~]", "?", socket.gethostname())[:255] or "?",
         pid=os.getpid(),
         start_ticks=start_ticks if type(start_ticks) is int else None,
@@ -138,11 +136,6 @@ def current_owner(run_id: str, *, now: float) -> LockOwner:
         acquired_at=now,
         heartbeat_at=now,
     )
-
-
-def new_token() -> str:
-    """Return a unique token."""
-    return secrets.token_hex(8)
 
 
 def is_same_process(one: LockOwner, other: LockOwner) -> bool:
@@ -192,10 +185,10 @@ def owner_status(
         return "dead" if unchanged_s >= TORN_AFTER_S else "unknown"
     same_kernel = owner.boot_id is not None and owner.boot_id == our_owner.boot_id
     if same_kernel and owner.pid_namespace is not None and owner.pid_namespace == our_owner.pid_namespace and owner.pid > 0:
-        found = process_start_ticks(owner.pid)
+        start_ticks = process_start_ticks(owner.pid)
         # The kernel reuses the pid of a dead process, with another start time.
-        reused = type(found) is int and owner.start_ticks is not None and found != owner.start_ticks
-        return "dead" if found == "gone" or reused else "live"
+        reused = type(start_ticks) is int and owner.start_ticks is not None and start_ticks != owner.start_ticks
+        return "dead" if start_ticks == "gone" or reused else "live"
     # Ids of another boot or pids of another namespace say nothing: a pid that does not exist here may be alive there.
     rebooted = owner.host == our_owner.host and owner.boot_id is not None and our_owner.boot_id is not None and not same_kernel
     silent_s = max(now - owner.heartbeat_at, unchanged_s)
@@ -375,15 +368,15 @@ def protected_steps(root: AnyPath) -> frozenset[int]:
 
 def _still_ours(held: _HeldLock) -> bool:
     """Return True if the lock file is ours. The lock is lost if another owner may have had the file. Mutates: ``held``."""
-    found = read_file(held.path)
-    if found is None:
+    content = read_file(held.path)
+    if content is None:
         # The file was removed by hand, or by another owner that came and ended while this process sent no heartbeat. A removed
         # root has no steps that another owner could have written.
         silent = time.time() - held.owner.heartbeat_at >= DEAD_AFTER_S
         if silent and storage.is_folder(held.root):
             held.lost_to = "a process that has ended since"
         return False
-    owner = parse_owner(found)
+    owner = parse_owner(content)
     if owner is not None and owner.token == held.owner.token:
         return held.lost_to is None
     # No process leaves bytes that name no owner, so nobody has taken the lock over.
@@ -475,17 +468,17 @@ def acquire_file(path: AnyPath, our_owner: LockOwner) -> LockOwner:
         our_owner = replace(our_owner, acquired_at=now, heartbeat_at=now)
         if create_file(path, our_owner):
             return our_owner
-        found = read_file(path)
-        if found is None:
+        content = read_file(path)
+        if content is None:
             # The owner released the lock after the attempt to create the file.
             continue
-        owner = parse_owner(found)
-        if found != watched:
+        owner = parse_owner(content)
+        if content != watched:
             before = parse_owner(watched)
             if owner is not None and before is not None and owner.token == before.token:
                 # The owner has renewed its heartbeat.
                 raise _in_use_error(path, owner)
-            watched, since = found, time.monotonic()
+            watched, since = content, time.monotonic()
         status = owner_status(owner, our_owner, now=now, unchanged_s=time.monotonic() - since)
         if owner is not None and is_same_process(owner, our_owner):
             # This process has no lock on the root, so its last attempt failed half way.
@@ -493,7 +486,7 @@ def acquire_file(path: AnyPath, our_owner: LockOwner) -> LockOwner:
         if status == "live":
             assert owner is not None, "a file without owner is never live"
             raise _in_use_error(path, owner)
-        if status == "dead" and _take_over(path, found, our_owner):
+        if status == "dead" and _take_over(path, content, our_owner):
             return our_owner
         time.sleep(_POLL_S)
 
@@ -505,28 +498,27 @@ def write_again(path: AnyPath, our_owner: LockOwner) -> None:
     """
     watched, since = b"", time.monotonic()
     while not create_file(path, our_owner):
-        found = read_file(path)
-        if found is not None and parse_owner(found) is not None:
+        content = read_file(path)
+        if content is not None and parse_owner(content) is not None:
             return
-        if found != watched:
-            watched, since = found or b"", time.monotonic()
-        status = owner_status(None, our_owner, now=time.time(), unchanged_s=time.monotonic() - since)
-        if found is not None and status == "dead" and _take_over(path, found, our_owner):
+        if content != watched:
+            watched, since = content or b"", time.monotonic()
+        if content is not None and time.monotonic() - since >= TORN_AFTER_S and _take_over(path, content, our_owner):
             return
         time.sleep(_POLL_S)
 
 
-def _take_over(path: AnyPath, found: bytes, our_owner: LockOwner) -> bool:
-    """Replace a dead owner, or bytes that name no owner, by ``our_owner`` if the file is unchanged.
+def _take_over(path: AnyPath, content: bytes, our_owner: LockOwner) -> bool:
+    """Replace a dead owner, or bytes that name no owner, by ``our_owner`` if the file still has this content.
 
     The claim for the takeover is a lock file itself.
     """
-    dead = parse_owner(found)
-    token = hashlib.sha256(found).hexdigest()[:16] if dead is None else dead.token
+    dead = parse_owner(content)
+    token = hashlib.sha256(content).hexdigest()[:16] if dead is None else dead.token
     claim = path.with_name(f"{LOCK_FILE}.{token}")
-    claimed = acquire_file(claim, replace(our_owner, token=new_token()))
+    claimed = acquire_file(claim, replace(our_owner, token=secrets.token_hex(8)))
     try:
-        if read_file(path) != found:
+        if read_file(path) != content:
             # Another process was faster, or the owner is alive.
             return False
         storage.replace_file(path, our_owner.encode())
@@ -551,8 +543,8 @@ def create_file(path: AnyPath, our_owner: LockOwner) -> bool:
     except OSError:
         # A partly written file of this process must not block the next attempt. Files of other processes differ in the token.
         with suppress(OSError):
-            found = read_file(path)
-            if found is not None and data.startswith(found):
+            content = read_file(path)
+            if content is not None and data.startswith(content):
                 storage.remove_file(path)
         raise
     return True
@@ -575,6 +567,6 @@ def read_file(path: AnyPath) -> bytes | None:
 def remove_if_owned_by(path: AnyPath, our_owner: LockOwner) -> None:
     """Remove a lock file if this process owns it. If the removal fails, a file with a dead owner remains."""
     with suppress(OSError, ConfigError):
-        found = parse_owner(read_file(path) or b"")
-        if found is not None and found.token == our_owner.token:
+        owner = parse_owner(read_file(path) or b"")
+        if owner is not None and owner.token == our_owner.token:
             storage.remove_file(path)

@@ -18,7 +18,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from dtrain.checkpoint.layout import TensorRef
+from dtrain.checkpoint.layout import DTYPES, TensorRef
+from dtrain.checkpoint.tree_json import ref_of
 from dtrain.dist.dtensor import is_dtensor
 from dtrain.errors import CheckpointMismatchError, ConfigError
 
@@ -63,10 +64,17 @@ def unexpected_row(name: str, stored: str, *, label: str = "") -> MismatchRow:
     return MismatchRow(name=name, kind="unexpected", stored=stored, here=None, label=label)
 
 
-def unequal_row(name: str, stored: TensorRef, here: TensorRef, *, label: str = "") -> MismatchRow:
-    """Return a row for a tensor that is stored in another shape, or else in another dtype."""
-    kind: MismatchKind = "shape" if stored.shape != here.shape else "dtype"
-    return MismatchRow(name=name, kind=kind, stored=str(stored), here=str(here), label=label)
+def compare_tensor(name: str, stored: TensorRef, here: Tensor, *, allow_cast: bool, label: str = "") -> MismatchRow | None:
+    """Return a row for a tensor that is stored in another shape, or else in another dtype; None if the tensor fits.
+
+    With ``allow_cast``, floating-point dtypes may differ.
+    """
+    dtype = DTYPES[stored.dtype]
+    castable = allow_cast and dtype.is_floating_point and here.dtype.is_floating_point
+    if stored.shape == tuple(here.shape) and (dtype == here.dtype or castable):
+        return None
+    kind: MismatchKind = "dtype" if stored.shape == tuple(here.shape) else "shape"
+    return MismatchRow(name=name, kind=kind, stored=str(stored), here=str(ref_of(here)), label=label)
 
 
 def other_row(name: str, stored: str, here: str) -> MismatchRow:
@@ -158,8 +166,8 @@ class ReadOnlyMemory:
         if tensor.untyped_storage().resizable():
             return False
         address = tensor.data_ptr()
-        at = bisect_right(self._spans, (address, sys.maxsize)) - 1
-        return at >= 0 and address < self._spans[at][1]
+        index = bisect_right(self._spans, (address, sys.maxsize)) - 1
+        return index >= 0 and address < self._spans[index][1]
 
     @cached_property
     def _spans(self) -> list[tuple[int, int]]:

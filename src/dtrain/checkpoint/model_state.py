@@ -181,10 +181,10 @@ def optimizer_groups(state: TrainState) -> list[dict[str, Any]]:
     names = {id(param): name for name, param in state.params.items()}
     at_the_beginning = state._run_context.group_options
     groups = []
-    for at, group in enumerate(state.optimizer.param_groups):
+    for number, group in enumerate(state.optimizer.param_groups):
         options = stored_options(group)
-        known = at_the_beginning[at] if at < len(at_the_beginning) else options
-        added = sorted(options.keys() - known)
+        first_options = at_the_beginning[number] if number < len(at_the_beginning) else options
+        added = sorted(options.keys() - first_options)
         options["params"] = [names[id(param)] for param in group["params"]]
         groups.append({**options, ADDED_OPTIONS: added} if added else options)
     return groups
@@ -210,8 +210,8 @@ def compare_optimizer(stored: dict[str, Any], state: TrainState, skipped: Collec
         count = len(stored_groups) if type(stored_groups) is list else 0
         yield other_row("optimizer/groups", format_count(count, "group"), format_count(len(groups), "group"))
         return
-    for at, (saved, group) in enumerate(zip(stored_groups, groups, strict=True)):
-        location = f"optimizer/groups/{at}"
+    for number, (saved, group) in enumerate(zip(stored_groups, groups, strict=True)):
+        location = f"optimizer/groups/{number}"
         read_dict(saved, location)
         names, names_here = _param_names(saved.get("params"), skipped), _param_names(group["params"], skipped)
         if names != names_here:

@@ -121,8 +121,8 @@ def plan_reads(index: Mapping[str, Sequence[StoredShard]], targets: Mapping[str,
         plan = plans.get(layout_key)
         if plan is None:
             plan = plans[layout_key] = _plan_tensor(key, shards, target)
-        for at, begin, end, block, source, into, offset in plan:
-            file, start, _ = shards[at]
+        for shard, begin, end, block, source, into, offset in plan:
+            file, start, _ = shards[shard]
             reads.append(ReadItem(file, start + begin, start + end, prefix + key, block, source, into, offset))
     reads.sort(key=itemgetter(0, 1))
     return reads
@@ -148,11 +148,11 @@ def _plan_tensor(key: str, shards: Sequence[StoredShard], target: Region) -> lis
         return []
     begins, ends = target.offset, tuple(begin + size for begin, size in zip(target.offset, target.size, strict=True))
     parts = []
-    for at, (_, _, kind) in enumerate(shards):
+    for shard, (_, _, kind) in enumerate(shards):
         low = tuple(map(max, kind.offset, begins))
         high = tuple(min(begin + size, end) for begin, size, end in zip(kind.offset, kind.size, ends, strict=True))
         if all(map(int.__lt__, low, high)):
-            parts.append(_Intersection(at, low, high))
+            parts.append(_Intersection(shard, low, high))
     overlap = _find_overlap(parts) if len(parts) > 1 else None
     if overlap is not None:
         raise CorruptCheckpointError(f"{key}: two stored shards overlap at {overlap}")
@@ -160,13 +160,13 @@ def _plan_tensor(key: str, shards: Sequence[StoredShard], target: Region) -> lis
     stored = sum(prod(map(int.__sub__, high, low)) for _, low, high in parts)
     if stored != needed:
         raise CorruptCheckpointError(f"{key}: stored shards hold {stored} of the {needed} elements needed")
-    return [read for part in parts for read in _byte_ranges(shards[part.at].kind, part, target)]
+    return [read for intersection in parts for read in _byte_ranges(shards[intersection.shard].kind, intersection, target)]
 
 
 class _Intersection(NamedTuple):
-    """Intersection ``[low, high)`` of a target and the stored shard at this index, in coordinates of the global tensor."""
+    """Intersection ``[low, high)`` of a target and the stored shard of this index, in coordinates of the global tensor."""
 
-    at: int
+    shard: int
     low: tuple[int, ...]
     high: tuple[int, ...]
 
@@ -180,13 +180,13 @@ def _find_overlap(parts: Sequence[_Intersection]) -> tuple[int, ...] | None:
     for dim in range(len(parts[0].low)):
         groups = _split_disjoint(parts, dim)
         if len(groups) > 1:
-            found = (_find_overlap(group) for group in groups if len(group) > 1)
-            return next((at for at in found if at is not None), None)
+            overlaps = (_find_overlap(group) for group in groups if len(group) > 1)
+            return next((element for element in overlaps if element is not None), None)
     for number, (_, low, high) in enumerate(parts):
         for _, other_low, other_high in parts[number + 1 :]:
-            at = tuple(map(max, low, other_low))
-            if all(map(int.__lt__, at, map(min, high, other_high))):
-                return at
+            element = tuple(map(max, low, other_low))
+            if all(map(int.__lt__, element, map(min, high, other_high))):
+                return element
     return None
 
 
@@ -194,19 +194,19 @@ def _split_disjoint(parts: Sequence[_Intersection], dim: int) -> list[list[_Inte
     """Split the parts into groups that are disjoint along ``dim``."""
     groups: list[list[_Intersection]] = []
     reach = -1
-    for part in sorted(parts, key=lambda part: part.low[dim]):
-        if part.low[dim] >= reach:
+    for intersection in sorted(parts, key=lambda intersection: intersection.low[dim]):
+        if intersection.low[dim] >= reach:
             groups.append([])
-        groups[-1].append(part)
-        reach = max(reach, part.high[dim])
+        groups[-1].append(intersection)
+        reach = max(reach, intersection.high[dim])
     return groups
 
 
-def _byte_ranges(kind: ShardKind, part: _Intersection, target: Region) -> Iterator[_RelativeRead]:
-    """Split the rows that ``part`` touches into reads of whole rows: one if contiguous, else of ``MAX_STRIDED_READ_BYTES``."""
-    at, low, high = part
+def _byte_ranges(kind: ShardKind, intersection: _Intersection, target: Region) -> Iterator[_RelativeRead]:
+    """Split the rows of an intersection into reads of whole rows: one if contiguous, else of ``MAX_STRIDED_READ_BYTES``."""
+    shard, low, high = intersection
     if not kind.size:
-        yield at, 0, kind.nbytes, (), (), (), 0
+        yield shard, 0, kind.nbytes, (), (), (), 0
         return
     row_bytes = prod(kind.size[1:]) * DTYPES[kind.dtype].itemsize
     inner = tuple((a - base, b - base) for a, b, base in zip(low[1:], high[1:], kind.offset[1:], strict=True))
@@ -217,7 +217,8 @@ def _byte_ranges(kind: ShardKind, part: _Intersection, target: Region) -> Iterat
         rows = min(run, high[0] - row)
         begin, into = (row - kind.offset[0]) * row_bytes, row - target.offset[0]
         source, to = ((0, rows), *inner), ((into, into + rows), *outer)
-        yield at, begin, begin + rows * row_bytes, (rows, *kind.size[1:]), source, to, into * row_bytes if contiguous else None
+        offset = into * row_bytes if contiguous else None
+        yield shard, begin, begin + rows * row_bytes, (rows, *kind.size[1:]), source, to, offset
 
 
 class TensorRead(NamedTuple):
@@ -285,13 +286,13 @@ def plan_fetches(
     spans = sorted([*((read.begin, read.end) for read in reads), *verify])
     if blocks is None:
         size = layout.CHUNK_BYTES
-        chunks = sorted({at for begin, end in spans if begin < end for at in range(begin // size, -(-end // size))})
-        fetches = [Fetch(at * size, (at + 1) * size, range(0), []) for at in chunks]
+        chunks = sorted({chunk for begin, end in spans if begin < end for chunk in range(begin // size, -(-end // size))})
+        fetches = [Fetch(chunk * size, (chunk + 1) * size, range(0), []) for chunk in chunks]
     else:
         fetches = [
-            Fetch(blocks.begin_of(part.start), blocks.ends[part.stop - 1], part, [])
-            for numbers in _needed_blocks(blocks, spans, _MAX_REMOTE_GAP_BYTES if is_remote else 0)
-            for part in split_blocks(blocks, numbers)
+            Fetch(blocks.begin_of(numbers.start), blocks.ends[numbers.stop - 1], numbers, [])
+            for needed in _needed_blocks(blocks, spans, _MAX_REMOTE_GAP_BYTES if is_remote else 0)
+            for numbers in split_blocks(blocks, needed)
         ]
     number = 0
     for read in reads:

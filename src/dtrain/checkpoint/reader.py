@@ -25,7 +25,6 @@ from dtrain.checkpoint.index import (
     RunIndex,
     ShardKind,
     StoredShard,
-    inline_order,
     parse_rank_index,
     parse_run_index,
     place_shards,
@@ -33,7 +32,7 @@ from dtrain.checkpoint.index import (
 )
 from dtrain.checkpoint.layout import Manifest
 from dtrain.checkpoint.plan import Region, check_cover
-from dtrain.checkpoint.tree_json import state_prefix, strip_prefix
+from dtrain.checkpoint.tree_json import state_prefix
 from dtrain.errors import CheckpointError, CheckpointMismatchError, CorruptCheckpointError
 from dtrain.launch import heartbeats
 from dtrain.storage import AnyPath
@@ -78,17 +77,18 @@ def _open_file(folder: AnyPath, name: str, size: int) -> Iterator[storage.FileRe
             _check_size(name, file.size, size)
             yield file
     except OSError:
-        found = storage.file_size(folder / name)
-        if found is None:
-            is_there = storage.exists(folder / name)
-            raise CorruptCheckpointError(f"{name}: {'must be a file' if is_there else 'file is missing'}") from None
-        _check_size(name, found, size)
+        if not storage.exists(folder / name):
+            raise CorruptCheckpointError(f"{name}: file is missing") from None
+        _check_size(name, storage.file_size(folder / name), size)
         raise
 
 
-def _check_size(name: str, found: int, size: int) -> None:
-    if found != size:
-        raise CorruptCheckpointError(f"{name}: size must be {size} bytes as in the index of the step, got {found}")
+def _check_size(name: str, actual: int | None, size: int) -> None:
+    """Raise unless ``actual``, the size of the file of this name, is ``size``. A folder has the size None."""
+    if actual is None:
+        raise CorruptCheckpointError(f"{name}: must be a file") from None
+    if actual != size:
+        raise CorruptCheckpointError(f"{name}: size must be {size} bytes as in the index of the step, got {actual}")
 
 
 class RankFilesReader:
@@ -110,8 +110,8 @@ class RankFilesReader:
         missing = sorted({rank for rank in ranks if rank not in self._placed})
         threads = _REMOTE_REQUESTS if isinstance(self._folder, storage.RemotePath) else 1
 
-        def read(at: int) -> None:
-            self.placed(missing[at])
+        def read(number: int) -> None:
+            self.placed(missing[number])
 
         for_each_part(len(missing), read, threads=threads, name="dtrain-index")
 
@@ -172,32 +172,30 @@ class CheckpointReader:
 
         Reads the indexes of the ranks that hold the shards.
         """
-        found: dict[str, list[StoredShard]] = {}
+        shards: dict[str, list[Any]] = {}
         parts_of: dict[tuple[int, Region], list[tuple[int, ShardKind]]] = {}
-        # Numbers of tensors by rank, and where their shards belong: the byte is not known before the rank's index is read.
-        wanted: dict[int, tuple[list[int], list[tuple[list[Any], int, int, ShardKind]]]] = defaultdict(lambda: ([], []))
+        # Shards by rank: number of the tensor, key, and index among the shards of the key. Their bytes are not known before the
+        # index of the rank is read.
+        unplaced: dict[int, list[tuple[int, str, int]]] = defaultdict(list)
         kinds, tensors = self.index.kinds, self.index.tensors
         for key, region in regions.items():
             if key in self.placed:
-                found[key] = [self.placed[key]]
+                shards[key] = [self.placed[key]]
                 continue
-            number = self.numbers[key]
-            kind = tensors[number]
+            kind = tensors[self.numbers[key]]
             parts = parts_of.get((kind, region))
             if parts is None:
                 parts = parts_of[kind, region] = kinds[kind - 1].parts_in(region.offset, region.size)
-            shards: list[Any] = [None] * len(parts)
-            found[key] = shards
-            for at, (rank, part) in enumerate(parts):
-                numbers, places = wanted[rank]
-                numbers.append(number)
-                places.append((shards, at, 1 + 2 * rank + kinds[kind - 1].file, part))
-        self.ranks.prepare(wanted)
-        for rank, (numbers, places) in wanted.items():
-            begins = self.ranks.placed(rank).begins_of(numbers)
-            for begin, (shards, at, file, part) in zip(begins, places, strict=True):
-                shards[at] = StoredShard(file, begin, part)
-        return found
+            file = 1 + kinds[kind - 1].file
+            shards[key] = [StoredShard(2 * rank + file, 0, box) for rank, box in parts]
+            for position, (rank, _) in enumerate(parts):
+                unplaced[rank].append((self.numbers[key], key, position))
+        self.ranks.prepare(unplaced)
+        for rank, places in unplaced.items():
+            begins = self.ranks.placed(rank).begins_of([number for number, _, _ in places])
+            for begin, (_, key, position) in zip(begins, places, strict=True):
+                shards[key][position] = shards[key][position]._replace(begin=begin)
+        return shards
 
     def section_refs(self, section: str) -> dict[str, layout.TensorRef]:
         """Return the tensors of a section by key."""
@@ -244,15 +242,15 @@ class CheckpointReader:
             raise CheckpointMismatchError(
                 f"{self.folder}: state must be one that was saved ({stored}), got {name!r}. Load a saved state."
             )
-        prefix = state_prefix(name)
+        prefix, sections = state_prefix(name), self.shared[layout.STATES][name]
         of_run = {key: self.shared[key] for key in (layout.EXTRA, layout.OBJECTS) if key in self.shared}
         return replace(
             self,
             refs=_select(self.refs, prefix),
             numbers=_select(self.numbers, prefix),
             placed=_select(self.placed, prefix),
-            shared={**self.shared[layout.STATES][name], **of_run},
-            structures={section: strip_prefix(tree, prefix) for section, tree in self.structures[layout.STATES][name].items()},
+            shared={**sections, **of_run},
+            structures={section: tree_json.decode_structure(values, section) for section, values in sections.items()},
             state=name,
         )
 
@@ -287,22 +285,18 @@ def open_checkpoint(folder: AnyPath, *, check_files: bool = True) -> CheckpointR
         CorruptCheckpointError: a file is missing, unexpected, of the wrong size, changed or invalid.
     """
     manifest = read_manifest(folder)
-    step = layout.step_of(folder.name)
-    if step is not None and manifest.step != step:
-        raise CorruptCheckpointError(f"{layout.MANIFEST}: step must be {step} as in the folder's name, got {manifest.step}")
-    sizes = dict(storage.list_sizes(folder)) if check_files else {}
-    if check_files:
-        # Without its index, the names of all other files are unknown.
-        _check_sizes(sizes, {layout.INDEX: manifest.index_bytes})
+    sizes = storage.list_sizes(folder) if check_files else {}
+    if layout.INDEX in sizes:
+        _check_size(layout.INDEX, sizes[layout.INDEX], manifest.index_bytes)
     index = read_run_index(folder, manifest)
     if check_files:
-        expected = {layout.INDEX: manifest.index_bytes, **index.sizes}
-        names = {layout.MANIFEST, *expected}
+        names = {layout.MANIFEST, layout.INDEX, *index.sizes}
         missing, foreign = names - sizes.keys(), sizes.keys() - names
         if missing or foreign:
             problem = "file is missing" if missing else "file is not part of the checkpoint"
             raise CorruptCheckpointError(f"{min(missing or foreign)}: {problem}")
-        _check_sizes(sizes, expected)
+        for name, size in index.sizes.items():
+            _check_size(name, sizes[name], size)
     shared = _check_shared(index.shared, manifest)
     refs: dict[str, layout.TensorRef] = {}
 
@@ -323,16 +317,6 @@ def open_checkpoint(folder: AnyPath, *, check_files: bool = True) -> CheckpointR
         numbers=dict(zip(refs, range(len(refs)), strict=True)),
         placed=_place_inline(index, refs),
     )
-
-
-def _check_sizes(found: Mapping[str, int | None], expected: Mapping[str, int]) -> None:
-    for name, size in expected.items():
-        if name not in found:
-            raise CorruptCheckpointError(f"{name}: file is missing")
-        actual = found[name]
-        if actual is None:
-            raise CorruptCheckpointError(f"{name}: must be a file")
-        _check_size(name, actual, size)
 
 
 def _check_shared(shared: Any, manifest: Manifest) -> dict[str, Any]:
@@ -369,7 +353,7 @@ def _place_inline(index: RunIndex, refs: Mapping[str, layout.TensorRef]) -> dict
     """Return the shards of the tensors in the index of the run, by key."""
     dtypes = {key: ref.dtype for (key, ref), number in zip(refs.items(), index.tensors, strict=True) if not number}
     placed, begin = {}, 0
-    for key in inline_order(dtypes):
+    for key in sorted(dtypes, key=lambda key: (-layout.DTYPES[dtypes[key]].itemsize, key)):
         shape = refs[key].shape
         placed[key] = StoredShard(_INLINE_FILE, begin, shard_kind(dtypes[key], shape, (0,) * len(shape), shape))
         begin += layout.DTYPES[dtypes[key]].itemsize
@@ -425,7 +409,7 @@ def _iter_ranks(reader: CheckpointReader) -> Iterator[RankFilesReader]:
     keys = dict(zip(reader.index.tensors, reader.refs, strict=True))
     for number, kind in enumerate(reader.index.kinds, 1):
         parts = kind.parts_in((0,) * len(kind.shape), kind.shape)
-        check_cover(keys.get(number, f"kinds[{number - 1}]"), [StoredShard(rank, 0, part) for rank, part in parts], kind.shape)
+        check_cover(keys.get(number, f"kinds[{number - 1}]"), [StoredShard(rank, 0, box) for rank, box in parts], kind.shape)
     for rank in range(reader.world_size):
         ranks = RankFilesReader(reader.folder, reader.index)
         values, location = ranks.placed(rank).values, layout.index_name(rank)
@@ -488,7 +472,7 @@ def verify(path: AnyPath | str) -> CheckpointInfo:
 def iter_sound_steps_before(folder: AnyPath) -> Iterable[CheckpointInfo]:
     """Iterate over the steps of the root that were committed before ``folder`` and pass verification, newest first."""
     committed = scan_root(folder.parent).committed
-    serials = [c.serial for c in committed if c.path == folder]
+    serials = [info.serial for info in committed if info.path == folder]
     step = layout.step_of(folder.name)
     for candidate in reversed(committed):
         # The serial of a step with a corrupt manifest is unknown, so its step number is compared instead.

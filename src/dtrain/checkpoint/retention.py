@@ -130,12 +130,12 @@ def _steps_to_remove(root: AnyPath, rules: RetentionRules) -> list[CheckpointInf
     """Return the steps to remove in the order of their commits. Each run is planned separately."""
     committed = scan_root(root).committed
     protected = protected_steps(root)
-    found = []
+    removable = []
     for run_id in dict.fromkeys(step.run_id for step in committed):
         run = [step for step in committed if step.run_id == run_id]
         to_remove = rules.steps_to_remove([step.step for step in run], protected)
-        found += _keep_newest_sound(run, set(to_remove)) if to_remove else []
-    return sorted(found, key=committed.index)
+        removable += _keep_newest_sound(run, set(to_remove)) if to_remove else []
+    return sorted(removable, key=committed.index)
 
 
 def _keep_newest_sound(run: Sequence[CheckpointInfo], to_remove: set[int]) -> list[CheckpointInfo]:
@@ -200,9 +200,9 @@ def apply_retention(
     if not to_remove:
         return []
     # The bytes were digested and synced by the save. Reading them again would double its cost; comparing sizes is cheap.
-    found = storage.list_sizes(run[-1].path)
+    sizes = storage.list_sizes(run[-1].path)
     expected = read_run_index(run[-1].path, read_manifest(run[-1].path)).sizes
-    missing = [name for name, size in expected.items() if found.get(name) != size]
+    missing = [name for name, size in expected.items() if sizes.get(name) != size]
     if missing:
         raise CheckpointError(f"{run[-1].path / missing[0]} must have the size that the save wrote. Verify the step.")
     for step in run:
@@ -236,8 +236,8 @@ def check_no_other_job(root: AnyPath, committed: Sequence[CheckpointInfo], linea
     """
     histories, newest = [lineage.roots[str(root)] for lineage in lineages], newest_commit(committed)
     if any(history.looked for history in histories):
-        known = [history.newest for history in histories if history.newest is not None]
-        check_newest(root, max(known, key=lambda commit: commit.serial, default=None), newest)
+        commits = [history.newest for history in histories if history.newest is not None]
+        check_newest(root, max(commits, key=lambda commit: commit.serial, default=None), newest)
     own_steps = {step for history in histories for step in history.steps}
     for lineage, history in zip(lineages, histories, strict=True):
         if history.looked:
@@ -245,11 +245,11 @@ def check_no_other_job(root: AnyPath, committed: Sequence[CheckpointInfo], linea
         history.looked, history.newest = True, newest
         # The run saves into several roots, and has resumed from another one.
         resumed = None if lineage.resumed_from is None else layout.step_of(storage.resolve_path(lineage.resumed_from).name)
-        later = {c.step for c in committed if c.run_id == run_id and c.step > (resumed or 0)}
+        later = {info.step for info in committed if info.run_id == run_id and info.step > (resumed or 0)}
         history.unknown_steps = frozenset(later - own_steps)
 
 
-def check_newest(root: AnyPath, expected: Commit | None, found: Commit | None) -> None:
+def check_newest(root: AnyPath, expected: Commit | None, newest: Commit | None) -> None:
     """Raise if a root has a newer commit than the newest one that a run has seen or made there.
 
     A second job of the run, started twice or left open, would train on from a step that the root has left behind, and remove
@@ -258,13 +258,13 @@ def check_newest(root: AnyPath, expected: Commit | None, found: Commit | None) -
     Raises:
         CheckpointError: names both commits.
     """
-    if found is None or found == expected or (expected is not None and found.serial < expected.serial):
+    if newest is None or newest == expected or (expected is not None and newest.serial < expected.serial):
         return
     before = "be empty" if expected is None else f"end with step {expected.step} of run {expected.run_id}"
     raise CheckpointError(
-        f"save_sharded: {root} must still {before}, got step {found.step} of run {found.run_id}. Another run or job has saved "
-        f"there since this one loaded or saved. Load {root / layout.step_name(found.step)} to go on from it, or save into "
-        "another root."
+        f"save_sharded: {root} must still {before}, got step {newest.step} of run {newest.run_id}. Another run or job has "
+        f"saved there since this one loaded or saved. Load {root / layout.step_name(newest.step)} to go on from it, or save "
+        "into another root."
     )
 
 
@@ -307,7 +307,7 @@ def remove_step(folder: AnyPath, step: int, run_id: str) -> None:
     storage.remove_folder(folder, first=layout.MANIFEST)
 
 
-def check_free_space(root: AnyPath, needed_bytes: int, *, caller: str = "save_sharded") -> None:
+def check_free_space(root: AnyPath, needed_bytes: int, *, caller: str) -> None:
     """Raise if ``needed_bytes`` do not fit on the storage of ``root``. If its free space is unknown, do nothing.
 
     Raises:
@@ -324,16 +324,17 @@ def check_free_space(root: AnyPath, needed_bytes: int, *, caller: str = "save_sh
 
 def move_aside(folder: AnyPath, caller: str) -> None:
     """Rename a folder that has a step's name and is no valid checkpoint, without destroying the folder."""
-    if storage.exists(folder) and not storage.supports_rename(folder):
-        if has_manifest(folder):
-            raise CheckpointError(
-                f"{caller}: {folder} is not a valid checkpoint, and its storage cannot rename. Remove the folder."
-            )
-    elif storage.exists(folder):
+    if not storage.exists(folder):
+        return
+    if storage.supports_rename(folder):
         aside = folder.with_name(f"{folder.name}.aside-{secrets.token_hex(4)}")
         storage.rename(folder, aside)
         warnings.warn(
             f"{caller}: {folder} is not a valid checkpoint and was renamed to {aside.name}. "
             "Remove the renamed folder when nothing in it is needed.",
             stacklevel=2,
+        )
+    elif has_manifest(folder):
+        raise CheckpointError(
+            f"{caller}: {folder} is not a valid checkpoint, and its storage cannot rename. Remove the folder."
         )

@@ -28,7 +28,7 @@ from dtrain import spans, storage
 from dtrain.arguments import check_choice, explain_arguments
 from dtrain.checkpoint import layout, tree_json
 from dtrain.checkpoint.commit import SaveMode, SaveOptions, SaveRequest, SaveResult, run_save
-from dtrain.checkpoint.data_file import StagedFiles, StagingPool, stage_files
+from dtrain.checkpoint.data_file import MemoryPool, StagedFiles, stage_files
 from dtrain.checkpoint.extra import check_loaders, check_stops, objects_of
 from dtrain.checkpoint.layout import Manifest, MeshLayout, SaveScope
 from dtrain.checkpoint.load import OneOrSeveral, load_sharded
@@ -220,7 +220,14 @@ def start_save(
             )
         task = save_thread().submit(f"the save of step {request.step}", partial(run_save, request))
         if options.mode == "sync":
-            _wait(task)
+            try:
+                task.result()
+            except BaseException:
+                # The save writes the state's own memory, so an interrupt must cancel the save.
+                task.cancelled = True
+                task.wait()
+                task.failure_reported = True
+                raise
     if not is_saved:
         spans.record_event("save", step=request.step, blocked_s=time.monotonic() - started_at)
     path = checkpointer.root / layout.step_name(request.step)
@@ -358,17 +365,6 @@ def _draft_manifest(states: States, scope: SaveScope) -> Manifest:
     )
 
 
-def _wait(task: SaveTask[SaveResult]) -> None:
-    """Wait for a synchronous save, which writes the state's own memory: an interrupt must cancel the save."""
-    try:
-        task.result()
-    except BaseException:
-        task.cancelled = True
-        task.wait()
-        task.failure_reported = True
-        raise
-
-
 class Checkpointer:
     """Save and load steps under one root, with the same options each time.
 
@@ -408,7 +404,7 @@ class Checkpointer:
             mode=mode, incremental=incremental, keep_last=keep_last, keep_every=keep_every, keep_steps=keep_steps
         )
         self._options.check("Checkpointer")
-        self._staging = StagingPool()
+        self._staging = MemoryPool()
         self._lock: Lock | None = None
         process_instance(_OpenCheckpointers).members.add(self)
 
@@ -483,7 +479,7 @@ class Checkpointer:
     def _release(self) -> None:
         if self._lock is not None:
             self._lock.release()
-        self._lock, self._staging = None, StagingPool()
+        self._lock, self._staging = None, MemoryPool()
 
 
 def checkpointer_of(root: AnyPath | str, states: Iterable[TrainState]) -> Checkpointer:
@@ -493,8 +489,8 @@ def checkpointer_of(root: AnyPath | str, states: Iterable[TrainState]) -> Checkp
     """
     path = storage.resolve_path(root)
     contexts = [state._run_context for state in states]
-    found = next((c.checkpointers[str(path)] for c in contexts if str(path) in c.checkpointers), None)
-    checkpointer: Checkpointer = Checkpointer(path) if found is None else found
+    opened = (context.checkpointers[str(path)] for context in contexts if str(path) in context.checkpointers)
+    checkpointer: Checkpointer = next(opened, None) or Checkpointer(path)
     for context in contexts:
         context.checkpointers[str(path)] = checkpointer
     return checkpointer
@@ -511,19 +507,16 @@ class _OpenCheckpointers:
 
 def _close(checkpointers: Iterable[Checkpointer], error: BaseException | None) -> None:
     """Finish all saves of this process, and release the Checkpointers. ``error`` is the exception that leaves the block."""
-    failure: Exception | None = None
     try:
         save_thread().wait_all()
-    except Exception as raised:  # noqa: BLE001 - raised below
-        failure = raised
-    for checkpointer in list(checkpointers):
-        checkpointer._release()
-    if failure is None:
-        return
-    # Without an error of its own, the program would end as if all saves had succeeded.
-    if error is None or isinstance(error, SystemExit):
-        raise failure
-    error.add_note(f"a save in the background failed, too: {failure}")
+    except Exception as failure:
+        # Without an error of its own, the program would end as if all saves had succeeded.
+        if error is None or isinstance(error, SystemExit):
+            raise
+        error.add_note(f"a save in the background failed, too: {failure}")
+    finally:
+        for checkpointer in list(checkpointers):
+            checkpointer._release()
 
 
 def _at_exit(pid: int) -> None:

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable
+from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as NotYet
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any, Generic, TypeVar, cast
 
 from dtrain import spans
@@ -78,34 +80,19 @@ class SaveTask(Generic[T]):
             Exception: the exception of the task.
         """
         with spans.outermost_span("save"):
-            return self._wait(timeout_s)
-
-    def _wait(self, timeout_s: float | None) -> T:
-        reported_progress = self.progress
-        if not self.future.done():
-            heartbeats.heartbeat("save")
-        while True:
-            step_s = _POLL_S if timeout_s is None else min(_POLL_S, timeout_s)
-            try:
-                result = self.future.result(step_s)
-            except NotYet:
-                # The task has ended just now, or the task itself has raised a TimeoutError.
-                if self.future.done():
-                    self.failure_reported = self.future.exception() is not None
-                    return self.future.result()
-                if timeout_s is not None and (timeout_s := timeout_s - step_s) <= 0:
-                    raise TimeoutError(f"{self.name} has not ended yet") from None
+            deadline = inf if timeout_s is None else time.monotonic() + timeout_s
+            reported_progress = self.progress
+            if not self.future.done():
+                heartbeats.heartbeat("save")
+            while not futures.wait([self.future], max(0.0, min(_POLL_S, deadline - time.monotonic()))).done:
+                if time.monotonic() >= deadline:
+                    raise TimeoutError(f"{self.name} has not ended yet")
                 if self.progress != reported_progress:
                     reported_progress = self.progress
                     heartbeats.heartbeat("save")
-            except BaseException:
-                # If the task is not done, an interrupt has ended the wait.
-                self.failure_reported = self.future.done()
-                self.thread.shut_down_if_idle(wait=self.failure_reported)
-                raise
-            else:
-                self.thread.shut_down_if_idle(wait=True)
-                return result
+            self.failure_reported = self.future.exception() is not None
+            self.thread.shut_down_if_idle(wait=True)
+            return self.future.result()
 
 
 class SaveThread:

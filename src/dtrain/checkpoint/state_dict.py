@@ -32,10 +32,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import xxhash
 from torch import Tensor
 
 from dtrain.checkpoint import layout, tree_json
-from dtrain.checkpoint.data_file import as_bytes, digest_of
+from dtrain.checkpoint.data_file import as_bytes
 from dtrain.checkpoint.extra import check_plain_tensors, saved_entries, short_key, split_entries
 from dtrain.checkpoint.layout import SaveScope
 from dtrain.checkpoint.mismatch import check_own_memory
@@ -103,38 +104,39 @@ def collect_contents(
             string.
     """
     entries = saved_entries(states, extra, "save_sharded")
+    sections = layout.SECTIONS[scope]
     shared: dict[str, Any] = {}
     values: dict[str, Any] = {}
     tensors: dict[str, Tensor] = {}
     per_rank: dict[str, Tensor] = {}
+
+    def encode(tree: Any, path: str, into: dict[str, Tensor], *, advice: str = "", is_filled: bool = False) -> Any:
+        encoded, tensors_of_tree = tree_json.encode(tree, path)
+        if is_filled:
+            check_own_memory(tensors_of_tree, "save_sharded")
+        if advice:
+            check_plain_tensors(tensors_of_tree, advice)
+        into.update(tensors_of_tree)
+        return encoded
+
     for name, state in states.items():
         prefix = tree_json.state_prefix(name)
         section_values = shared.setdefault(layout.STATES, {}).setdefault(name, {}) if name else shared
         for section, tree in _sections(state, scope, dtype).items():
-            section_values[section], found = tree_json.encode(tree, f"{prefix}{section}")
-            if section in _FILLED_IN_PLACE:
-                check_own_memory(found, "save_sharded")
-            tensors.update(found)
+            section_values[section] = encode(tree, f"{prefix}{section}", tensors, is_filled=section in _FILLED_IN_PLACE)
         rank_values = values.setdefault(layout.STATES, {}).setdefault(name, {}) if name else values
-        buffers = persistent_buffers(state.model, state.spec, own=True) if "buffers" in layout.SECTIONS[scope] else {}
-        rank_values["buffers"], found = tree_json.encode(buffers, f"{prefix}buffers")
-        check_own_memory(found, "save_sharded")
-        per_rank.update(found)
-        extra_states = get_extra_states(state.model) if "modules" in layout.SECTIONS[scope] else {}
-        rank_values["modules"], found = tree_json.encode(extra_states, f"{prefix}modules")
-        check_plain_tensors(found, "Return its local part from get_extra_state.")
-        per_rank.update(found)
-    values["rng"], found = tree_json.encode(rng_state() if scope == "all" else {}, "rng")
-    per_rank.update(found)
+        buffers = persistent_buffers(state.model, state.spec, own=True) if "buffers" in sections else {}
+        rank_values["buffers"] = encode(buffers, f"{prefix}buffers", per_rank, is_filled=True)
+        extra_states = get_extra_states(state.model) if "modules" in sections else {}
+        advice = "Return its local part from get_extra_state."
+        rank_values["modules"] = encode(extra_states, f"{prefix}modules", per_rank, advice=advice)
+    values["rng"] = encode(rng_state() if scope == "all" else {}, "rng", per_rank)
     trees = split_entries(entries if scope == "all" else {})
+    advice = "Store sharded tensors in a transform's state."
     for section in (layout.EXTRA, layout.OBJECTS):
-        values[section], found = tree_json.encode(trees.of_rank[section], section)
-        check_plain_tensors(found, "Store sharded tensors in a transform's state.")
-        per_rank.update(found)
+        values[section] = encode(trees.of_rank[section], section, per_rank, advice=advice)
         if scope == "all":
-            shared[section], found = tree_json.encode(trees.of_run[section], section)
-            check_plain_tensors(found, "Store sharded tensors in a transform's state.")
-            tensors.update(found)
+            shared[section] = encode(trees.of_run[section], section, tensors, advice=advice)
     frozen = frozenset(
         tree_json.join_key(f"{tree_json.state_prefix(name)}params", key)
         for name, state in states.items()
@@ -181,9 +183,11 @@ def content_hashes(contents: CheckpointContents) -> dict[str, str]:
 def rank_hashes(contents: CheckpointContents) -> dict[str, str]:
     """Hash the values that may differ between ranks by path: extra states of modules."""
     states = contents.values.get(layout.STATES)
-    sections = {"": contents.values["modules"]} if states is None else {name: each["modules"] for name, each in states.items()}
-    hashes = {f"{tree_json.state_prefix(name)}modules": values for name, values in sections.items()}
-    return {path: _hash(values, _below(contents.per_rank, path)) for path, values in hashes.items()}
+    by_path = {
+        f"{tree_json.state_prefix(name)}modules": values["modules"]
+        for name, values in ({"": contents.values} if states is None else states).items()
+    }
+    return {path: _hash(values, _below(contents.per_rank, path)) for path, values in by_path.items()}
 
 
 def digest_entries(contents: CheckpointContents, hashes: Mapping[str, str]) -> str:
@@ -193,30 +197,30 @@ def digest_entries(contents: CheckpointContents, hashes: Mapping[str, str]) -> s
         contents: contents of a save.
         hashes: their ``content_hashes``.
     """
-    found: dict[str, str] = {}
+    digests: dict[str, str] = {}
     for section in (layout.EXTRA, layout.OBJECTS):
         own = contents.values[section]
         for path, value in _iter_parts({section: contents.shared.get(section, {})}):
             name = tree_json.unescape_key(path.partition("/")[2])
             if path == section:
                 # A name that begins with "$" makes the section one part.
-                found |= {path: hashes[path], f"{path}/": _hash(own, _below(contents.per_rank, path))}
+                digests |= {path: hashes[path], f"{path}/": _hash(own, _below(contents.per_rank, path))}
             elif name in own:
-                found[path] = _hash(own[name], _below(contents.per_rank, path))
+                digests[path] = _hash(own[name], _below(contents.per_rank, path))
             elif type(value) is dict and value.get(tree_json.TAG) == "same":
-                found[path] = found[tree_json.join_key(section, value["key"])]
+                digests[path] = digests[tree_json.join_key(section, value["key"])]
             else:
-                found[path] = hashes[path]
-    return _digest_of_hashes(found)
+                digests[path] = hashes[path]
+    return _digest_of_hashes(digests)
 
 
 def digest_stored_entries(entries: Mapping[str, Any]) -> str:
     """Return the ``digest_entries`` of entries that a load has read. Call before the load gives them to their objects."""
-    found = {}
+    digests = {}
     for key, value in entries.items():
         path = key if key.startswith(f"{layout.EXTRA}/") else tree_json.join_key(layout.OBJECTS, key)
-        found[path] = _hash(*tree_json.encode(value, path))
-    return _digest_of_hashes(found)
+        digests[path] = _hash(*tree_json.encode(value, path))
+    return _digest_of_hashes(digests)
 
 
 def _digest_of_hashes(hashes: Mapping[str, str]) -> str:
@@ -233,7 +237,7 @@ def _hash(values: Any, tensors: Mapping[str, Tensor]) -> str:
     """Hash encoded values and the data of their tensors."""
     sha = hashlib.sha256(layout.canonical_json(values))
     for key in sorted(tensors):
-        sha.update(digest_of([as_bytes(tensors[key])]))
+        sha.update(xxhash.xxh3_128_digest(as_bytes(tensors[key])))
     return sha.hexdigest()
 
 
@@ -285,7 +289,7 @@ def _iter_parts(shared: Mapping[str, Any], path: str = "") -> Iterator[tuple[str
             for name, sections in values.items():
                 yield from _iter_parts(sections, tree_json.join_key(here, name))
         elif section in ("transforms", layout.EXTRA, layout.OBJECTS) and tree_json.TAG not in values:
-            yield from ((tree_json.join_key(here, name), part) for name, part in values.items())
+            yield from ((tree_json.join_key(here, name), content) for name, content in values.items())
         else:
             yield here, values
 

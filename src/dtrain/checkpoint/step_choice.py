@@ -8,10 +8,10 @@ from __future__ import annotations
 import hashlib
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 from dtrain import storage
 from dtrain.checkpoint import layout
@@ -81,7 +81,9 @@ def choose_on_all_ranks(path: AnyPath) -> StepChoice | None:
         nonlocal scan
         named = as_step_folder(path, _CALLER)
         if named is not None:
-            scan = _scan_or_none(named.parent)
+            # Beside steps of another format version, the step is a copy from elsewhere.
+            with suppress(CheckpointError):
+                scan = scan_root(named.parent)
             return [str(named), True]
         scan = scan_root(path)
         return [str(scan.newest.path) if scan.newest else None, False]
@@ -90,16 +92,7 @@ def choose_on_all_ranks(path: AnyPath) -> StepChoice | None:
     return None if folder is None else StepChoice(folder=storage.resolve_path(folder), named=named, scan=scan)
 
 
-def _scan_or_none(root: AnyPath) -> RootScan | None:
-    """List the root of a named step. Return None beside steps of another format version: the step is a copy elsewhere."""
-    try:
-        return scan_root(root)
-    except CheckpointError:
-        return None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AgreedRead:
+class AgreedRead(NamedTuple):
     """Checkpoint that all ranks have read.
 
     Args:
@@ -159,16 +152,29 @@ def read_on_all_ranks(
         gone = any(report[3] for report in reports)
         bad = next((f"rank {rank}: {report[0]}" for rank, report in enumerate(reports) if report[0] is not None), None)
         if not gone and bad is None and len({report[1] for report in reports}) == 1:
-            _check_options_equal([report[2] for report in reports])
+            for rank, (_, _, summary, *_) in enumerate(reports):
+                # The ranks would continue from different states.
+                if summary != reports[0][2]:
+                    raise ConfigError(
+                        f"{_CALLER}: options must be equal on all ranks, got {summary} on rank {rank} and {reports[0][2]} on "
+                        "rank 0. Pass the same options on all ranks."
+                    )
             assert loaded is not None, "no rank has reported corruption"
-            skipped = "" if choice.named else _describe_skipped(choice, folder, refused)
-            return AgreedRead(loaded=loaded, choice=choice, skipped=skipped, entry_digests=[report[4] for report in reports])
+            reasons = {**({} if choice.scan is None else skipped_steps(choice.scan, folder)), **refused}
+            skipped = "; ".join(f"skipped {name} ({reason})" for name, reason in sorted(reasons.items()))
+            return AgreedRead(loaded, choice, "" if choice.named else skipped, [report[4] for report in reports])
         # The memory must be free before the next step is read.
         del loaded
         files.close()
         if gone or (not choice.named and _was_replaced(choice, folder)):
-            choice, looks = _look_again(choice, path, folder, looks), looks + 1
-            folder, refused = choice.folder, {}
+            if choice.named or looks >= _MAX_LOOKS:
+                raise CheckpointError(f"{_CALLER}: {describe_removal(folder)}")
+            again = choose_on_all_ranks(path)
+            if again is None:
+                raise CheckpointError(
+                    f"{_CALLER}: all steps of {path} were removed by another process during the load. Save again."
+                )
+            choice, folder, refused, looks = again, again.folder, {}, looks + 1
         elif bad is not None:
             refused[folder.name] = f"corrupt: {bad}"
             folder = _previous_sound_step(folder, bad, on_corrupt)
@@ -194,32 +200,6 @@ def _was_replaced(choice: StepChoice, folder: AnyPath) -> bool:
     return bool(broadcast_decision(_CALLER, replaced))
 
 
-def _look_again(choice: StepChoice, path: AnyPath, folder: AnyPath, looks: int) -> StepChoice:
-    """Choose again after the step ``folder`` was removed or replaced during the read."""
-    if choice.named or looks >= _MAX_LOOKS:
-        raise CheckpointError(f"{_CALLER}: {describe_removal(folder)}")
-    again = choose_on_all_ranks(path)
-    if again is None:
-        raise CheckpointError(f"{_CALLER}: all steps of {path} were removed by another process during the load. Save again.")
-    return again
-
-
-def _check_options_equal(summaries: Sequence[str]) -> None:
-    """Raise if ranks pass different options, because they would continue from different states."""
-    for rank, summary in enumerate(summaries):
-        if summary != summaries[0]:
-            raise ConfigError(
-                f"{_CALLER}: options must be equal on all ranks, got {summary} on rank {rank} and {summaries[0]} on rank 0. "
-                "Pass the same options on all ranks."
-            )
-
-
-def _describe_skipped(choice: StepChoice, folder: AnyPath, refused: Mapping[str, str]) -> str:
-    """Return the reasons why steps that are newer than ``folder`` were skipped."""
-    skipped = {**({} if choice.scan is None else skipped_steps(choice.scan, folder)), **refused}
-    return "; ".join(f"skipped {name} ({reason})" for name, reason in sorted(skipped.items()))
-
-
 def log(line: str) -> None:
     """Print a line on rank 0."""
     if get_dist_info().rank == 0:
@@ -230,11 +210,7 @@ def _previous_sound_step(folder: AnyPath, reason: str, on_corrupt: OnCorrupt) ->
     """Return the step to try instead of a corrupt step, chosen by rank 0, or raise the error that names this step."""
     older = (candidate.path for candidate in iter_sound_steps_before(folder))
 
-    def choose() -> str | None:
-        found = next(older, None)
-        return None if found is None else str(found)
-
-    path = cast(str | None, broadcast_decision(_CALLER, choose))
+    path = cast(str | None, broadcast_decision(_CALLER, lambda: next(map(str, older), None)))
     if path is None:
         raise CorruptCheckpointError(f"{_CALLER}: {folder} is corrupt: {reason}. The root has no older valid step.")
     if on_corrupt == "raise":

@@ -60,7 +60,7 @@ class SameAs(NamedTuple):
 
 def ref_of(tensor: Tensor) -> TensorRef:
     """Describe a tensor of a dtype that can be stored."""
-    return _make_ref(DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), is_dtensor(tensor))
+    return TensorRef(dtype=DTYPE_NAMES[tensor.dtype], shape=tuple(tensor.shape), distributed=is_dtensor(tensor))
 
 
 def join_key(path: str, key: str | int) -> str:
@@ -126,7 +126,7 @@ def _encode(tree: Any, path: str, tensors: dict[str, Tensor], depth: int) -> Any
         tensors[path] = tree
         return _tensor_text(tree.dtype, tuple(tree.shape), is_dtensor(tree))
     if type(tree) in (list, tuple):
-        values = [_encode(item, join_key(path, at), tensors, depth + 1) for at, item in enumerate(tree)]
+        values = [_encode(item, join_key(path, index), tensors, depth + 1) for index, item in enumerate(tree)]
         return values if type(tree) is list else {TAG: "tuple", "items": values}
     if type(tree) in DICT_TYPES:
         return _encode_dict(tree, path, tensors, depth)
@@ -161,8 +161,8 @@ def _encode_dict(tree: dict[Any, Any], path: str, tensors: dict[str, Tensor], de
 def _storage_problem(tensor: Tensor) -> tuple[str, str] | None:
     """Return the reason why a tensor cannot be stored, and what to save instead; None if it can be stored."""
     if tensor.layout is not torch.strided:
-        parts = "tensor.values() and tensor.offsets()" if tensor.is_nested else "tensor.to_dense()"
-        return f"be dense, got layout {tensor.layout}", parts
+        remedy = "tensor.values() and tensor.offsets()" if tensor.is_nested else "tensor.to_dense()"
+        return f"be dense, got layout {tensor.layout}", remedy
     if tensor.is_nested:
         return "have one shape, got a nested tensor", "the list tensor.unbind()"
     if tensor.is_meta:
@@ -200,7 +200,7 @@ def decode(values: Any, path: str, tensor_of: Callable[[str, TensorRef], Any], d
             raise CorruptCheckpointError(f"values: {path}: must be an encoded tensor, got {layout.describe_value(values)}")
         return tensor_of(path, ref)
     if type(values) is list:
-        return [decode(item, join_key(path, at), tensor_of, depth + 1) for at, item in enumerate(values)]
+        return [decode(item, join_key(path, index), tensor_of, depth + 1) for index, item in enumerate(values)]
     if type(values) is not dict:
         return values
     if TAG not in values:
@@ -215,7 +215,7 @@ def decode(values: Any, path: str, tensor_of: Callable[[str, TensorRef], Any], d
         case {"$": "same", "key": str(key)} if len(values) == 2:
             return SameAs(key)
         case {"$": "tuple", "items": list(items)} if len(values) == 2:
-            return tuple(decode(item, join_key(path, at), tensor_of, depth + 1) for at, item in enumerate(items))
+            return tuple(decode(item, join_key(path, index), tensor_of, depth + 1) for index, item in enumerate(items))
         case {"$": "dict", "items": list(items)} if len(values) == 2 and all(map(_is_pair, items)):
             return {key: decode(item, join_key(path, key), tensor_of, depth + 1) for key, item in items}
     raise CorruptCheckpointError(f"values: {path}: must be an encoded value, got {layout.describe_value(values)}")
@@ -232,23 +232,19 @@ def _parse_ref(text: str) -> TensorRef | None:
     match = _TENSOR_TEXT.fullmatch(text)
     if match is None or match[2] not in DTYPES:
         return None
-    return _make_ref(match[2], tuple(map(int, match[3].split(", "))) if match[3] else (), bool(match[1]))
-
-
-@lru_cache(maxsize=4096)
-def _make_ref(dtype: str, shape: tuple[int, ...], distributed: bool) -> TensorRef:
+    shape = tuple(map(int, match[3].split(", "))) if match[3] else ()
     if max(shape, default=0) > _MAX_DIM_SIZE:
         raise CorruptCheckpointError(
             f"values: tensor dims must be at most {_MAX_DIM_SIZE}, got shape {layout.describe_value(list(shape))}"
         )
-    return TensorRef(dtype=dtype, shape=shape, distributed=distributed)
+    return TensorRef(dtype=match[2], shape=shape, distributed=bool(match[1]))
 
 
 def tensor_refs(values: Any, path: str) -> dict[str, TensorRef]:
     """Return the tensors of an encoded tree, by key."""
-    found: dict[str, TensorRef] = {}
-    decode(values, path, lambda key, ref: found.setdefault(key, ref))
-    return found
+    refs: dict[str, TensorRef] = {}
+    decode(values, path, refs.setdefault)
+    return refs
 
 
 class TensorPlaceholder(NamedTuple):
@@ -273,25 +269,17 @@ def fill_tensors(tree: Any, tensor_of: Callable[[str, TensorRef], Any]) -> Any:
     if kind is TensorPlaceholder:
         return tensor_of(*tree)
     if kind is dict:
-        return {
-            key: tensor_of(*item) if type(item) is TensorPlaceholder else fill_tensors(item, tensor_of)
-            for key, item in tree.items()
-        }
+        return {key: fill_tensors(item, tensor_of) for key, item in tree.items()}
     if kind in (list, tuple):
         return kind(fill_tensors(item, tensor_of) for item in tree)
     return tree
 
 
-def strip_prefix(tree: Any, prefix: str) -> Any:
-    """Remove ``prefix`` from the beginning of each key of a tree."""
-    return fill_tensors(tree, lambda key, ref: TensorPlaceholder(key.removeprefix(prefix), ref))
-
-
 def list_placeholders(tree: Any) -> list[TensorPlaceholder]:
     """Return the placeholders of a tree."""
-    found: list[TensorPlaceholder] = []
-    fill_tensors(tree, lambda key, ref: found.append(TensorPlaceholder(key, ref)))
-    return found
+    placeholders: list[TensorPlaceholder] = []
+    fill_tensors(tree, lambda key, ref: placeholders.append(TensorPlaceholder(key, ref)))
+    return placeholders
 
 
 def keep_skipped(tree: Any, current: Any, skipped: Collection[str]) -> Any:

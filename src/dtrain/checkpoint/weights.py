@@ -30,8 +30,8 @@ from torch import Tensor
 
 from dtrain import storage
 from dtrain.checkpoint import layout, tree_json
-from dtrain.checkpoint.checkpoint_info import choose_step, has_manifest, notice_removal, read_manifest, read_manifest_bytes
-from dtrain.checkpoint.data_file import FileOpener, OpenedFile, TensorSlot, as_bytes, plan_file_layout
+from dtrain.checkpoint.checkpoint_info import choose_step, has_manifest, notice_removal, read_manifest
+from dtrain.checkpoint.data_file import FileOpener, OpenedFile, TensorSlot, as_bytes, plan_file_layout, read_exactly
 from dtrain.checkpoint.fetch import read_tensors
 from dtrain.checkpoint.index import StoredShard, shard_kind
 from dtrain.checkpoint.layout import DTYPES, Count, TensorRef
@@ -96,7 +96,7 @@ def open_step(
     reader = with_own_buffers(reader, rank, own_buffers)
     keys = {tree_json.unescape_key(key.split("/")[1]): key for key in reader.refs if key.split("/")[0] in _SECTIONS}
     return TensorFiles(
-        content_hash=hashlib.sha256(read_manifest_bytes(folder)).hexdigest(),
+        content_hash=hashlib.sha256(layout.encode_manifest(reader.manifest)).hexdigest(),
         refs={name: reader.refs[key] for name, key in keys.items()},
         keys=keys,
         find_shards=reader.find_shards,
@@ -181,24 +181,19 @@ def _read_header(path: AnyPath, number: int) -> tuple[dict[str, StoredShard], st
         The tensors of the file by name, and a digest of the header and the file size.
     """
     with storage.FileReader(path) as file:
-
-        def read(begin: int, end: int) -> bytes:
-            data = bytearray(end - begin)
-            count = file.read_into(begin, memoryview(data))
-            if count != len(data):
-                raise CorruptCheckpointError(f"{path.name}: must have at least {end} bytes, ends at byte {begin + count}")
-            return bytes(data)
-
-        if file.size < 8:
-            raise CorruptCheckpointError(f"{path.name}: must be a safetensors file, got {file.size} bytes")
-        length = int.from_bytes(read(0, 8), "little")
-        if length > min(_MAX_HEADER_BYTES, file.size - 8):
+        size, prefix = file.size, bytearray(8)
+        if size < 8:
+            raise CorruptCheckpointError(f"{path.name}: must be a safetensors file, got {size} bytes")
+        read_exactly(file, path.name, 0, memoryview(prefix))
+        length = int.from_bytes(prefix, "little")
+        if length > min(_MAX_HEADER_BYTES, size - 8):
             raise CorruptCheckpointError(
-                f"{path.name}: header must fit into the file of {file.size} bytes, got {length} bytes. "
+                f"{path.name}: header must fit into the file of {size} bytes, got {length} bytes. "
                 "The file is truncated or not a safetensors file."
             )
-        text, size = read(8, 8 + length), file.size
-    header = layout.parse_json(text, path.name)
+        text = bytearray(length)
+        read_exactly(file, path.name, 8, memoryview(text))
+    header = layout.parse_json(bytes(text), path.name)
     if type(header) is not dict:
         raise CorruptCheckpointError(f"{path.name}: header: must be an object, got {layout.describe_value(header)}")
     entries = {name: value for name, value in header.items() if name != "__metadata__"}

@@ -1,22 +1,23 @@
-"""Plan the part of a checkpoint that one rank writes: the shards, the data files or links, and the index of the rank."""
+"""Plan the part of a checkpoint that one rank writes, the shards and the data files or links, and write the indexes."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 from torch import Tensor
 
 from dtrain import storage
 from dtrain.checkpoint import layout, tree_json
 from dtrain.checkpoint.data_file import FileLayout, SerializedFile, TensorSlot, plan_file_layout, verify_file
 from dtrain.checkpoint.index import RankIndex, RankParts, RunIndex, merge_parts
-from dtrain.checkpoint.layout import Blocks, RankFiles
+from dtrain.checkpoint.layout import Blocks, Manifest, RankFiles
 from dtrain.checkpoint.plan import assign_writers
 from dtrain.checkpoint.reader import open_checkpoint
-from dtrain.checkpoint.state_dict import CheckpointContents
 from dtrain.dist.dtensor import ShardBox, full_box, is_dtensor, shard_box, to_local
 from dtrain.errors import CheckpointError
 from dtrain.storage import AnyPath
@@ -76,31 +77,24 @@ def plan_rank_write(contents: CheckpointContents, rank: int, world_size: int, *,
     }
     # Tensors of one element that all ranks hold are in the index. Parameters and buffers stay in files that others can read.
     inline = frozenset(
-        key
-        for key, box in boxes.items()
-        if prod(box.shape) == 1
-        and box.num_replicas == world_size
-        and contents.tensors[key].numel() == 1
-        and not _is_weight(key)
+        key for key, box in boxes.items() if prod(box.shape) == 1 and box.num_replicas == world_size and not _is_weight(key)
     )
     shards = _select_shards(contents.tensors, boxes, inline)
     per_rank = {key: shard_box(tensor) for key, tensor in contents.per_rank.items()}
     tensors = {**{key: to_local(contents.tensors[key]) for key in shards}, **contents.per_rank}
-    written = {**shards, **per_rank}
+    slots = {
+        key: TensorSlot.of(key, layout.DTYPE_NAMES[tensors[key].dtype], box.size) for key, box in {**shards, **per_rank}.items()
+    }
     separate = contents.frozen if separate_frozen else frozenset[str]()
     files = {
-        layout.data_name(rank, frozen=frozen): plan_file_layout(
-            TensorSlot.of(key, layout.DTYPE_NAMES[tensors[key].dtype], written[key].size)
-            for key in written
-            if (key in separate) is frozen
-        )
+        layout.data_name(rank, frozen=frozen): plan_file_layout(slots[key] for key in slots if (key in separate) is frozen)
         for frozen in ((False, True) if separate else (False,))
     }
     if rank == 0 and inline:
         tensors |= {key: to_local(contents.tensors[key]) for key in inline}
-        files[INLINE] = plan_file_layout(
-            (TensorSlot.of(key, layout.DTYPE_NAMES[tensors[key].dtype], boxes[key].size) for key in inline), with_header=False
-        )
+        # All of these tensors have one element.
+        inline_slots = [TensorSlot.of(key, layout.DTYPE_NAMES[tensors[key].dtype], (1,)) for key in inline]
+        files[INLINE] = plan_file_layout(inline_slots, with_header=False)
     return RankWritePlan(
         rank=rank,
         files=files,
@@ -127,52 +121,64 @@ def _select_shards(tensors: Mapping[str, Tensor], boxes: Mapping[str, ShardBox],
 
 
 def _is_weight(key: str) -> bool:
-    parts = key.split("/")
-    return parts[2 if parts[0] == layout.STATES else 0] in ("params", "buffers")
+    names = key.split("/")
+    return names[2 if names[0] == layout.STATES else 0] in ("params", "buffers")
 
 
-def build_rank_index(write_plan: RankWritePlan, blocks: Sequence[Blocks]) -> RankIndex:
-    """Build the index of a rank from the blocks of its files, in the order of the files."""
-    begins = {key: begin for file in write_plan.files.values() for key, (begin, _) in file.ranges.items()}
-    return RankIndex(
+def write_rank_index(folder: AnyPath, write_plan: RankWritePlan, blocks: Sequence[Blocks]) -> list[Any]:
+    """Write the index of a rank, with the blocks of its files in the order of the files.
+
+    Returns:
+        The report for ``write_run_index``, as JSON: ``RankFiles`` and encoded ``RankParts`` of the rank.
+    """
+    files = [file for name, file in write_plan.files.items() if name != INLINE]
+    places = {key: (number, begin) for number, file in enumerate(files) for key, (begin, _) in file.ranges.items()}
+    index = RankIndex(
         rank=write_plan.rank,
-        begins=[begins[key] for key in write_plan.keys if key in write_plan.shards],
-        per_rank=[begins[key] for key in write_plan.per_rank],
+        begins=[places[key][1] for key in write_plan.keys if key in write_plan.shards],
+        per_rank=[places[key][1] for key in write_plan.per_rank],
         blocks=tuple(blocks),
         values=write_plan.values,
     )
+    name = layout.index_name(write_plan.rank)
+    data = layout.encode_index(index, name)
+    storage.write_file(folder / name, data)
+    parts = {key: (places[key][0], box.offset, box.size) for key, box in write_plan.shards.items()}
+    rank_files = RankFiles(len(data), hashlib.sha256(data).hexdigest(), tuple(file.size for file in files))
+    return [msgspec.to_builtins(rank_files), RankParts.of(write_plan.keys, parts).encode()]
 
 
-def rank_parts(write_plan: RankWritePlan) -> RankParts:
-    """Return the parts of the tensors of the run that a rank writes, for the index of the run."""
-    numbers = {key: number for number, file in enumerate(write_plan.files.values()) for key in file.ranges}
-    parts = {key: (numbers[key], box.offset, box.size) for key, box in write_plan.shards.items()}
-    return RankParts.of(write_plan.keys, parts)
-
-
-def build_run_index(write_plan: RankWritePlan, inline: SerializedFile | None, reports: Sequence[Any]) -> RunIndex:
-    """Build the index of the run on rank 0.
+def write_run_index(
+    folder: AnyPath, write_plan: RankWritePlan, inline: SerializedFile | None, reports: Sequence[Any], draft: Manifest
+) -> Manifest:
+    """Write the index of the run on rank 0. Return the manifest ``draft`` with the facts about the files.
 
     Args:
+        folder: folder of the files.
         write_plan: write plan of rank 0.
         inline: content of ``INLINE``; None without any.
-        reports: ``RankFiles`` and encoded ``RankParts`` of each rank.
+        reports: report of ``write_rank_index`` of each rank.
+        draft: all other facts of the manifest.
     """
-    files = tuple(layout.convert(of_rank, RankFiles, "rank files") for of_rank, _ in reports)
-    parts = [RankParts.decode(of_rank) for _, of_rank in reports]
     assert write_plan.shared is not None, "only rank 0 has the values of the run"
     refs: dict[str, layout.TensorRef] = {}
     for section, values in write_plan.shared.items():
         refs |= tree_json.tensor_refs(values, section)
     assert tuple(refs) == write_plan.keys, "values name the tensors in the order in which they were collected"
-    kinds, tensors = merge_parts(refs, write_plan.inline, parts)
-    return RunIndex(
-        files=files,
+    kinds, tensors = merge_parts(refs, write_plan.inline, [RankParts.decode(parts) for _, parts in reports])
+    index = RunIndex(
+        files=tuple(layout.convert(files, RankFiles, "rank files") for files, _ in reports),
         kinds=kinds,
         tensors=tensors,
         inline=b"" if inline is None else b"".join(inline.views(0, inline.size)),
         local_buffers=any(map(_is_weight, write_plan.per_rank)),
         shared=write_plan.shared,
+    )
+    data = layout.encode_index(index, layout.INDEX)
+    storage.write_file(folder / layout.INDEX, data)
+    total_bytes = len(data) + sum(index.sizes.values())
+    return msgspec.structs.replace(
+        draft, bytes=total_bytes, index_bytes=len(data), index_sha256=hashlib.sha256(data).hexdigest()
     )
 
 

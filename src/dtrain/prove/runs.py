@@ -41,7 +41,7 @@ _PRELOADED = (
     "dtrain.prove.torch_hooks",
     "dtrain.checkpoint.load",
     "dtrain.checkpoint.load_weights",
-    "dtrain.data.build_loader",
+    "dtrain.data.loader",
     "dtrain.loggers.records",
     "dtrain.loggers.text",
     "dtrain.losses",

@@ -153,23 +153,13 @@ def convert(
         elif to == "dcp":
             formats.write_dcp(result, weights, key=None if kind in _UNTRUSTED_FORMATS else key)
         else:
-            inner = _write_root_or_step(result, folder, weights, step, buffers)
+            named_step = layout.step_of(folder.name)
+            if named_step is None:
+                inner = layout.step_name(step)
+                storage.make_folder(result / inner)
+            formats.write_step(result / inner, weights, step=step if named_step is None else named_step, buffers=buffers)
+            storage.sync_folder(result)
     return ConvertResult(path=folder / inner, tensors=len(weights.dtypes), bytes=weights.bytes)
-
-
-def _write_root_or_step(result: Path, folder: Path, weights: WeightStream, step: int, buffers: Sequence[str]) -> str:
-    """Write ``result`` as the root or step ``folder``. Return the name of the step's folder in a root, "" for a step."""
-    from dtrain.checkpoint.conversion import write_formats as formats
-
-    named_step = layout.step_of(folder.name)
-    if named_step is not None:
-        formats.write_step(result, weights, step=named_step, buffers=buffers)
-        return ""
-    name = layout.step_name(step)
-    storage.make_folder(result / name)
-    formats.write_step(result / name, weights, step=step, buffers=buffers)
-    storage.sync_folder(result)
-    return name
 
 
 def _check_arguments(source: AnyPath, folder: Path, kind: str, to: str, trust: bool, max_shard_bytes: int, step: int) -> None:

@@ -67,8 +67,8 @@ def tensors_and_values(reader: CheckpointReader) -> tuple[TensorFiles, dict[str,
 
 def _plain_values(tree: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Iterate over the plain values of an encoded tree, by path."""
-    for name, part in tree.items():
-        yield from _iter_values(tree_json.decode(part, name, lambda key, ref: ref), name)
+    for name, values in tree.items():
+        yield from _iter_values(tree_json.decode(values, name, lambda key, ref: ref), name)
 
 
 def _iter_values(tree: Any, path: str) -> Iterator[tuple[str, Any]]:
@@ -76,8 +76,8 @@ def _iter_values(tree: Any, path: str) -> Iterator[tuple[str, Any]]:
         for key, item in tree.items():
             yield from _iter_values(item, tree_json.join_key(path, key))
     elif isinstance(tree, list | tuple) and any(isinstance(item, dict | list | tuple | TensorRef) for item in tree):
-        for at, item in enumerate(tree):
-            yield from _iter_values(item, tree_json.join_key(path, at))
+        for index, item in enumerate(tree):
+            yield from _iter_values(item, tree_json.join_key(path, index))
     elif not isinstance(tree, TensorRef):
         yield path, tree
 

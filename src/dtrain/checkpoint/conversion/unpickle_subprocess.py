@@ -41,9 +41,9 @@ def _open_pickle(source: str, key: str | None) -> tuple[list[TensorSlot], Callab
     # Files of the format before torch 1.6 cannot be mapped.
     except RuntimeError:
         tree = torch.load(source, map_location="cpu", weights_only=False)
-    found = dict(_flatten(tree, ()))
-    names = select_dict(list(found), key, source)
-    tensors = {name: found[path].detach().to_dense() for path, name in names.items()}
+    by_path = dict(_flatten(tree, ()))
+    names = select_dict(list(by_path), key, source)
+    tensors = {name: by_path[path].detach().to_dense() for path, name in names.items()}
     slots = [_tensor_slot(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()]
     return slots, lambda ordered: (tensors[slot.key] for slot in ordered)
 

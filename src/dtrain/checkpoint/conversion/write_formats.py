@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import secrets
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
-import xxhash
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemWriter, save
 from torch.distributed.checkpoint.api import CheckpointException
@@ -22,9 +19,8 @@ from torch.distributed.checkpoint.planner import WriteItem
 
 from dtrain import storage
 from dtrain.checkpoint import layout, tree_json
-from dtrain.checkpoint.data_file import plan_blocks
-from dtrain.checkpoint.index import encode_rank_index, encode_run_index
-from dtrain.checkpoint.layout import DTYPES, Blocks, Manifest, MeshLayout, RankFiles
+from dtrain.checkpoint.data_file import BlockDigester, plan_blocks
+from dtrain.checkpoint.layout import DTYPES, Blocks, Manifest, MeshLayout
 from dtrain.checkpoint.plan import full_region, group_by_size
 from dtrain.checkpoint.state_dict import CheckpointContents
 from dtrain.checkpoint.weights import (
@@ -37,11 +33,10 @@ from dtrain.checkpoint.weights import (
     rename_tensors,
     write_safetensors,
 )
-from dtrain.checkpoint.write_plan import build_rank_index, build_run_index, plan_rank_write, rank_parts
+from dtrain.checkpoint.write_plan import plan_rank_write, write_rank_index, write_run_index
 from dtrain.errors import CheckpointError
 from dtrain.fqn import compile_patterns
 from dtrain.schedules.clock import Clock
-from dtrain.storage import Buffer
 
 
 def write_hugging_face(folder: Path, weights: WeightStream, *, max_shard_bytes: int, config: bytes | None) -> None:
@@ -57,7 +52,7 @@ def write_hugging_face(folder: Path, weights: WeightStream, *, max_shard_bytes: 
     if len(files) == 1:
         write_safetensors(folder / MODEL_FILE, weights, files[0])
     else:
-        names = [f"model-{at:05d}-of-{len(files):05d}.safetensors" for at in range(1, len(files) + 1)]
+        names = [f"model-{number:05d}-of-{len(files):05d}.safetensors" for number in range(1, len(files) + 1)]
         for name, group in zip(names, files, strict=True):
             write_safetensors(folder / name, weights, group)
         weight_map = {key: name for name, group in zip(names, files, strict=True) for key in group}
@@ -72,30 +67,6 @@ def write_hugging_face(folder: Path, weights: WeightStream, *, max_shard_bytes: 
 KNOWN_BUFFER_PATTERNS = ("**.running_mean", "**.running_var", "running_mean", "running_var")
 
 
-class _BlockDigester:
-    """Digester of the bytes of a file, with one digest per block.
-
-    Args:
-        ends: the byte after each block.
-    """
-
-    def __init__(self, ends: list[int]) -> None:
-        self.ends, self.digests = ends, ""
-        self._current, self._at, self._number = xxhash.xxh3_128(), 0, 0
-
-    def update(self, data: Buffer) -> None:
-        """Add the next bytes."""
-        rest = memoryview(data).cast("B")
-        while rest:
-            missing = self.ends[self._number] - self._at
-            part, rest = rest[:missing], rest[missing:]
-            self._current.update(part)
-            self._at += len(part)
-            if self._at == self.ends[self._number]:
-                self.digests += self._current.hexdigest()
-                self._current, self._number = xxhash.xxh3_128(), self._number + 1
-
-
 def write_step(folder: Path, weights: WeightStream, *, step: int, buffers: Iterable[str]) -> None:
     """Write the files of the folder. They are on the disk when the function returns.
 
@@ -106,26 +77,16 @@ def write_step(folder: Path, weights: WeightStream, *, step: int, buffers: Itera
         buffers: patterns of the names of buffers, besides the known patterns; all other floating tensors are parameters.
     """
     is_buffer = compile_patterns([*KNOWN_BUFFER_PATTERNS, *buffers], caller="convert: buffers")
-    keys = {}
-    for name, dtype in weights.dtypes.items():
-        section = "params" if DTYPES[dtype].is_floating_point and not is_buffer(name) else "buffers"
-        keys[name] = tree_json.join_key(section, name)
-    by_key = replace(
-        weights,
-        files=rename_tensors(weights.files, {key: name for name, key in keys.items()}),
-        dtypes={key: weights.dtypes[name] for name, key in keys.items()},
-    )
-    write_plan = plan_rank_write(_step_contents(weights, keys, step), 0, 1, separate_frozen=False)
-    data_name = layout.data_name(0)
-    digester = _BlockDigester(plan_blocks(write_plan.files[data_name]))
-    size = write_safetensors(folder / data_name, by_key, write_plan.shards, digester.update)
-    of_rank = encode_rank_index(build_rank_index(write_plan, [Blocks(digester.ends, digester.digests)]))
-    storage.write_file(folder / layout.index_name(0), of_rank)
-    files = RankFiles(len(of_rank), hashlib.sha256(of_rank).hexdigest(), (size,))
-    report = [msgspec.to_builtins(files), rank_parts(write_plan).encode()]
-    data = encode_run_index(build_run_index(write_plan, None, [report]))
-    storage.write_file(folder / layout.INDEX, data)
-    manifest = Manifest(
+    contents = _step_contents(weights, step, is_buffer)
+    write_plan = plan_rank_write(contents, 0, 1, separate_frozen=False)
+    names = {key: tree_json.unescape_key(key.partition("/")[2]) for key in contents.tensors}
+    files, dtypes = rename_tensors(weights.files, names), {key: weights.dtypes[name] for key, name in names.items()}
+    ends = plan_blocks(write_plan.files[layout.data_name(0)])
+    digester = BlockDigester(ends)
+    by_key = replace(weights, files=files, dtypes=dtypes)
+    write_safetensors(folder / layout.data_name(0), by_key, write_plan.shards, digester.update)
+    report = write_rank_index(folder, write_plan, [Blocks(ends, "".join(digester.digests))])
+    draft = Manifest(
         run_id=secrets.token_hex(16),
         step=step,
         parent_step=None,
@@ -134,28 +95,30 @@ def write_step(folder: Path, weights: WeightStream, *, step: int, buffers: Itera
         scope="weights",
         states=(),
         world_size=1,
-        bytes=len(data) + len(of_rank) + size,
-        index_bytes=len(data),
-        index_sha256=hashlib.sha256(data).hexdigest(),
+        bytes=0,
+        index_bytes=0,
+        index_sha256="",
     )
+    manifest = write_run_index(folder, write_plan, None, [report], draft)
     storage.write_file(folder / layout.MANIFEST, layout.encode_manifest(manifest))
     storage.sync_folder(folder)
 
 
-def _step_contents(weights: WeightStream, keys: Mapping[str, str], step: int) -> CheckpointContents:
+def _step_contents(weights: WeightStream, step: int, is_buffer: Callable[[str], bool]) -> CheckpointContents:
     """Return the contents of a step of these weights, with tensors without memory."""
     tree: dict[str, Any] = {"params": {}, "buffers": {}, "modules": {"names": [], "equal": True}}
     tree |= {"clock": Clock(step=step).state_dict(), "seed": 0}
     for slot in weights.slots:
-        section = keys[slot.key].partition("/")[0]
+        dtype = DTYPES[slot.dtype]
+        section = "params" if dtype.is_floating_point and not is_buffer(slot.key) else "buffers"
         # An expanded scalar has any shape without memory.
-        tree[section][slot.key] = torch.empty((), dtype=DTYPES[slot.dtype], device="cpu").expand(slot.size)
+        tree[section][slot.key] = torch.empty((), dtype=dtype, device="cpu").expand(slot.size)
     shared: dict[str, Any] = {}
     tensors: dict[str, Tensor] = {}
-    for section, part in tree.items():
-        shared[section], found = tree_json.encode(part, section)
-        tensors |= found
-    values = {section: tree_json.encode({}, section)[0] for section in ("buffers", "modules", "rng", "extra", "objects")}
+    for section, content in tree.items():
+        shared[section], tensors_of_section = tree_json.encode(content, section)
+        tensors |= tensors_of_section
+    values: dict[str, Any] = {section: {} for section in ("buffers", "modules", "rng", layout.EXTRA, layout.OBJECTS)}
     return CheckpointContents(shared=shared, tensors=tensors, values=values, per_rank={}, frozen=frozenset())
 
 
