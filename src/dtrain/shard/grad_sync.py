@@ -94,11 +94,11 @@ class GradSync:
         # A copy of the model is a plain model.
         return type(None), ()
 
-    def begin_step(self, params: Mapping[str, Tensor] | None = None, *, within_replica: bool = False) -> None:
+    def begin_step(self, params: Mapping[str, Tensor], *, within_replica: bool) -> None:
         """Start a step. Mutates: FSDP2's units, if a forward outside of a step left state; hooks of plain parameters.
 
         Args:
-            params: all parameters of the model by name; without them, a ``BucketReducer`` has no effect.
+            params: all parameters of the model by name.
             within_replica: if True, sum gradients within each replica only.
         """
         if self._sharded and not is_idle(self._model, self._groups):
@@ -111,12 +111,9 @@ class GradSync:
         self._present.clear()
         self._missing.clear()
         if self.reducer is not None:
-            self.reducer.reset()
-            if params is not None:
-                self.reducer.begin_step(params, communicate=not within_replica)
-        if params is not None:
-            self.hooks.detach(params)
-            self.writes.begin_step(params, compare=not within_replica)
+            self.reducer.begin_step(params, communicate=not within_replica)
+        self.hooks.detach(params)
+        self.writes.begin_step(params, compare=not within_replica)
         self._skipped.end_step()
 
     @property
@@ -269,7 +266,7 @@ class GradSync:
         missing = self._missing - self._present
         if not missing:
             return ignored
-        sharded = {id(sharded_params(self._groups[index])[at]) for index, at in missing}
+        sharded = {id(sharded_params(self._groups[index])[position]) for index, position in missing}
         return [name for name, param in state.params.items() if id(param) in sharded or name in ignored]
 
     @contextmanager
@@ -321,7 +318,7 @@ class GradSync:
                 free_reduce_buffer(self._groups[earlier])
             missing = self._missing - self._present
             params = enumerate(sharded_params(self._groups[index]))
-            final = [param for at, param in params if param.grad is not None and (index, at) not in missing]
+            final = [param for position, param in params if param.grad is not None and (index, position) not in missing]
             add_stashed_grads_(final, self._stashed_grads)
             self.grads_taken |= bool(final)
             call(final)
@@ -361,8 +358,8 @@ class GradSync:
             # Replicated parameters are all-reduced in the last microbatch only.
             if self._last or not self._fixed_order:
                 self._order.append(index)
-            self._present.update([(index, at) for at in present])
-            self._missing.update([(index, at) for at in missing])
+            self._present.update([(index, position) for position in present])
+            self._missing.update([(index, position) for position in missing])
         elif any([param._backward_hooks for param in sharded_params(self._groups[index])]):  # noqa: C419
             # The hooks belong to the sharded parameters, and the model has the unsharded ones now.
             self.reshard()

@@ -317,8 +317,9 @@ def _cpu_kernels() -> Iterator[None]:
 def _attend(kernel: Any, args: tuple[Any, ...], options: Mapping[str, Any]) -> tuple[Any, ...]:
     from torch.distributed.tensor.experimental._context_parallel import _attention
 
-    query, key, value, *rest = (_local(value) for value in args)
-    options = dict(zip(("dropout_p", "is_causal"), rest, strict=False)) | {name: _local(each) for name, each in options.items()}
+    query, key, value, *rest = map(_local, args)
+    options = {**dict(zip(("dropout_p", "is_causal"), rest, strict=False)), **options}
+    options = {name: _local(value) for name, value in options.items()}
     if options.pop("attn_mask", None) is not None:
         raise RuntimeError("attn_bias is not supported")
     with _sums_in_dtype_of(query):
@@ -344,7 +345,7 @@ def _attend_backward(kernel: Any, args: tuple[Any, ...], options: Mapping[str, A
             is_causal=is_causal,
             dropout_p=dropout_p,
             **tensors,
-            **{name: _local(each) for name, each in options.items()},
+            **{name: _local(value) for name, value in options.items()},
         )
     return _as_shards(parts, args[0])
 
@@ -355,7 +356,7 @@ def _local(value: Any) -> Any:
 
 def _as_shards(parts: Sequence[Tensor], like: Any) -> tuple[Any, ...]:
     """Return DTensors with these shards, sharded over the same ranks and the same dim as ``like``."""
-    return tuple(type(like).from_local(part, like.device_mesh, like.placements, run_check=False) for part in parts)
+    return tuple(type(like).from_local(shard, like.device_mesh, like.placements, run_check=False) for shard in parts)
 
 
 @contextmanager
