@@ -301,7 +301,7 @@ def write_parts(path: RemotePath, sizes: Sequence[int], part_of: Callable[[int],
     begins = list(accumulate((sum(sizes[number] for number in group) for group in groups), initial=0))
 
     def content(number: int) -> bytes:
-        return b"".join(data for number in groups[number] for data in part_of(number))
+        return b"".join(data for index in groups[number] for data in part_of(index))
 
     if len(groups) <= 1:
         create_file(path, content(0) if groups else b"")
