@@ -10,12 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -24,6 +23,10 @@ from dtrain.dist.mesh import MODEL_AXES, axis_size
 from dtrain.errors import ConfigError
 from dtrain.fqn import compile_patterns, modules_by_fqn
 from dtrain.shard.params import param_places
+
+# A step of a plain model imports this module, and an import of DTensors takes half as long as that of torch.
+if TYPE_CHECKING:
+    from torch.distributed.tensor.parallel import ParallelStyle
 
 TensorParallelPlan: TypeAlias = "Mapping[str, ParallelStyle]"
 """Module name patterns (as in ``blocks``; ``""`` is the model itself) -> parallel styles, applied in this order."""
@@ -70,6 +73,8 @@ def resolve_tp_plan(model: nn.Module, plan: TensorParallelPlan | None, mesh: Dev
             f"shard_model: tp_plan needs a mesh with a tp axis, got axes {list(mesh.mesh_dim_names or ())} of sizes "
             f"{list(mesh.shape)}. Pass for example dt.build_mesh(tp=2)."
         )
+    from torch.distributed.tensor.parallel import ParallelStyle
+
     planned_modules: list[PlannedModule] = []
     for pattern, style in plan.items():
         if not isinstance(style, ParallelStyle):
@@ -126,6 +131,8 @@ def apply_tp_plan(
     """
     if not planned_modules:
         return mesh
+    from torch.distributed.tensor.parallel import parallelize_module
+
     locations, axis = param_places(model), mesh["tp"]
     for entry in planned_modules:
         try:
