@@ -94,11 +94,11 @@ class GradSync:
         # A copy of the model is a plain model.
         return type(None), ()
 
-    def begin_step(self, params: Mapping[str, Tensor], *, within_replica: bool) -> None:
+    def begin_step(self, params: Mapping[str, Tensor] | None = None, *, within_replica: bool = False) -> None:
         """Start a step. Mutates: FSDP2's units, if a forward outside of a step left state; hooks of plain parameters.
 
         Args:
-            params: all parameters of the model by name.
+            params: all parameters of the model by name; without them, a ``BucketReducer`` has no effect.
             within_replica: if True, sum gradients within each replica only.
         """
         if self._sharded and not is_idle(self._model, self._groups):
@@ -111,9 +111,12 @@ class GradSync:
         self._present.clear()
         self._missing.clear()
         if self.reducer is not None:
-            self.reducer.begin_step(params, communicate=not within_replica)
-        self.hooks.detach(params)
-        self.writes.begin_step(params, compare=not within_replica)
+            self.reducer.reset()
+        if params is not None:
+            if self.reducer is not None:
+                self.reducer.begin_step(params, communicate=not within_replica)
+            self.hooks.detach(params)
+            self.writes.begin_step(params, compare=not within_replica)
         self._skipped.end_step()
 
     @property
