@@ -19,7 +19,7 @@ from dtrain.fqn import compile_patterns
 from dtrain.schedules.clock import Clock
 from dtrain.schedules.hyperparameters import Hyperparameter, hyperparameter, is_number, warn_if_absolute_lr
 from dtrain.state import TrainState
-from dtrain.step.metrics import make_metric
+from dtrain.step.normalization import make_metric
 from dtrain.step.transform import Transform, UpdateFn
 from dtrain.typing import Metrics, Schedule, TransformState
 

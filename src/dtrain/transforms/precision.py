@@ -17,7 +17,7 @@ from dtrain.dist.dtensor import scale_
 from dtrain.errors import ConfigError, NonFiniteError
 from dtrain.schedules.hyperparameters import is_number
 from dtrain.state import TrainState
-from dtrain.step.metrics import make_metric
+from dtrain.step.normalization import make_metric
 from dtrain.step.optimizer import update_if_finite
 from dtrain.step.transform import GradStep, StepContext, Transform, UpdateFn
 from dtrain.typing import Batch, LossFn, LossSum, Metrics, TransformState

@@ -17,7 +17,7 @@ from dtrain.dist.dtensor import all_reduce_partial_, to_local
 from dtrain.errors import ConfigError
 from dtrain.schedules.hyperparameters import Hyperparameter, hyperparameter
 from dtrain.state import TrainState
-from dtrain.step.metrics import unit_weight
+from dtrain.step.normalization import unit_weight
 from dtrain.step.optimizer import clip_grad_norm_
 from dtrain.step.transform import Transform, UpdateFn
 from dtrain.typing import Metric, Metrics, Params, Schedule

@@ -14,7 +14,7 @@ from dtrain.schedules.durations import Duration
 from dtrain.schedules.hyperparameters import hyperparameter
 from dtrain.shard.buffers import restore_buffers
 from dtrain.state import TrainState
-from dtrain.step.metrics import unit_weight
+from dtrain.step.normalization import unit_weight
 from dtrain.step.transform import GradFn, Transform
 from dtrain.typing import Batch, Metric, Metrics, Params, Schedule, TransformState
 

@@ -22,7 +22,7 @@ from dtrain.shard.buffers import BufferSnapshot
 from dtrain.shard.grad_sync import grad_sync_of
 from dtrain.shard.unshard import is_unsharded, reshard
 from dtrain.state import TrainState
-from dtrain.step.metrics import make_metric
+from dtrain.step.normalization import make_metric
 from dtrain.step.step_clock import ends_interval, next_clock
 from dtrain.step.transform import Transform, UpdateFn
 from dtrain.typing import Metrics, Params, Schedule, TransformState
