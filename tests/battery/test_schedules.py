@@ -16,8 +16,7 @@ import dtrain as dt
 import dtrain.schedules
 from battery.run import FIRST, STEPS, begin, train
 from battery.schedules import BROKEN, ROWS, row
-from dtrain.schedules.curves import to_lambda_lr
-from dtrain.schedules.plotting import plot
+from dtrain.schedules.curves import plot, to_lambda_lr
 
 RESUMED = ("warmup-cosine", "cosine_restarts", "warmup_stable_decay", "composer.linear_with_warmup")  # in every run
 NEAR = 1e-7  # of a step; what a schedule changes over it beyond its steepness is a jump

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -122,11 +123,12 @@ def two_axes() -> list[float]:
     x = torch.randn(4, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     step = dt.compose_step(dt.mean_loss(lambda model, x: model(x).square().mean(), weight=len))
     apart = []
-    for name in USERS:
-        known = build()
-        peer = ByHand(name, known.parameters(), LR)
-        cut = dt.shard_model(build(), mesh, blocks=(nn.Linear,), tp_plan=plan)
-        state = step.init(cut, USERS[name](cut.parameters(), lr=LR))
+    for name in (*USERS, "muon"):
+        known, cut = build(), dt.shard_model(build(), mesh, blocks=(nn.Linear,), tp_plan=plan)
+        # Other tests compare Muon of whole matrices with torch's.
+        muon = partial(dt.optim.Muon, ns_dtype="param")
+        peer = muon(known.parameters()) if name == "muon" else ByHand(name, known.parameters(), LR)
+        state = step.init(cut, muon(cut.parameters()) if name == "muon" else USERS[name](cut.parameters(), lr=LR))
         for _ in range(3):
             state, _ = step(state, x)
             known.zero_grad()

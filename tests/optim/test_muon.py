@@ -160,36 +160,6 @@ def test_step_uses_two_all_to_alls_and_keeps_buffers_sharded(ranks):
         assert shapes == [[3, 4], [2, 6], [4, 4]]
 
 
-def two_axes() -> float:
-    """Matrices that tensor parallelism has cut, and FSDP2 again, against the same ones whole."""
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
-
-    def build() -> nn.Module:
-        torch.manual_seed(2)
-        return nn.Sequential(nn.Linear(6, 8, bias=False), nn.Linear(8, 6, bias=False)).double()
-
-    mesh = dt.build_mesh(dp_shard=2, tp=2)
-    plan = {"0": ColwiseParallel(), "1": RowwiseParallel()}
-    cut = dt.shard_model(build(), mesh, blocks=(nn.Linear,), tp_plan=plan)
-    known = build()
-    loss = dt.mean_loss(lambda model, x: model(x).square().mean(), weight=len)
-    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    step = dt.compose_step(loss, [])
-    state = step.init(cut, Muon(cut.parameters(), ns_dtype="param"))
-    peer = Muon(known.parameters(), ns_dtype="param")
-    for _ in range(3):
-        state, _ = step(state, x)
-        peer.zero_grad()
-        known(x).square().mean().backward()
-        peer.step()
-    pairs = zip((param for _, param in dt.full_params(state)), known.parameters(), strict=True)
-    return max((a - b).abs().max().item() for a, b in pairs)
-
-
-def test_matrices_sharded_along_two_axes_are_gathered(ranks):
-    assert max(ranks(4).run(two_axes)) <= TOLERANCE
-
-
 @pytest.mark.parametrize(
     ("make", "message"),
     [

@@ -6,9 +6,8 @@ import matplotlib
 import pytest
 
 from dtrain.errors import ConfigError
-from dtrain.schedules.curves import constant, linear
+from dtrain.schedules.curves import constant, linear, plot, sample_times
 from dtrain.schedules.hyperparameters import with_unit
-from dtrain.schedules.plotting import plot, sample_times
 
 
 def test_figure_has_the_value_of_every_step():

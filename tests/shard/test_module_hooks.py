@@ -313,20 +313,10 @@ def plain_squares(model: nn.Module, x: torch.Tensor) -> LossSum:
     return LossSum(total=model(x).square().sum(), weight=len(x))
 
 
-def penalty(model: nn.Module, x: torch.Tensor) -> LossSum:
-    total = sum(p.square().sum() for p in model.parameters())
-    return LossSum(total=model(x.float()).square().sum() + total * len(x), weight=len(x))
-
-
 USED_OUTSIDE = "must not compute with a sharded parameter outside of the forward of its unit"
 REFUSED: dict = {
     "sparse": (Sparse, plain_squares, "step: the gradient of the parameter 'table' must be dense, got torch.sparse_coo"),
     "outside": (Outside, plain_squares, USED_OUTSIDE),
-    "penalty": (
-        partial(Block, "view"),
-        penalty,
-        USED_OUTSIDE,
-    ),
 }
 
 

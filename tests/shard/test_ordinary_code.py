@@ -129,15 +129,19 @@ class Marked(nn.Parameter):
 
 
 def subclasses(strategy: str) -> None:
+    def check_class(model: nn.Module) -> None:
+        assert type(model[0].weight) is Marked
+
     def make() -> nn.Module:
         model = layers()
         model[0].weight = Marked(model[0].weight.detach().double())
         return model
 
     if strategy == "replicate":
-        check_exact(strategy, make)
+        check_exact(strategy, make, after=check_class)
     else:
-        check_refused(strategy, make, "0.weight", kind=ConfigError)
+        message = "shard_model: the parameter '0.weight' must be a plain nn.Parameter, got Marked"
+        check_refused(strategy, make, message, kind=ConfigError)
 
 
 def gradient_hooks(strategy: str) -> None:
@@ -229,7 +233,8 @@ def penalty(strategy: str) -> None:
     if strategy in ("replicate", "shard_grad_op"):
         check_exact(strategy, layers, loss_fn=loss_fn, blocks=(nn.Linear,))
     else:
-        check_refused(strategy, layers, "penalty", loss_fn=loss_fn, kind=StepError, blocks=(nn.Linear,))
+        message = "must not compute with a sharded parameter outside of the forward of its unit.* torch says: RuntimeError: "
+        check_refused(strategy, layers, message, loss_fn=loss_fn, kind=StepError, blocks=(nn.Linear,))
 
 
 class Result:

@@ -207,10 +207,10 @@ class MatrixOptimizer(torch.optim.Optimizer):
 
         elsewhere = (*self.shard_state, "step")
         own = [{name: value for name, value in state.items() if name not in elsewhere} for state in states]
-        work = [_Matrix(*each) for each in zip(range(len(params)), params, inputs, own, strict=True)]
-        for matrix, part in _compute_matrices(work, compute, caller=type(self).__name__):
+        work = [_Matrix(*row) for row in zip(range(len(params)), params, inputs, own, strict=True)]
+        for matrix, shard in _compute_matrices(work, compute, caller=type(self).__name__):
             rows, cols = matrix.param.shape
-            to_local(matrix.param).add_(part, alpha=-group["lr"] * self.lr_factor((rows, cols), group))
+            to_local(matrix.param).add_(shard, alpha=-group["lr"] * self.lr_factor((rows, cols), group))
 
     def _placed_state(self, param: Tensor, group: dict[str, Any]) -> dict[str, Any]:
         """Return the state of a matrix, made in its first update, and placed again after a load on other ranks.
@@ -294,11 +294,11 @@ class _Matrix:
                 f"{caller}: matrix_update must return a tensor of shape {shapes}. Return the update of one matrix."
             )
         expected = {name: (tuple(value.shape), value.dtype) for name, value in self.state.items()}
-        found = {name: (tuple(value.shape), value.dtype) for name, value in state.items()}
-        if found != expected:
-            name = next(name for name in {**expected, **found} if expected.get(name) != found.get(name))
+        actual = {name: (tuple(value.shape), value.dtype) for name, value in state.items()}
+        if actual != expected:
+            name = next(name for name in {**expected, **actual} if expected.get(name) != actual.get(name))
             raise ConfigError(
-                f"{caller}: matrix_update must keep the names, shapes and dtypes of the state, got {found.get(name)} for "
+                f"{caller}: matrix_update must keep the names, shapes and dtypes of the state, got {actual.get(name)} for "
                 f"{name!r} instead of {expected.get(name)}. Make the state in init_matrix_state."
             )
 
@@ -345,23 +345,23 @@ def _compute_round(members: list[_Matrix], compute: Compute, group: dist.Process
     """
     rank, ranks = group.rank(), group.size()
     packed = [_pack([matrix.input, *(to_local(value) for value in matrix.state.values() if value.ndim)]) for matrix in members]
-    send_sizes = [len(part) for part in packed] + [0] * (ranks - len(packed))
+    send_sizes = [len(sent) for sent in packed] + [0] * (ranks - len(packed))
     own = members[rank] if rank < len(members) else None
     cut = {} if own is None else {name: value for name, value in own.state.items() if value.ndim}
-    layouts = [] if own is None else [_layout(own, cut.values(), at, ranks) for at in range(ranks)]
+    layouts = [] if own is None else [_layout(own, cut.values(), receiver, ranks) for receiver in range(ranks)]
     receive_sizes = [sum(size for _, _, size in layout) for layout in layouts] or [0] * ranks
     flat = torch.cat(packed)
     received = flat.new_empty(sum(receive_sizes))
     dist.all_to_all_single(received, flat, receive_sizes, send_sizes, group=group)
     replies: list[Tensor] = []
     if own is not None:
-        pieces = [_unpack(part, layout) for part, layout in zip(received.split(receive_sizes), layouts, strict=True)]
+        pieces = [_unpack(piece, layout) for piece, layout in zip(received.split(receive_sizes), layouts, strict=True)]
         grad, *wholes = (torch.cat(rows) for rows in zip(*pieces, strict=True))
         state = {**own.state, **dict(zip(cut, wholes, strict=True))}
         wholes = [compute(own, grad, state), *state.values()]
         replies = [
-            _pack([whole[slice(*_row_range(len(whole), at, ranks))] if whole.ndim else whole for whole in wholes])
-            for at in range(ranks)
+            _pack([whole[slice(*_row_range(len(whole), receiver, ranks))] if whole.ndim else whole for whole in wholes])
+            for receiver in range(ranks)
         ]
     reply_sizes = [len(reply) for reply in replies] or [0] * ranks
     layouts = [_layout(matrix, matrix.state.values(), rank, ranks) for matrix in members]
@@ -369,8 +369,8 @@ def _compute_round(members: list[_Matrix], compute: Compute, group: dist.Process
     returned = flat.new_empty(sum(return_sizes))
     dist.all_to_all_single(returned, torch.cat(replies) if replies else flat[:0], return_sizes, reply_sizes, group=group)
     results = []
-    for matrix, part, layout in zip(members, returned.split(return_sizes), layouts, strict=False):
-        update, *values = _unpack(part, layout)
+    for matrix, piece, layout in zip(members, returned.split(return_sizes), layouts, strict=False):
+        update, *values = _unpack(piece, layout)
         matrix.store_(dict(zip(matrix.state, values, strict=True)))
         results.append((matrix, update))
     return results
@@ -387,8 +387,8 @@ def _layout(matrix: _Matrix, state: Iterable[Tensor], rank: int, ranks: int) -> 
     layout = []
     for shape, dtype in [(matrix.param.shape, matrix.input.dtype), *((value.shape, value.dtype) for value in state)]:
         begin, end = _row_range(shape[0], rank, ranks) if shape else (0, 0)
-        part = (end - begin, *shape[1:]) if shape else ()
-        layout.append((part, dtype, prod(part) * dtype.itemsize))
+        shape_of_rank = (end - begin, *shape[1:]) if shape else ()
+        layout.append((shape_of_rank, dtype, prod(shape_of_rank) * dtype.itemsize))
     return layout
 
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from dtrain.schedules.curves import multi_step as multi_step
     from dtrain.schedules.curves import multiply as multiply
     from dtrain.schedules.curves import one_cycle as one_cycle
+    from dtrain.schedules.curves import plot as plot
     from dtrain.schedules.curves import polynomial as polynomial
     from dtrain.schedules.curves import sequential as sequential
     from dtrain.schedules.curves import step_decay as step_decay
@@ -37,6 +38,5 @@ if TYPE_CHECKING:
     from dtrain.schedules.hyperparameters import Hyperparameter as Hyperparameter
     from dtrain.schedules.hyperparameters import hyperparameter as hyperparameter
     from dtrain.schedules.hyperparameters import with_unit as with_unit
-    from dtrain.schedules.plotting import plot as plot
 
 __getattr__, __dir__ = attach(__name__, __file__)

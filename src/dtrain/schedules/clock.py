@@ -206,25 +206,25 @@ class Clock:
             return math.floor(self._run_fraction(every) / every.fraction)
         return int(self.count(every.unit) // every.value)
 
-    def _run_fraction(self, part: Duration | None = None) -> Fraction:
+    def _run_fraction(self, share: Duration | None = None) -> Fraction:
         """Return the exact completed share of the run. For a run in epochs, count the steps of the current epoch."""
         total = None if self.run_length is None else self.run_length.total
         if total is None:
             raise ConfigError(
-                f"clock: {part or 'dur'} is a share of the run, whose length is not known. "
+                f"clock: {share or 'dur'} is a share of the run, whose length is not known. "
                 "Give the length to the step: step.init(model, optimizer, run_length=loader.run_length('3ep'))."
             )
         if total.unit == "ep":
-            self._check_epochs(part or "dur")
+            self._check_epochs(share or "dur")
         if total.unit != "ep":
             return Fraction(self.count(total.unit)) / Fraction(total.value)
         steps = self.run_length.steps_per_epoch if self.run_length is not None else None
         if steps is None:
-            if part is not None and (part.fraction * int(total.value)).denominator == 1:
+            if share is not None and (share.fraction * int(total.value)).denominator == 1:
                 # All boundaries are ends of epochs.
                 return Fraction(self.epoch, int(total.value))
             raise ConfigError(
-                f"clock: {part or 'dur'} of a run of {total} may end inside of an epoch, whose steps are not known. "
+                f"clock: {share or 'dur'} of a run of {total} may end inside of an epoch, whose steps are not known. "
                 f"Give RunLength(total={str(total)!r}, steps_per_epoch=...), or loader.run_length({str(total)!r})."
             )
         return Fraction(self.epoch * steps + min(self.step_in_epoch, steps), int(total.value) * steps)

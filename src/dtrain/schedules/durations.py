@@ -114,7 +114,8 @@ class Duration:
                     # Raises the error for an unknown unit.
                     cls(1, match[2])
             if (match := _TIME_PATTERN.fullmatch(text)) and any(match.groups()):
-                return cls(sum(int(part or 0) * size for part, size in zip(match.groups(), _UNIT_SECONDS, strict=True)), "sec")
+                seconds = sum(int(number or 0) * size for number, size in zip(match.groups(), _UNIT_SECONDS, strict=True))
+                return cls(seconds, "sec")
         raise ConfigError(
             f"duration: cannot read {text!r}. Write one number and one unit of {', '.join(UNITS)}, as in '3ep', '100ba', "
             "'1e9tok', '0.1dur', '90sec', or a time as in '1h20m40s'."

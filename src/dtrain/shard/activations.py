@@ -378,47 +378,33 @@ def _recompute_random_ops(policy: KeepFn, context: object, op: Any, *args: Any, 
 
 def _uses_rng(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Return True if a call of a seeded operator draws random numbers. Fused attention without dropout draws none."""
-    for at, argument in enumerate(op._schema.arguments):
+    for position, argument in enumerate(op._schema.arguments):
         if argument.name == "dropout_p":
-            probability = kwargs.get("dropout_p", args[at] if at < len(args) else argument.default_value)
+            probability = kwargs.get("dropout_p", args[position] if position < len(args) else argument.default_value)
             return bool(probability)
     return True
 
 
 def _checkpoint_contexts(module: nn.Module, policy: KeepFn | None) -> tuple[Any, Any]:
     """Return the contexts of a block's forward and of its recomputation."""
-    first: AbstractContextManager[Any] = nullcontext()
-    second: AbstractContextManager[Any] = nullcontext()
-    if policy is not None:
-        first, second = create_selective_checkpoint_contexts(policy)
+    first, second = (nullcontext(), nullcontext()) if policy is None else create_selective_checkpoint_contexts(policy)
     buffers = _BlockBufferSnapshot(module)
-    return _enter_both(buffers.record(), first), _ReenterableContext(lambda: _enter_both(buffers.substitute(), second))
+    return _Contexts(buffers.record, first), _Contexts(buffers.substitute, second)
 
 
-@contextmanager
-def _enter_both(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> Iterator[None]:
-    with ExitStack() as stack:
-        stack.enter_context(outer)
-        stack.enter_context(inner)
-        yield
+class _Contexts(ExitStack):
+    """Two contexts as one, to be entered repeatedly: backward through a retained graph recomputes each time."""
 
+    def __init__(self, make_outer: Callable[[], AbstractContextManager[Any]], inner: AbstractContextManager[Any]) -> None:
+        super().__init__()
+        self._make_outer, self._inner = make_outer, inner
 
-class _ReenterableContext:
-    """A context that can be entered repeatedly, because backward through a retained graph recomputes each time."""
-
-    def __init__(self, make: Callable[[], AbstractContextManager[Any]]) -> None:
-        self._make = make
-        self._context: AbstractContextManager[Any] | None = None
-
-    def __enter__(self) -> None:
-        self._context = self._make()
-        self._context.__enter__()
-
-    def __exit__(self, *details: Any) -> None:
-        context, self._context = self._context, None
-        assert context is not None
-        # A recomputation ends with an exception, which must propagate.
-        context.__exit__(*details)
+    def __enter__(self) -> _Contexts:
+        with ExitStack() as stack:
+            stack.enter_context(self._make_outer())
+            stack.enter_context(self._inner)
+            self.push(stack.pop_all())
+        return self
 
 
 class _BlockBufferSnapshot:

@@ -109,13 +109,9 @@ class BufferVersions:
         pairs = zip(self.slots, self._versions, self._current(), strict=True)
         return {slot[0]: was[0] is not now[0] for slot, was, now in pairs if was[0] is not now[0] or was[1] != now[1]}
 
-    def changed_modules(self) -> list[str]:
-        """Return the names of modules with a changed buffer, in the order of the model."""
-        return list(dict.fromkeys(map(owner_name, self.changed_buffers())))
-
     def changed(self) -> list[tuple[BufferSlot, Tensor | None]]:
         """Return the slots of modules with a changed buffer, and their recorded tensors."""
-        modules = set(self.changed_modules())
+        modules = set(map(owner_name, self.changed_buffers()))
         pairs = zip(self.slots, self._versions, strict=True)
         return [(slot, tensor) for slot, (tensor, _) in pairs if owner_name(slot[0]) in modules]
 
@@ -404,17 +400,10 @@ def _without_different_shapes(slots: Sequence[_Slot]) -> list[_Slot]:
 def _warn_if_different(slots: Sequence[_Slot], active: Sequence[int]) -> bool:
     """Compare buffers that nobody chose for on the ranks ``active``, and warn on rank 0 of the first difference.
 
-    Collective: one exchange of JSON. Host sync: one per device of the buffers.
+    Collective: one exchange of JSON. Host sync: one, if all buffers are on one device.
     """
-    by_device: dict[torch.device, list[int]] = {}
-    for index, slot in enumerate(slots):
-        by_device.setdefault(slot.buffer.device, []).append(index)
-    hashes = [0] * len(slots)
-    for device, indices in by_device.items():
-        values = hash_tensors([slots[index].buffer for index in indices], device).tolist()
-        for index, value in zip(indices, values, strict=True):
-            hashes[index] = value
-    rows = cast("list[list[int]]", all_gather_json(cast(Plain, hashes), caller="step"))
+    hashes = hash_tensors([slot.buffer for slot in slots], slots[0].buffer.device).tolist()
+    rows = cast("list[list[int]]", all_gather_json(hashes, caller="step"))
     by_slot = zip(slots, *(rows[rank] for rank in active), strict=True)
     different = [slot for slot, *by_rank in by_slot if len(set(by_rank)) > 1]
     if different and get_dist_info().rank == 0:

@@ -70,9 +70,9 @@ def run_modules_separately(module: nn.Module) -> None:
     # Before torch 2.13, FSDP2 expects that each forward runs all modules of a unit, and leaves the unit gathered otherwise.
     if len(state._modules) > 1 and not hasattr(state, "_force_complete_incomplete_states"):
         state._pre_forward_hook_handle.remove()
-        for each in state._modules:
-            each.register_forward_pre_hook(state._pre_forward, prepend=True, with_kwargs=True)
-            each.register_forward_hook(state._post_forward)
+        for inner in state._modules:
+            inner.register_forward_pre_hook(state._pre_forward, prepend=True, with_kwargs=True)
+            inner.register_forward_hook(state._post_forward)
 
 
 def share_attributes(model: nn.Module) -> None:
@@ -262,15 +262,15 @@ def zero_fill_missing_grads(group: Any) -> tuple[list[int], list[int]]:
 
     Returns the indices of parameters with a gradient, and of parameters without. Mutates: unsharded gradients.
     """
-    trainable = [(at, param) for at, param in enumerate(group.fsdp_params) if param.sharded_param.requires_grad]
+    trainable = [(index, param) for index, param in enumerate(group.fsdp_params) if param.sharded_param.requires_grad]
     accumulated = any(param.unsharded_accumulated_grad is not None for _, param in trainable)
     present, missing = list[int](), list[int]()
-    for at, param in trainable:
+    for index, param in trainable:
         full, grads = getattr(param, "_unsharded_param", None), unreduced_grads(param)
         has_grad = bool(grads)
         for grad in grads:
             check_dense(param._param_fqn, grad)
-        (present if has_grad else missing).append(at)
+        (present if has_grad else missing).append(index)
         if full is not None and not has_grad:
             full.grad = torch.zeros_like(full)
         if full is not None and accumulated and param.unsharded_accumulated_grad is None:
@@ -501,11 +501,11 @@ def _may_overlap(first: Tensor, second: Tensor) -> bool:
     for stride, size, other_size in sorted(zip(first.stride(), first.shape, second.shape, strict=True), reverse=True):
         if not stride:
             return True
-        (at, offset), (other_at, other_offset) = divmod(offset, stride), divmod(other_offset, stride)
-        if limit and max(at + size, other_at + other_size) * stride > limit:
+        (position, offset), (other_position, other_offset) = divmod(offset, stride), divmod(other_offset, stride)
+        if limit and max(position + size, other_position + other_size) * stride > limit:
             # A row ends in the next row, so positions say nothing.
             return True
-        apart |= at + size <= other_at or other_at + other_size <= at
+        apart |= position + size <= other_position or other_position + other_size <= position
         limit = stride
     return not apart and offset == other_offset
 

@@ -112,9 +112,9 @@ class GradSync:
         self._missing.clear()
         if self.reducer is not None:
             self.reducer.reset()
-            if params is not None:
-                self.reducer.begin_step(params, communicate=not within_replica)
         if params is not None:
+            if self.reducer is not None:
+                self.reducer.begin_step(params, communicate=not within_replica)
             self.hooks.detach(params)
             self.writes.begin_step(params, compare=not within_replica)
         self._skipped.end_step()
@@ -269,7 +269,7 @@ class GradSync:
         missing = self._missing - self._present
         if not missing:
             return ignored
-        sharded = {id(sharded_params(self._groups[index])[at]) for index, at in missing}
+        sharded = {id(sharded_params(self._groups[index])[position]) for index, position in missing}
         return [name for name, param in state.params.items() if id(param) in sharded or name in ignored]
 
     @contextmanager
@@ -321,7 +321,7 @@ class GradSync:
                 free_reduce_buffer(self._groups[earlier])
             missing = self._missing - self._present
             params = enumerate(sharded_params(self._groups[index]))
-            final = [param for at, param in params if param.grad is not None and (index, at) not in missing]
+            final = [param for position, param in params if param.grad is not None and (index, position) not in missing]
             add_stashed_grads_(final, self._stashed_grads)
             self.grads_taken |= bool(final)
             call(final)
@@ -361,8 +361,8 @@ class GradSync:
             # Replicated parameters are all-reduced in the last microbatch only.
             if self._last or not self._fixed_order:
                 self._order.append(index)
-            self._present.update([(index, at) for at in present])
-            self._missing.update([(index, at) for at in missing])
+            self._present.update([(index, position) for position in present])
+            self._missing.update([(index, position) for position in missing])
         elif any([param._backward_hooks for param in sharded_params(self._groups[index])]):  # noqa: C419
             # The hooks belong to the sharded parameters, and the model has the unsharded ones now.
             self.reshard()

@@ -10,12 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -24,6 +23,10 @@ from dtrain.dist.mesh import MODEL_AXES, axis_size
 from dtrain.errors import ConfigError
 from dtrain.fqn import compile_patterns, modules_by_fqn
 from dtrain.shard.params import param_places
+
+# A step of a plain model imports this module, and an import of DTensors takes half as long as that of torch.
+if TYPE_CHECKING:
+    from torch.distributed.tensor.parallel import ParallelStyle
 
 TensorParallelPlan: TypeAlias = "Mapping[str, ParallelStyle]"
 """Module name patterns (as in ``blocks``; ``""`` is the model itself) -> parallel styles, applied in this order."""
@@ -70,6 +73,8 @@ def resolve_tp_plan(model: nn.Module, plan: TensorParallelPlan | None, mesh: Dev
             f"shard_model: tp_plan needs a mesh with a tp axis, got axes {list(mesh.mesh_dim_names or ())} of sizes "
             f"{list(mesh.shape)}. Pass for example dt.build_mesh(tp=2)."
         )
+    from torch.distributed.tensor.parallel import ParallelStyle
+
     planned_modules: list[PlannedModule] = []
     for pattern, style in plan.items():
         if not isinstance(style, ParallelStyle):
@@ -126,6 +131,8 @@ def apply_tp_plan(
     """
     if not planned_modules:
         return mesh
+    from torch.distributed.tensor.parallel import parallelize_module
+
     locations, axis = param_places(model), mesh["tp"]
     for entry in planned_modules:
         try:
@@ -317,8 +324,9 @@ def _cpu_kernels() -> Iterator[None]:
 def _attend(kernel: Any, args: tuple[Any, ...], options: Mapping[str, Any]) -> tuple[Any, ...]:
     from torch.distributed.tensor.experimental._context_parallel import _attention
 
-    query, key, value, *rest = (_local(value) for value in args)
-    options = dict(zip(("dropout_p", "is_causal"), rest, strict=False)) | {name: _local(each) for name, each in options.items()}
+    query, key, value, *rest = map(_local, args)
+    options = {**dict(zip(("dropout_p", "is_causal"), rest, strict=False)), **options}
+    options = {name: _local(value) for name, value in options.items()}
     if options.pop("attn_mask", None) is not None:
         raise RuntimeError("attn_bias is not supported")
     with _sums_in_dtype_of(query):
@@ -344,7 +352,7 @@ def _attend_backward(kernel: Any, args: tuple[Any, ...], options: Mapping[str, A
             is_causal=is_causal,
             dropout_p=dropout_p,
             **tensors,
-            **{name: _local(each) for name, each in options.items()},
+            **{name: _local(value) for name, value in options.items()},
         )
     return _as_shards(parts, args[0])
 
@@ -355,7 +363,7 @@ def _local(value: Any) -> Any:
 
 def _as_shards(parts: Sequence[Tensor], like: Any) -> tuple[Any, ...]:
     """Return DTensors with these shards, sharded over the same ranks and the same dim as ``like``."""
-    return tuple(type(like).from_local(part, like.device_mesh, like.placements, run_check=False) for part in parts)
+    return tuple(type(like).from_local(shard, like.device_mesh, like.placements, run_check=False) for shard in parts)
 
 
 @contextmanager

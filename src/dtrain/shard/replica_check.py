@@ -333,12 +333,12 @@ def hash_tensors(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
         (False, True)
     """
     words = [_to_words(tensor.detach()) for tensor in tensors]
-    longest = max((len(each) for each in words), default=0)
+    longest = max((len(flat) for flat in words), default=0)
     blocks = 1 + longest // _BLOCK
     factors: dict[torch.device, tuple[Tensor, Tensor]] = {}
-    for place in {each.device for each in words}:
+    for place in {flat.device for flat in words}:
         factors[place] = _odd_factors(min(_BLOCK, longest), _STRIDE, place), _odd_factors(blocks, _PER_BLOCK, place)
-    hashes = [_hash_words(each, *factors[each.device]).to(device) for each in words]
+    hashes = [_hash_words(flat, *factors[flat.device]).to(device) for flat in words]
     return torch.stack(hashes) if hashes else torch.zeros(0, dtype=torch.int64, device=device)
 
 
@@ -381,9 +381,9 @@ class _Snapshot:
     @classmethod
     def take(cls, tensors: Mapping[str, Tensor], *, hashes: bool = False) -> _Snapshot:
         # A simulated step has no values.
-        real = hashes and all(type(to_local(each)) in (Tensor, nn.Parameter) and not each.is_meta for each in tensors.values())
-        found = _hashes(tensors) if real and tensors else None
-        return cls(tensors, [tensor._version for tensor in tensors.values()], found)
+        real = all(type(to_local(tensor)) in (Tensor, nn.Parameter) and not tensor.is_meta for tensor in tensors.values())
+        values = _hashes(tensors) if hashes and real and tensors else None
+        return cls(tensors, [tensor._version for tensor in tensors.values()], values)
 
     def changed(self) -> dict[str, None]:
         """Return the names of the tensors that were written since. Host sync: one with hashes."""

@@ -138,8 +138,8 @@ class BucketReducer:
         self._in_step = True
         self._communicates = communicate and self._group.size() > 1
         trainable, by_unit = [param for param in params.values() if param.requires_grad], self.on_reduced is not None
-        known = len(trainable) == len(self._params) and all(map(is_, trainable, self._params))
-        if not known or by_unit != self._by_unit:
+        is_unchanged = len(trainable) == len(self._params) and all(map(is_, trainable, self._params))
+        if not is_unchanged or by_unit != self._by_unit:
             self._params, self._by_unit = trainable, by_unit
             self.has_low_precision = any(accumulation_dtype(param.dtype) != param.dtype for param in trainable)
             self._install({name: param for name, param in params.items() if param.requires_grad})

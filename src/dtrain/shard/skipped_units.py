@@ -122,14 +122,6 @@ class OpenForward:
         """Return True for a repeated forward without a graph (generation), whose count may differ between steps."""
         return not grad and any(call.unit == number and not call.grad_enabled for call in self.calls)
 
-    def find_call(self, number: int, grad: bool) -> int | None:
-        """Return the index of the next call of a unit."""
-        for index in range(self.position, len(self.calls)):
-            call = self.calls[index]
-            if call.unit == number and call.grad_enabled == grad:
-                return index
-        return None
-
 
 class SkippedUnits:
     """Records the order of the units of one model, and makes the empty calls of this rank.
@@ -184,10 +176,8 @@ class SkippedUnits:
         """Start a microbatch. No effect outside of a step."""
         if not self._running:
             return
-        if self._order is None:
-            self._order, self._recording = [], True
-        else:
-            self._recording = False
+        self._recording = self._order is None
+        self._order = [] if self._order is None else self._order
         self._pending_output = None
         self._has_skipped = False
         self._frames = [OpenForward(END_OF_MICROBATCH, self._order)]
@@ -206,11 +196,8 @@ class SkippedUnits:
             self._units.compare_event(UnitEvent(END_OF_MICROBATCH, False), is_recorded=True)
         while self._frames:
             loss = self._call_remaining(self._frames.pop(), loss)
-        return (
-            loss
-            if self._pending_output is None or not self._pending_output.requires_grad
-            else join_graphs(loss, self._pending_output)
-        )
+        pending = self._pending_output
+        return join_graphs(loss, pending) if pending is not None and pending.requires_grad else loss
 
     def forward_empty(self) -> Tensor:
         """Call all units of a microbatch that this rank does not have. Return a zero with the units in its graph.
@@ -275,7 +262,8 @@ class SkippedUnits:
         if parent.unchecked:
             self._frames.append(OpenForward(number, [], unchecked=True))
             return inputs
-        index = parent.find_call(number, grad)
+        following = enumerate(parent.calls[parent.position :], parent.position)
+        index = next((i for i, call in following if call.unit == number and call.grad_enabled == grad), None)
         if index is None:
             if self._uneven:
                 raise StepError(
@@ -292,7 +280,14 @@ class SkippedUnits:
         self._frames.append(OpenForward(number, call.nested))
         # The gradient would have come through a skipped unit.
         needs_grad = self._has_skipped and call.grad_enabled and call.inputs_need_grad and not any_requires_grad(inputs)
-        return attach_grad(inputs) if needs_grad else inputs
+        if not needs_grad:
+            return inputs
+
+        def attach_grad(value: Tensor) -> Tensor:
+            return join_graphs(value, torch.zeros((), device=value.device, requires_grad=True))
+
+        changed = change_first_float(inputs, attach_grad)
+        return inputs if changed is None else changed
 
     def _open_recorded(self, event: UnitEvent) -> bool:
         """Open a forward, and record it unless it repeats one without a graph. Return True if it is recorded."""
@@ -316,7 +311,7 @@ class SkippedUnits:
                 needs_grad = frame.recorded_call is not None and frame.recorded_call.outputs_need_grad
                 returned = bool(frame.calls) and frame.calls[-1].returns_inner_output
                 self._units.compare_event(UnitEvent(frame.unit, False, needs_grad, returned), is_recorded=False)
-            elif frame.position < len(frame.calls):
+            else:
                 output = self._call_remaining(frame, output)
         return output
 
@@ -325,24 +320,24 @@ class SkippedUnits:
         tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
         frame.recorded_call.outputs_need_grad = bool(grad_tensors(output))
         if frame.calls:
-            frame.calls[-1].returns_inner_output = any(
-                output_tensor is inner for output_tensor in tensors for inner in frame.inner_outputs
-            )
+            frame.calls[-1].returns_inner_output = any(tensor is inner for tensor in tensors for inner in frame.inner_outputs)
         self._frames[-1].inner_outputs = tensors
 
     def _call_remaining(self, frame: OpenForward, output: Any) -> Any:
         """Call the remaining units of ``frame``. Return ``output`` with these units in its graph."""
         if self._recording or frame.position == len(frame.calls):
             return output
-        leaves, tree = tree_flatten(output)
-        index = first_float_tensor(leaves)
-        if index is None:
+
+        def call_empty(value: Tensor) -> Tensor:
+            with self._pause_checks():
+                for call in frame.calls[frame.position :]:
+                    value = self._call_empty(call, value)
+            return value
+
+        changed = change_first_float(output, call_empty)
+        if changed is None:
             self._call_skipped(frame, len(frame.calls))
-            return output
-        with self._pause_checks():
-            for call in frame.calls[frame.position :]:
-                leaves[index] = self._call_empty(call, leaves[index])
-        return tree_unflatten(leaves, tree)
+        return output if changed is None else changed
 
     def _call_skipped(self, frame: OpenForward, end: int) -> None:
         """Call the units of the order before ``end``. The loss will depend on these units."""
@@ -350,9 +345,8 @@ class SkippedUnits:
         with self._pause_checks(), torch.enable_grad():
             for call in frame.calls[frame.position : end]:
                 frame.called_empty |= {call.unit} if call.grad_enabled else set()
-                self._pending_output = self._call_empty(
-                    call, torch.zeros(()) if self._pending_output is None else self._pending_output
-                )
+                pending = torch.zeros(()) if self._pending_output is None else self._pending_output
+                self._pending_output = self._call_empty(call, pending)
 
     @contextmanager
     def _pause_checks(self) -> Iterator[None]:
@@ -372,9 +366,8 @@ class SkippedUnits:
         self._has_skipped = True
         unit = self._units.unit(call.unit)
         with torch.set_grad_enabled(call.grad_enabled):
-            value = unit.pre_forward(
-                torch.zeros((), device=unit.device, requires_grad=call.grad_enabled and call.inputs_need_grad)
-            )
+            needs_grad = call.grad_enabled and call.inputs_need_grad
+            value = unit.pre_forward(torch.zeros((), device=unit.device, requires_grad=needs_grad))
             if call.outputs_need_grad and not value.requires_grad:
                 value = value.detach().requires_grad_()
             for inner in call.nested:
@@ -469,19 +462,14 @@ def join_graphs(value: Tensor, *others: Tensor) -> Tensor:
     return joined
 
 
-def attach_grad(values: Any) -> Any:
-    """Return ``values`` with the first floating-point tensor in a graph."""
+def change_first_float(values: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Return ``values`` with the first floating-point tensor changed, None without such a tensor."""
     leaves, tree = tree_flatten(values)
-    index = first_float_tensor(leaves)
+    index = next((index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.is_floating_point()), None)
     if index is None:
-        return values
-    leaves[index] = join_graphs(leaves[index], torch.zeros((), device=leaves[index].device, requires_grad=True))
+        return None
+    leaves[index] = change(leaves[index])
     return tree_unflatten(leaves, tree)
-
-
-def first_float_tensor(leaves: list[Any]) -> int | None:
-    """Return the index of the first floating-point tensor."""
-    return next((index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.is_floating_point()), None)
 
 
 def any_requires_grad(values: Any) -> bool:

@@ -63,24 +63,33 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
         with dt.eval_mode(model):
             logits = model(batch["input_ids"])
     """
-    was_unsharded = is_unsharded(model)
     modes = [(module, module.training) for module in model.modules()]
-    if not was_unsharded:
-        reshard(model)
-    model.eval()
-    failed = True
-    try:
-        with torch.no_grad():
+    with current_params(model), torch.no_grad():
+        model.eval()
+        try:
             yield
-        failed = False
-    finally:
-        for module, training in modes:
-            module.training = training
-        if failed:
-            # A rank that failed announces its error alone.
-            reshard_groups([] if was_unsharded else fsdp_param_groups(model))
-        elif not was_unsharded:
-            reshard(model)
+        finally:
+            for module, training in modes:
+                module.training = training
+
+
+@contextmanager
+def current_params(model: nn.Module) -> Iterator[None]:
+    """Compute with the current parameters in a context: reshard at both ends, unless ``unshard_params`` is active.
+
+    Mutates: the model's parameters (the sharded parameters are registered again).
+    """
+    if is_unsharded(model):
+        yield
+        return
+    reshard(model)
+    try:
+        yield
+    except BaseException:
+        # A rank that failed announces its error alone.
+        reshard_groups(fsdp_param_groups(model))
+        raise
+    reshard(model)
 
 
 @contextmanager
@@ -190,7 +199,12 @@ def describe(model: nn.Module) -> str:
     Collective: none. Host sync: none.
     """
     spec = get_spec(model)
-    rows = list(_unit_rows(model))
+    names, rows = {id(module): name for name, module in modules_by_fqn(model)}, []
+    for group in fsdp_param_groups(model):
+        units = " + ".join(names.get(id(module)) or "model" for module in group.modules)
+        kinds = " + ".join(type(module).__name__.removeprefix("FSDP") for module in group.modules)
+        compute, reduce = map(_short, compute_dtypes(group))
+        rows.append(_row(units, kinds, sharded_params(group), computed=compute, reduced=reduce))
     is_sharded = spec.mesh is not None
     reducer = getattr(unwrap_module(model).__dict__.get(GRAD_SYNC_ATTRIBUTE), "reducer", None)
     has_units = is_sharded and reducer is None
@@ -222,37 +236,13 @@ def _format_choices(spec: ShardSpec) -> str:
     return ", ".join(dict.fromkeys(spec.buffers.values())) if isinstance(spec.buffers, Mapping) else spec.buffers or "broadcast"
 
 
-def _unit_rows(model: nn.Module) -> Iterable[tuple[str, ...]]:
-    modules = {id(module): (name or "model", type(module).__name__) for name, module in modules_by_fqn(model)}
-    for group in fsdp_param_groups(model):
-        labels = [modules.get(id(module), ("model", type(module).__name__)) for module in group.modules]
-        compute, reduce = compute_dtypes(group)
-        yield _row(
-            " + ".join(name for name, _ in labels),
-            " + ".join(kind.removeprefix("FSDP") for _, kind in labels),
-            sharded_params(group),
-            computed=_short(compute),
-            reduced=_short(reduce),
-        )
-
-
 def _row(name: str, kind: str, tensors: Sequence[Tensor], *, computed: str, reduced: str) -> tuple[str, ...]:
     count = sum(tensor.numel() for tensor in tensors)
     total = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
     local = sum(to_local(tensor).numel() * tensor.element_size() for tensor in tensors)
     places = ", ".join(dict.fromkeys(describe_placement(tensor) for tensor in tensors))
-    return (
-        name,
-        kind,
-        str(len(tensors)),
-        f"{count:,}",
-        format_bytes(total),
-        format_bytes(local),
-        _dtypes(tensors),
-        computed,
-        reduced,
-        places,
-    )
+    sizes = str(len(tensors)), f"{count:,}", format_bytes(total), format_bytes(local)
+    return name, kind, *sizes, _dtypes(tensors), computed, reduced, places
 
 
 def _dtypes(tensors: Sequence[Tensor]) -> str:
@@ -265,11 +255,6 @@ def _short(dtype: object) -> str:
 
 def _table(rows: Sequence[Sequence[str]]) -> list[str]:
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    numbers = {2, 3, 4, 5}
-    return [
-        "  ".join(
-            cell.rjust(width) if column in numbers else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
+    # Numbers are in the columns 2 to 5.
+    aligned = [f"{{:{'>' if 2 <= column <= 5 else '<'}{width}}}" for column, width in enumerate(widths)]
+    return ["  ".join(aligned).format(*row).rstrip() for row in rows]

@@ -329,13 +329,13 @@ def write_parts(path: Path, sizes: Sequence[int], part_of: Callable[[int], Seque
     begins = list(accumulate(sizes, initial=0))
     with FileWriter(path) as file, _DirectWriter(path, enabled=begins[-1] >= _DIRECT_MIN_BYTES) as direct:
 
-        def write(part: int) -> None:
-            buffers = [memoryview(data).cast("B") for data in part_of(part)]
-            assert sum(map(len, buffers)) == sizes[part], f"the size of part {part} differs from its declared size"
+        def write(number: int) -> None:
+            buffers = [memoryview(data).cast("B") for data in part_of(number)]
+            assert sum(map(len, buffers)) == sizes[number], f"the size of part {number} differs from its declared size"
             with _add_path_to_errors(path):
-                done = direct.write_at(begins[part], buffers)
-            if done < sizes[part]:
-                file.write_at(begins[part] + done, _drop_bytes(buffers, done))
+                done = direct.write_at(begins[number], buffers)
+            if done < sizes[number]:
+                file.write_at(begins[number] + done, _drop_bytes(buffers, done))
 
         for_each_part(len(sizes), write, threads=threads, name="dtrain-write")
         file.sync()
@@ -446,7 +446,7 @@ class FolderEntry:
 
 def scan_folder(path: Path) -> list[FolderEntry]:
     """Return the regular files in a folder. Files that are removed meanwhile are skipped."""
-    found = []
+    files = []
     with os.scandir(path) as entries:
         for entry in entries:
             try:
@@ -454,8 +454,8 @@ def scan_folder(path: Path) -> list[FolderEntry]:
             except FileNotFoundError:
                 continue
             if stat.S_ISREG(status.st_mode):
-                found.append(FolderEntry(name=entry.name, size=status.st_size, modified_ns=status.st_mtime_ns))
-    return found
+                files.append(FolderEntry(name=entry.name, size=status.st_size, modified_ns=status.st_mtime_ns))
+    return files
 
 
 def modified_ns(path: Path) -> int | None:

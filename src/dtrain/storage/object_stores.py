@@ -126,9 +126,9 @@ class GsStore(RemoteStore):
         return str(json.loads(answer).get("metadata", {}).get(_MARK_KEY))
 
     def send_part(self, upload: Upload, number: int, begin: int, data: bytes) -> Any:
-        part = f"{upload.key}.{upload.mark}-{number:06d}"
-        self.put(part, data)
-        return part
+        part_key = f"{upload.key}.{upload.mark}-{number:06d}"
+        self.put(part_key, data)
+        return part_key
 
     def finish_upload(self, upload: Upload) -> None:
         levels = _compose_levels(upload)
@@ -139,7 +139,7 @@ class GsStore(RemoteStore):
 
     def _compose(self, upload: Upload, parts: list[str], into: str, **condition: str) -> None:
         body = {
-            "sourceObjects": [{"name": _split_key(part)[1]} for part in parts],
+            "sourceObjects": [{"name": _split_key(name)[1]} for name in parts],
             "destination": {"contentType": "application/octet-stream", "metadata": {_MARK_KEY: upload.mark}},
         }
         self.fs.call("POST", "b/{}/o/{}/compose", *_split_key(into), json=body, **condition)
@@ -377,8 +377,8 @@ class HttpStore(RemoteStore):
         return sorted(names)
 
     def list_sizes(self, key: str) -> dict[str, int | None]:
-        found = {name: self.stat(f"{key.rstrip('/')}/{name}") for name in self.list_names(key)}
-        return {name: None if status is None else status.size for name, status in found.items()}
+        stats = {name: self.stat(f"{key.rstrip('/')}/{name}") for name in self.list_names(key)}
+        return {name: None if status is None else status.size for name, status in stats.items()}
 
     def list_recursive(self, key: str) -> list[str]:
         """Return the files of a folder. A web server does not distinguish folders, so files are the names with a dot."""

@@ -43,7 +43,7 @@ class RemotePath:
     parts: tuple[str, ...] = field(default=())
 
     def __post_init__(self) -> None:
-        if invalid := next((part for part in self.parts if part in ("", ".", "..") or "/" in part or "\0" in part), None):
+        if invalid := next((name for name in self.parts if name in ("", ".", "..") or "/" in name or "\0" in name), None):
             raise ConfigError(
                 f"{self}: parts must be names of files or folders, got {invalid!r}. Remove empty parts, '.', '..' and slashes."
             )

@@ -298,10 +298,10 @@ def write_parts(path: RemotePath, sizes: Sequence[int], part_of: Callable[[int],
     """
     part_bytes = request(path, lambda store: store.part_bytes)
     groups = _group_parts(sizes, max(part_bytes, -(-sum(sizes) // _MAX_PARTS)))
-    begins = list(accumulate((sum(sizes[part] for part in group) for group in groups), initial=0))
+    begins = list(accumulate((sum(sizes[number] for number in group) for group in groups), initial=0))
 
     def content(number: int) -> bytes:
-        return b"".join(data for part in groups[number] for data in part_of(part))
+        return b"".join(data for index in groups[number] for data in part_of(index))
 
     if len(groups) <= 1:
         create_file(path, content(0) if groups else b"")
@@ -330,11 +330,11 @@ def write_parts(path: RemotePath, sizes: Sequence[int], part_of: Callable[[int],
 def _group_parts(sizes: Sequence[int], min_bytes: int) -> list[range]:
     """Group consecutive parts into requests of at least ``min_bytes`` bytes."""
     groups, begin, filled = [], 0, 0
-    for part, size in enumerate(sizes):
+    for number, size in enumerate(sizes):
         filled += size
-        if filled >= min_bytes or part == len(sizes) - 1:
-            groups.append(range(begin, part + 1))
-            begin, filled = part + 1, 0
+        if filled >= min_bytes or number == len(sizes) - 1:
+            groups.append(range(begin, number + 1))
+            begin, filled = number + 1, 0
     return groups
 
 
@@ -346,8 +346,8 @@ class RemoteFileReader:
     def __init__(self, path: RemotePath, *, quiet: bool = False, size: int | None = None) -> None:
         self._path = path
         # A web server may not support ranges, which only it can tell.
-        known = size is not None and request(path, lambda store: store.has_ranges)
-        status = FileStat(size=size) if known else stat(path)
+        is_size_known = size is not None and request(path, lambda store: store.has_ranges)
+        status = FileStat(size=size) if is_size_known else stat(path)
         if status is None:
             raise FileNotFoundError(2, "no such file", str(path))
         if status.size is None:

@@ -80,13 +80,13 @@ class RemoteStore:
         entries = self.fs.ls(key, detail=True)
         if not entries:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), key)
-        found = {}
+        sizes = {}
         for entry in entries:
             name = entry["name"].strip("/")
             # A folder may have an object of its own name.
             if name != key.strip("/"):
-                found[name.rsplit("/", 1)[-1]] = None if entry["type"] == "directory" else int(entry["size"])
-        return found
+                sizes[name.rsplit("/", 1)[-1]] = None if entry["type"] == "directory" else int(entry["size"])
+        return sizes
 
     def list_recursive(self, key: str) -> list[str]:
         """Return the keys of all files below a folder."""

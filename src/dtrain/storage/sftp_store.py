@@ -94,17 +94,17 @@ class SftpStore(RemoteStore):
 
     def list_recursive(self, key: str) -> list[str]:
         """Return all entries that are not folders. Links are included and not followed."""
-        found: list[str] = []
+        keys: list[str] = []
         with self._connected() as ftp:
             for entry in ftp.listdir_attr(key):
                 below = f"{key.rstrip('/')}/{entry.filename}"
-                found += self.list_recursive(below) if stat.S_ISDIR(entry.st_mode) else [below]
-        return found
+                keys += self.list_recursive(below) if stat.S_ISDIR(entry.st_mode) else [below]
+        return keys
 
     def _read(self, key: str, begin: int, end: int) -> bytes:
         with self._connected() as ftp, ftp.open(key, "rb") as file:
             file._start_prefetch = functools.partial(_send_requests, file)
-            return b"".join(file.readv([(at, min(32768, end - at)) for at in range(begin, end, 32768)]))
+            return b"".join(file.readv([(offset, min(32768, end - offset)) for offset in range(begin, end, 32768)]))
 
     def put(self, key: str, data: bytes, *, mark: str | None = None) -> None:
         temporary = f"{key}.{secrets.token_hex(4)}.tmp"
@@ -193,10 +193,10 @@ def _known_hosts_policy() -> Any:
         """Policy that refuses unknown servers."""
 
         def missing_host_key(self, client: Any, hostname: str, key: Any) -> None:
-            known = Path("~/.ssh/known_hosts").expanduser()
-            keys = paramiko.HostKeys(str(known) if known.exists() else None)
+            hosts_file = Path("~/.ssh/known_hosts").expanduser()
+            keys = paramiko.HostKeys(str(hosts_file) if hosts_file.exists() else None)
             if not keys.check(hostname, key):
-                text = f"the host key ({key.get_name()}) is not in {known}. Compare the key, then add it with ssh-keyscan."
+                text = f"the host key ({key.get_name()}) is not in {hosts_file}. Compare the key, then add it with ssh-keyscan."
                 raise PermissionError(errno.EACCES, text, hostname)
 
     return KnownHosts()

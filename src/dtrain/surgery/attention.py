@@ -100,11 +100,11 @@ def alibi(
     check_plain_model(model, _CALLER)
     if max_length is not None:
         check_int(_CALLER, "max_length", max_length)
-    known = {
+    of_library = {
         find_imported_class(_BERT_MODULE, "BertSelfAttention"): "num_attention_heads",
         find_imported_class(_GPT2_MODULE, "GPT2Attention"): "num_heads",
     }
-    heads = {**{kind: attribute for kind, attribute in known.items() if kind is not None}, **(attentions or {})}
+    heads = {**{kind: attribute for kind, attribute in of_library.items() if kind is not None}, **(attentions or {})}
     _check_implementation(model)
     named = _match_position_modules(model, positions)
     cross_attention = {id(layer.multihead_attn) for layer in model.modules() if isinstance(layer, nn.TransformerDecoderLayer)}

@@ -216,7 +216,7 @@ def factorize(
         )
     check_plain_model(model, caller)
     modules = set(model.modules())
-    factors = {id(part) for module in modules if isinstance(module, _FactorizedLayer) for part in module.modules()}
+    factors = {id(factor) for module in modules if isinstance(module, _FactorizedLayer) for factor in module.modules()}
     owners = Counter(id(p) for module in modules for p in module._parameters.values() if p is not None)
 
     def policy(module: nn.Module, name: str) -> nn.Module | None:

@@ -239,11 +239,9 @@ def _match_mode_device_dtype_(new: nn.Module, old: nn.Module, model: nn.Module) 
     """Set mode, device and dtype of new modules as in ``old``. Mutates: ``new``, except modules reused from ``old``."""
     reused_modules = {id(module) for module in old.modules()}
     reused_tensors = {id(tensor) for tensor in _params_and_buffers(old)}
-    like = next(iter(_params_and_buffers(old)), None)
-    like = like if like is not None else next(iter(_params_and_buffers(model)), None)
-    floating = next(
-        (tensor for tensor in chain(_params_and_buffers(old), _params_and_buffers(model)) if tensor.is_floating_point()), None
-    )
+    tensors = [*_params_and_buffers(old), *_params_and_buffers(model)]
+    like = next(iter(tensors), None)
+    floating = next((tensor for tensor in tensors if tensor.is_floating_point()), None)
     # Tied new parameters stay tied.
     tied: dict[int, nn.Parameter] = {}
 
@@ -260,9 +258,8 @@ def _match_mode_device_dtype_(new: nn.Module, old: nn.Module, model: nn.Module) 
             module.training = old.training
             for key, param in module._parameters.items():
                 if param is not None and (converted := convert(param)) is not param:
-                    module._parameters[key] = tied.setdefault(
-                        id(param), nn.Parameter(converted, requires_grad=param.requires_grad)
-                    )
+                    new_param = nn.Parameter(converted, requires_grad=param.requires_grad)
+                    module._parameters[key] = tied.setdefault(id(param), new_param)
             for key, buffer in module._buffers.items():
                 module._buffers[key] = None if buffer is None else convert(buffer)
 

@@ -6,8 +6,9 @@ the same. A run may be resumed with or without the combinator.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -56,8 +57,8 @@ def every(every: Duration | int | str, transform: Transform) -> Transform:
         ConfigError: not a transform, or not a duration; from ``Step.init``, ``dur`` in a run of unknown length.
     """
     check_transform(transform, "every", "dt.transforms.every(10, {})")
-    each = Duration.parse(every)
-    return _run_when(lambda clock: clock.step == 0 or clock.crossed(each), transform, of=(each,))
+    interval = Duration.parse(every)
+    return _run_when(lambda clock: clock.step == 0 or clock.crossed(interval), transform, of=(interval,))
 
 
 def between(start: Duration | int | str, end: Duration | int | str, transform: Transform) -> Transform:
@@ -160,10 +161,19 @@ def on_batch(fn: BatchFn, *, name: str) -> Transform:
         )
 
     def apply(state: TrainState, batch: Batch) -> Batch:
+        return fn(batch, make_step_context(state, name).generator)
+
+    return Transform(name=name, grad=partial(change_batch, apply, name), uses_grad=False)
+
+
+def change_batch(fn: Callable[[TrainState, Batch], Batch], name: str, inner: GradFn) -> GradFn:
+    """Return ``inner`` with the batch of ``fn``, a function of the state and the batch on the model's device."""
+
+    def apply(state: TrainState, batch: Batch) -> Batch:
         if isinstance(batch, FailedBatch):
             return batch
         try:
-            after = fn(to_device(batch, state.device), make_step_context(state, name).generator)
+            after = fn(state, to_device(batch, state.device))
         except Exception as error:  # noqa: BLE001  # an error of the user's function; the step raises it on all ranks
             return FailedBatch(error)
         if after is None:
@@ -171,13 +181,10 @@ def on_batch(fn: BatchFn, *, name: str) -> Transform:
         # Inside of a step the batch info was read already.
         return after if state._step_batch is not None else copy_batch_info(batch, after)
 
-    def grad(inner: GradFn) -> GradFn:
-        def grad_fn(state: TrainState, batch: Batch, *, microbatch_size: int | None = None) -> tuple[TrainState, Metrics]:
-            return inner(state, apply(state, batch), microbatch_size=microbatch_size)
+    def grad_fn(state: TrainState, batch: Batch, *, microbatch_size: int | None = None) -> tuple[TrainState, Metrics]:
+        return inner(state, apply(state, batch), microbatch_size=microbatch_size)
 
-        return grad_fn
-
-    return Transform(name=name, grad=grad, uses_grad=False)
+    return grad_fn
 
 
 # every, between
@@ -226,21 +233,12 @@ def _wrap_stages(
 # masked
 
 
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
-class _ParamSubset(Mapping[str, Tensor]):
+class _ParamSubset(dict[str, Tensor]):
     """Subset of the parameters, with a reference to all parameters for the functions inside of the transform."""
 
-    subset: dict[str, Tensor]
-    all_params: Params
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self.subset[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.subset)
-
-    def __len__(self) -> int:
-        return len(self.subset)
+    def __init__(self, subset: dict[str, Tensor], all_params: Params) -> None:
+        super().__init__(subset)
+        self.all_params = all_params
 
 
 def _make_selector(select: ParamFilter) -> Callable[[TrainState], dict[str, Tensor]]:

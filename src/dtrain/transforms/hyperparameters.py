@@ -120,12 +120,12 @@ def _is_schedule_over(group_values: GroupValues, clock: Clock, groups: Sequence[
     def all_zero(moment: Clock) -> bool:
         return not any(factor is None or factor for factor in group_values.values_by_group(moment, groups))
 
-    def at(count: Callable[[int], int]) -> Clock:
+    def zero_at(count: Callable[[int], int]) -> bool:
         step, samples, tokens, epoch = map(count, (clock.step, clock.samples, clock.tokens, clock.epoch))
-        return replace(clock, step=step, samples=samples, tokens=tokens, epoch=epoch)
+        return all_zero(replace(clock, step=step, samples=samples, tokens=tokens, epoch=epoch))
 
     # Test the current clock first: nearly every step ends the test there.
-    return all_zero(clock) and all_zero(at(lambda count: max(count - 1, 0))) and not all_zero(at(lambda count: count // 2))
+    return all_zero(clock) and zero_at(lambda count: max(count - 1, 0)) and not zero_at(lambda count: count // 2)
 
 
 def scale_option(option: str, schedule: ByGroup) -> Transform:

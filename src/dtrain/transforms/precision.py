@@ -89,9 +89,9 @@ def autocast(dtype: Literal["bf16", "fp16"] = "bf16", *, cache: bool = True) -> 
 
 def _check_device(device: torch.device, dtype: str) -> None:
     """Raise if torch does not support autocast on ``device``. Torch itself only warns and computes in float32."""
-    known = torch.amp.is_autocast_available(device.type)
-    supports_bf16 = backend_function(device, "is_bf16_supported") if known and dtype == "bf16" else None
-    if not known or (supports_bf16 is not None and not supports_bf16()):
+    is_available = torch.amp.is_autocast_available(device.type)
+    supports_bf16 = backend_function(device, "is_bf16_supported") if is_available and dtype == "bf16" else None
+    if not is_available or (supports_bf16 is not None and not supports_bf16()):
         raise ConfigError(
             f"autocast: dtype must be supported on the device, got {dtype} on {device.type}. Omit autocast on this device."
         )

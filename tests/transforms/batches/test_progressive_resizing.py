@@ -123,10 +123,6 @@ REFUSED = {
         lambda: sizes(progressive_resizing(lambda step: 2.0), 1),
         r"must be in \(0, 1\], got 2\.0 from",
     ),
-    "no generator": (
-        lambda: resize_batch(image(8, 8), scale=0.5, method="crop"),
-        "progressive_resizing: generator must be given, got None. Give generator= or offset=",
-    ),
     "offset": (
         lambda: resize_batch(image(8, 8), scale=0.5, method="crop", offset=(0, 5)),
         r"progressive_resizing: offset must be at least 0 and at most \(4, 4\), got offset=\(0, 5\)",

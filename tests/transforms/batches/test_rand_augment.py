@@ -3,9 +3,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from dtrain.data.fetcher import apply_transform
 from dtrain.errors import ConfigError
-from dtrain.transforms.batches.rand_augment import RAND_AUGMENT_OPERATIONS, rand_augment, rand_augment_batch
+from dtrain.transforms.batches.rand_augment import (
+    AUGMIX_OPERATIONS,
+    RAND_AUGMENT_OPERATIONS,
+    augmix,
+    augmix_batch,
+    rand_augment,
+    rand_augment_batch,
+)
 
 
 def generator(seed: int = 0) -> torch.Generator:
@@ -13,6 +19,7 @@ def generator(seed: int = 0) -> torch.Generator:
 
 
 IMAGES = torch.rand(8, 3, 9, 9, generator=generator(5))
+INVERT, SAME = [("solarize", 0.0)], [("solarize", 256.0)]
 
 
 def test_rand_augment_has_the_papers_fourteen_operations():
@@ -50,34 +57,43 @@ def test_rand_augment_batch_draws_operations_uniformly():
     assert made.mean() == pytest.approx(0.5, abs=0.035)  # five standard errors
 
 
-def test_input_images_and_global_generator_are_unchanged():
-    copy, state = IMAGES.clone(), torch.get_rng_state()
-    one, same, other = (rand_augment_batch(IMAGES, generator=generator(seed)) for seed in (1, 1, 2))
-    assert torch.equal(IMAGES, copy)
-    assert torch.equal(torch.get_rng_state(), state)
-    assert torch.equal(one, same)
-    assert not torch.equal(one, other)
-
-
-def test_rand_augment_batch_transforms_one_sample_in_a_loader():
-    sample = {"x": IMAGES[0], "y": 3}
-    one, again, other = (
-        apply_transform(lambda s, g: rand_augment_batch(s, generator=g), sample, seed=0, epoch=e, index=4) for e in (0, 0, 1)
+def test_augmix_batch_mixes_image_and_chains():
+    made = augmix_batch(
+        {"x": torch.full((2, 1, 1, 1), 0.2), "y": torch.tensor([1, 2])},
+        chains=[[INVERT, SAME], [SAME, [*INVERT, ("posterize", 1)]]],
+        weights=[[0.25, 0.5], [0.75, 0.5]],
+        image_weights=[0.5, 0.0],
     )
-    assert torch.equal(one["x"], again["x"])
-    assert not torch.equal(one["x"], other["x"])
-    assert one["x"].shape == (3, 9, 9)
+    # 0.5 * 0.2 + 0.5 * (0.25 * 0.8 + 0.75 * 0.2), and 0.5 * 0.2 + 0.5 * 128 / 255
+    assert made["x"].flatten().tolist() == pytest.approx([0.275, 0.1 + 64 / 255])
+    assert made["y"].tolist() == [1, 2]
 
 
-def test_rand_augment_batch_accepts_an_empty_batch():
-    assert rand_augment_batch(IMAGES[:0], generator=generator()).shape == (0, 3, 9, 9)
+def test_augmix_batch_adds_views_beside_the_images():
+    given = {"x": IMAGES, "y": torch.arange(8)}
+    made = augmix_batch(given, views=2, generator=generator())
+    assert sorted(made) == ["x", "x_1", "x_2", "y"]
+    assert made["x"] is IMAGES
+    assert made["x_1"].shape == made["x_2"].shape == IMAGES.shape
+    assert not torch.equal(made["x_1"], made["x_2"])
+    assert sorted(given) == ["x", "y"]
+
+
+def test_augmix_batch_stays_between_zero_and_one():
+    made = augmix_batch(IMAGES, severity=10, generator=generator())
+    assert made.min() >= 0
+    assert made.max() <= 1 + 1e-6
+
+
+def test_augmix_operations_exclude_the_benchmarks_corruptions():
+    assert not {"color", "contrast", "brightness", "sharpness"} & set(AUGMIX_OPERATIONS)
+
+
+def test_augmix_batch_accepts_one_image():
+    assert augmix_batch(IMAGES[0], depth=2, generator=generator()).shape == (3, 9, 9)
 
 
 REFUSED = {
-    "no generator": (
-        lambda: rand_augment_batch(IMAGES),
-        "rand_augment: generator must be given, got None. Give generator= or chains=",
-    ),
     "a generator of a device": (
         lambda: rand_augment_batch(IMAGES, generator=SimpleNamespace(device=torch.device("cuda:0"))),
         "rand_augment: generator must be on the CPU, got a generator on cuda:0",
@@ -99,11 +115,30 @@ REFUSED = {
         lambda: rand_augment_batch(IMAGES.long(), generator=generator()),
         "rand_augment: images must be uint8, or floats from 0 to 1, got torch.int64",
     ),
+    "augmix: severity": (lambda: augmix(-1), r"augmix: severity must be in \[0, 10\], got -1\."),
+    "augmix: width": (lambda: augmix(width=0), "augmix: width must be an integer of at least 1, got 0"),
+    "augmix: depth": (lambda: augmix(depth=-1), "augmix: depth must be an integer of at least 1, got -1"),
+    "augmix: alpha": (lambda: augmix(alpha=0), "augmix: alpha must be a finite number above 0, got 0"),
+    "augmix: negative alpha": (lambda: augmix(alpha=-1), "augmix: alpha must be a finite number above 0, got -1"),
+    "augmix: operation": (lambda: augmix(operations=("flip",)), "augmix: operations must be some of identity, .* got 'flip'"),
+    "augmix: views": (lambda: augmix(views=-1), "augmix: views must be an integer of at least 0, got -1"),
+    "augmix: views of a tensor": (
+        lambda: augmix_batch(IMAGES, views=1, generator=generator()),
+        r"augmix: the batch must be a mapping with views, got a Tensor\. Use views=0",
+    ),
+    "augmix: mixture": (
+        lambda: augmix_batch(IMAGES[0], chains=[[SAME]], weights=[[0.5], [0.5]], image_weights=[1.0]),
+        "augmix: there must be as many weights as chains and 1 image_weights, got 2, 1 and 1",
+    ),
+    "augmix: chains of a mixture": (
+        lambda: augmix_batch(IMAGES[0], chains=[[SAME, SAME]], weights=[[1.0]], image_weights=[1.0]),
+        "augmix: chains must have one chain per image, got 2 for 1 images",
+    ),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_rand_augment_refuses_invalid_arguments(name):
+def test_invalid_arguments_are_refused(name):
     make, message = REFUSED[name]
     with pytest.raises(ConfigError, match=message):
         make()

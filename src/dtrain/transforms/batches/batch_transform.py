@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -30,9 +31,9 @@ from dtrain.errors import ConfigError
 from dtrain.schedules.clock import Clock
 from dtrain.schedules.hyperparameters import Hyperparameter
 from dtrain.state import TrainState
-from dtrain.step.transform import GradFn, Transform, empty_state
-from dtrain.transforms.combinators import on_batch
-from dtrain.typing import Batch, Metrics, TransformState, is_tensordict
+from dtrain.step.transform import Transform, empty_state, make_step_context
+from dtrain.transforms.combinators import change_batch
+from dtrain.typing import Batch, TransformState, is_tensordict
 
 BatchKey: TypeAlias = str | int
 """Position of a tensor in a batch: key of a mapping or TensorDict, or index of a tuple."""
@@ -70,14 +71,14 @@ def _find_key(batch: Batch, names: tuple[str, ...], index: int, argument: str) -
     if not hasattr(batch, "keys"):
         return index
     keys = list(batch.keys())
-    found = [name for name in names if name in keys]
-    if len(found) != 1:
+    matches = [name for name in names if name in keys]
+    if len(matches) != 1:
         raise ConfigError(
             f"{argument} must be given for a batch without exactly one of {join_or(map(repr, names))}, "
             f"got a batch with {sorted(map(str, keys))}. "
             "Name the keys of inputs and targets."
         )
-    return found[0]
+    return matches[0]
 
 
 def get_tensor(batch: Batch, key: BatchKey, caller: str) -> Tensor:
@@ -254,24 +255,17 @@ def batch_transform(
         init: see ``Transform``.
     """
 
-    def grad(inner: GradFn) -> GradFn:
-        def grad_fn(state: TrainState, batch: Batch, *, microbatch_size: int | None = None) -> tuple[TrainState, Metrics]:
-            def batch_fn(batch: Batch, generator: torch.Generator) -> Batch:
-                if check is not None:
-                    check(batch)
-                values: dict[str, Any] = {option: at(state.clock) for option, at in at_clock.items()}
-                if host_generator:
-                    seed = derive_seed(state.seed, name, state.step, state.spec.data_rank)
-                    return fn(batch, generator=random.Random(seed), **values)
-                return fn(batch, generator=generator, **values)
+    def apply(state: TrainState, batch: Batch) -> Batch:
+        if check is not None:
+            check(batch)
+        values = {option: value_at(state.clock) for option, value_at in at_clock.items()}
+        if host_generator:
+            seed = derive_seed(state.seed, name, state.step, state.spec.data_rank)
+            return fn(batch, generator=random.Random(seed), **values)
+        return fn(batch, generator=make_step_context(state, name).generator, **values)
 
-            wrap = on_batch(batch_fn, name=name).grad
-            assert wrap is not None
-            return wrap(inner)(state, batch, microbatch_size=microbatch_size)
-
-        return grad_fn
-
-    hyperparameters = tuple(at for at in at_clock.values() if isinstance(at, Hyperparameter))
+    hyperparameters = tuple(value_at for value_at in at_clock.values() if isinstance(value_at, Hyperparameter))
+    grad = partial(change_batch, apply, name)
     return Transform(name=name, init=init, grad=grad, uses_grad=False, hyperparameters=hyperparameters)
 
 

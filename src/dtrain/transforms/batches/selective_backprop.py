@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 import torch
@@ -28,7 +27,7 @@ from dtrain.schedules.durations import Duration, parse_window
 from dtrain.schedules.hyperparameters import hyperparameter
 from dtrain.shard.buffers import restore_buffers
 from dtrain.shard.grad_sync import grad_sync_of
-from dtrain.shard.unshard import is_unsharded, reshard
+from dtrain.shard.unshard import current_params
 from dtrain.state import TrainState
 from dtrain.step.microbatches import BatchWatch, Microbatches, split_microbatches
 from dtrain.step.transform import GradFn, Transform, make_step_context
@@ -237,11 +236,12 @@ def _select_samples(
     rows, watch = all_gather_numbers([len(parts), error is not None], caller=_NAME), BatchWatch(batch)
     if any(failed for _, failed in rows):
         return batch if error is None else FailedBatch(error)
-    with report_missing_ranks(_NAME), _forward_only(state.model):
+    # The model's own mode, and random numbers of the global generator.
+    with report_missing_ranks(_NAME), current_params(state.model), torch.no_grad(), restore_buffers(state.model):
         outputs = _score(state.model, parts.batches, sample_losses, [int(count) for count, _ in rows])
     try:
         watch.check(_NAME, "sample_losses")
-        losses = [_check_losses(output, part, spec) for output, part in zip(outputs, parts.batches, strict=True)]
+        losses = [_check_losses(output, microbatch, spec) for output, microbatch in zip(outputs, parts.batches, strict=True)]
         if not losses:
             return batch
         generator = make_step_context(state, _NAME).generator
@@ -275,8 +275,8 @@ def _score(model: nn.Module, microbatches: Sequence[Batch], fn: SampleLossFn, co
     return outputs
 
 
-def _check_losses(losses: object, part: Batch, spec: BatchSpec | None) -> Tensor:
-    samples = count_samples_and_tokens(part, spec)[0]
+def _check_losses(losses: object, microbatch: Batch, spec: BatchSpec | None) -> Tensor:
+    samples = count_samples_and_tokens(microbatch, spec)[0]
     if not isinstance(losses, Tensor) or losses.shape != (samples,):
         got = f"shape {tuple(losses.shape)}" if isinstance(losses, Tensor) else f"a {type(losses).__name__}"
         raise ConfigError(
@@ -284,21 +284,3 @@ def _check_losses(losses: object, part: Batch, spec: BatchSpec | None) -> Tensor
             "Use reduction='none' in torch losses."
         )
     return losses
-
-
-@contextmanager
-def _forward_only(model: nn.Module) -> Iterator[None]:
-    """Run forwards without gradients in the model's own mode, and restore the buffers afterwards.
-
-    The forwards use the current parameters, even if an earlier forward left unsharded copies. Random generators are not
-    restored.
-    """
-    unsharded = is_unsharded(model)
-    if not unsharded:
-        reshard(model)
-    try:
-        with torch.no_grad(), restore_buffers(model):
-            yield
-    finally:
-        if not unsharded:
-            reshard(model)

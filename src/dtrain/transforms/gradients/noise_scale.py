@@ -129,7 +129,7 @@ def noise_scale(
     When not to use: memory for a second gradient is missing, or a global batch has one sample: the estimate needs two batch
         sizes.
     """
-    decay_at, each = hyperparameter(decay, "noise_scale: decay", "[0, 1)"), Duration.parse(every)
+    decay_at, interval = hyperparameter(decay, "noise_scale: decay", "[0, 1)"), Duration.parse(every)
 
     def init(state: TrainState) -> TransformState:
         zero = torch.zeros((), dtype=torch.float64, device=state.device)
@@ -137,7 +137,7 @@ def noise_scale(
 
     def grad(inner: GradFn) -> GradFn:
         def grad_fn(state: TrainState, batch: Batch, *, microbatch_size: int | None = None) -> tuple[TrainState, Metrics]:
-            if state.step and not state.clock.crossed(each):
+            if state.step and not state.clock.crossed(interval):
                 state, metrics = inner(state, batch, microbatch_size=microbatch_size)
                 return state, {**metrics, **_noise_scale_metric(state)}
             now = decay_at(state.clock)
@@ -151,10 +151,10 @@ def noise_scale(
                     state, _ = inner(state, half, microbatch_size=microbatch_size)
             finally:
                 rng.restore()
-            part = _collect_grads(state)
+            half = _collect_grads(state)
             state, metrics = inner(state, batch, microbatch_size=microbatch_size)
             estimates = estimate_noise_and_signal(
-                part, _collect_grads(state), part_samples=(total + 1) // 2, whole_samples=total
+                half, _collect_grads(state), part_samples=(total + 1) // 2, whole_samples=total
             )
             state = state.with_transform_state(_NAME, _update_averages(state.transform_states[_NAME], *estimates, decay=now))
             return state, {**metrics, **_noise_scale_metric(state)}
@@ -202,13 +202,13 @@ def _collect_grads(state: TrainState) -> dict[str, Tensor]:
     return {name: param.grad for name, param in state.params.items() if param.grad is not None}
 
 
-def _subtract(part: Tensor | None, whole: Tensor | None) -> Tensor:
-    if part is None or whole is None:
+def _subtract(first: Tensor | None, second: Tensor | None) -> Tensor:
+    if first is None or second is None:
         # The sign does not matter, because only the norm is used.
-        difference = part if part is not None else whole
+        difference = first if first is not None else second
         assert difference is not None
         return difference
-    return from_local_like(part, to_local(part) - to_local(whole))
+    return from_local_like(first, to_local(first) - to_local(second))
 
 
 def _update_averages(before: TransformState, noise: Tensor, signal: Tensor, *, decay: float) -> TransformState:

@@ -149,12 +149,12 @@ def sam(
     When not to use: a run has no spare time: a step costs two gradients, unless ``every`` is larger than 1. Other
         regularization, such as ``mixup``, reduces the gain.
     """
-    rho_at, each = hyperparameter(rho, "sam: rho", "(0, inf]"), Duration.parse(every)
+    rho_at, interval = hyperparameter(rho, "sam: rho", "(0, inf]"), Duration.parse(every)
     check_number("sam", "eta", eta, minimum=0)
 
     def grad(inner: GradFn) -> GradFn:
         def grad_fn(state: TrainState, batch: Batch, *, microbatch_size: int | None = None) -> tuple[TrainState, Metrics]:
-            if state.step and not state.clock.crossed(each):
+            if state.step and not state.clock.crossed(interval):
                 return inner(state, batch, microbatch_size=microbatch_size)
             now = rho_at(state.clock)
             state, metrics = inner(state, batch, microbatch_size=microbatch_size)

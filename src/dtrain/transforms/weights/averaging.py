@@ -85,7 +85,7 @@ def ema(
     When not to use: memory for one more copy of the parameters is missing, or a run has fewer steps than a few half lives. Then
         the average still contains the start.
     """
-    each = Duration.parse(every)
+    interval = Duration.parse(every)
     if (decay is None) == (half_life is None):
         raise ConfigError(
             f"ema: give either decay=0.999 or half_life='1000ba', got {decay=}, {half_life=}. Remove one of them."
@@ -99,11 +99,11 @@ def ema(
         if schedule is not None:
             return schedule(state.clock)
         assert life is not None, "one of the two is given"
-        return _half_life_decay(life, each, _run_length(state, lengths))
+        return _half_life_decay(life, interval, _run_length(state, lengths))
 
     def init(state: TrainState) -> TransformState:
         # Raise for a fraction of a run of unknown length.
-        state.clock.reached(each)
+        state.clock.reached(interval)
         started = state.clock.reached(begins)
         if life is not None:
             decay_of(state)
@@ -118,7 +118,7 @@ def ema(
                 if not next_clock(state).reached(begins):
                     return state, metrics
                 copy_params_(content["params"], state.params, content["params"])
-            elif ends_interval(state, each):
+            elif ends_interval(state, interval):
                 update_ema_(content["params"], state.params, now)
             else:
                 return state, metrics
@@ -196,15 +196,15 @@ def lerp_(averages: Params, params: Params, weight: float) -> None:
                 target.lerp_(source.to(target.dtype), weight)
 
 
-def duration_ratio(part: Duration, whole: Duration, run: RunLength | None) -> Fraction:
+def duration_ratio(length: Duration, whole: Duration, run: RunLength | None) -> Fraction:
     """Return ``part / whole``, in steps if the units differ.
 
     Raises:
         ConfigError: ``run`` cannot convert a duration to steps.
     """
-    if part.unit == whole.unit:
-        return part.fraction / whole.fraction
-    return Fraction(part.steps(run), whole.steps(run))
+    if length.unit == whole.unit:
+        return length.fraction / whole.fraction
+    return Fraction(length.steps(run), whole.steps(run))
 
 
 def elapsed_fraction(clock: Clock, start: Duration, length: Duration) -> Fraction:
@@ -355,13 +355,13 @@ def _exchange_(param: Tensor, average: Tensor) -> Callable[[], None]:
     return restore_copy
 
 
-def _half_life_decay(life: Duration, each: Duration, run_length: RunLength | None) -> float:
+def _half_life_decay(life: Duration, interval: Duration, run_length: RunLength | None) -> float:
     """Return the decay per update for the half life ``life``."""
     try:
-        ratio = duration_ratio(each, life, run_length)
+        ratio = duration_ratio(interval, life, run_length)
     except ConfigError as error:
         raise ConfigError(
-            f"ema: half_life must be convertible to steps, got {str(life)!r} with every={str(each)!r}. "
+            f"ema: half_life must be convertible to steps, got {str(life)!r} with every={str(interval)!r}. "
             "Pass step.init(..., run_length=loader.run_length('3ep'))."
         ) from error
     return float(2.0 ** -float(ratio))
@@ -476,11 +476,11 @@ def swa(
     When not to use: the rate falls to 0 before ``start``: the averaged weights are then nearly equal. A model with batch norm
         also needs ``update_batch_norm_`` afterwards.
     """
-    (first, last), each = parse_window("swa", start, end), Duration.parse(every)
-    lr_at = _annealed_lr_fn(lr, anneal, each, first, shape)
+    (first, last), interval = parse_window("swa", start, end), Duration.parse(every)
+    lr_at = _annealed_lr_fn(lr, anneal, interval, first, shape)
 
     def init(state: TrainState) -> TransformState:
-        for duration in (first, last, each):
+        for duration in (first, last, interval):
             # Raise for a fraction of a run of unknown length.
             state.clock.reached(duration)
         lr_at(state.clock)
@@ -494,7 +494,7 @@ def swa(
             after, content = next_clock(state), state.transform_states[_SWA]
             # The first set is due in this step or in an earlier, skipped step.
             begins = first.value > 0 and not content["averaged"]
-            due = after.reached(first) and (begins or ends_interval(state, each))
+            due = after.reached(first) and (begins or ends_interval(state, interval))
             if due and not before.reached(last):
                 update_swa_(content["params"], state.params, content["averaged"])
                 content = {**content, "averaged": content["averaged"] + 1}
@@ -511,7 +511,7 @@ def swa(
 
 
 def _annealed_lr_fn(
-    lr: float | Schedule | None, anneal: Duration | int | str | None, each: Duration, start: Duration, shape: str
+    lr: float | Schedule | None, anneal: Duration | int | str | None, interval: Duration, start: Duration, shape: str
 ) -> Callable[[Clock], tuple[float, float] | None]:
     """Return a function of the clock: the progress of the annealing and the target rate; None if ``lr`` is None."""
     check_choice("swa", "shape", shape, ("linear", "cosine"))
@@ -519,7 +519,7 @@ def _annealed_lr_fn(
         if anneal is not None:
             raise ConfigError(f"swa: anneal must be None without lr, got {anneal!r}. Give lr= as well.")
         return lambda clock: None
-    length = Duration.parse(anneal) if anneal is not None else Duration(each.value * 10, each.unit)
+    length = Duration.parse(anneal) if anneal is not None else Duration(interval.value * 10, interval.unit)
     lr_at = hyperparameter(lr, "swa: lr", "[0, inf)")
 
     def annealed_lr(clock: Clock) -> tuple[float, float]:

@@ -17,7 +17,7 @@ from dtrain.data.batch import BatchSpec, count_samples_and_tokens, to_device
 from dtrain.dist.incident import report_missing_ranks
 from dtrain.dist.init import get_dist_info
 from dtrain.errors import StepError
-from dtrain.shard.buffers import BufferSnapshot
+from dtrain.shard.buffers import restore_buffers
 from dtrain.shard.spec import get_device, get_spec
 from dtrain.shard.unshard import eval_mode
 from dtrain.step.evaluate import pad_to_longest_rank
@@ -83,7 +83,7 @@ def update_batch_norm_(
         eager,
         report_missing_ranks(_NAME),
         eval_mode(model),
-        _restore_buffers_on_error(model),
+        restore_buffers(model),
         _record_statistics(norms, means) as flag,
     ):
         for batch, real in pad_to_longest_rank(batches, count_fn):
@@ -95,8 +95,8 @@ def update_batch_norm_(
             raise StepError(
                 f"{_NAME}: batches must not be empty on all ranks, got no batch. Pass a loader with at least one batch."
             )
-        for norm, mean in zip(norms, means, strict=True):
-            mean.write_(norm)
+    for norm, mean in zip(norms, means, strict=True):
+        mean.write_(norm)
     return num_batches
 
 
@@ -175,15 +175,3 @@ def _global_statistics(x: Tensor, *, counts: bool) -> tuple[Tensor, Tensor, Tens
     total, (first, second) = sums[:1], sums[1:].chunk(2)
     mean = first / total.clamp(min=1.0)
     return mean, (second / total.clamp(min=1.0) - mean.square()).clamp(min=0.0), total
-
-
-@contextmanager
-def _restore_buffers_on_error(model: nn.Module) -> Iterator[None]:
-    """Restore the buffers of ``model`` after an error inside the context. Mutates: buffers."""
-    snapshot = BufferSnapshot(model)
-    snapshot.capture()
-    try:
-        yield
-    except BaseException:
-        snapshot.restore()
-        raise

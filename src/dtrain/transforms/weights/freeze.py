@@ -136,13 +136,13 @@ def _elapsed_between(state: TrainState, start: Duration, end: Duration) -> Fract
     return elapsed_fraction(clock, start, Duration(float(value) if start.unit == "dur" else int(value), start.unit))
 
 
-def _first_layers(state: TrainState, part: Fraction) -> list[str]:
+def _first_layers(state: TrainState, share: Fraction) -> list[str]:
     """Return the names of the parameters in the first ``part`` (a fraction) of all layers but the last."""
     layers: dict[str, list[str]] = {}
     for name in state.params:
         layers.setdefault(name.rpartition(".")[0], []).append(name)
     tied = set(state.aliases.values())
-    first_layers = list(layers.values())[: math.floor(part * (len(layers) - 1))]
+    first_layers = list(layers.values())[: math.floor(share * (len(layers) - 1))]
     return [name for layer in first_layers for name in layer if name not in tied]
 
 

@@ -101,7 +101,7 @@ def local_sgd(every: Duration | int | str, *, optimizer_state: Literal["average"
     When not to use: the network is fast, or replicas have very different data. For language models prefer ``diloco``, whose
         outer momentum needs fewer averages.
     """
-    each = Duration.parse(every)
+    interval = Duration.parse(every)
     check_choice(_LOCAL_SGD, "optimizer_state", optimizer_state, ("average", "keep"))
 
     def init(state: TrainState) -> TransformState:
@@ -111,7 +111,7 @@ def local_sgd(every: Duration | int | str, *, optimizer_state: Literal["average"
     def update(inner: UpdateFn) -> UpdateFn:
         def update_fn(state: TrainState, metrics: Metrics) -> tuple[TrainState, Metrics]:
             state, metrics = inner(state, metrics)
-            if state.spec.replica_info is not None and ends_interval(state, each):
+            if state.spec.replica_info is not None and ends_interval(state, interval):
                 average_params_(state, _LOCAL_SGD)
                 state = join_remaining_state(state, caller=_LOCAL_SGD) if optimizer_state == "average" else state
             return state, metrics
@@ -223,8 +223,8 @@ def average_replicas_(tensors: Sequence[Tensor], replicas: ReplicaInfo | None, *
 
 def optimizer_params(state: TrainState) -> dict[str, Tensor]:
     """Return the floating-point parameters of the optimizer by name: the parameters that differ between split replicas."""
-    known = {id(param) for group in state.optimizer.param_groups for param in group["params"]}
-    return {name: param for name, param in state.params.items() if id(param) in known and param.is_floating_point()}
+    optimized = {id(param) for group in state.optimizer.param_groups for param in group["params"]}
+    return {name: param for name, param in state.params.items() if id(param) in optimized and param.is_floating_point()}
 
 
 def average_params_(state: TrainState, caller: str) -> None:
@@ -440,7 +440,7 @@ def diloco(
     When not to use: the network between all ranks is fast: a gradient reduction in every step then costs little, and its result
         does not depend on the number of replicas.
     """
-    each = Duration.parse(every)
+    interval = Duration.parse(every)
     lr_at = hyperparameter(lr, "diloco: lr", "[0, inf)")
     momentum_at = hyperparameter(momentum, "diloco: momentum", "[0, 1)")
     check_choice(_DILOCO, "optimizer_state", optimizer_state, ("average", "keep"))
@@ -450,7 +450,7 @@ def diloco(
             outer_lr, outer_momentum = lr_at(state.clock), momentum_at(state.clock)
             state, metrics = inner(_start_round_if_needed(state), metrics)
             state = state.with_transform_state(_DILOCO, {**state.transform_states[_DILOCO], "next": state.step + 1})
-            if ends_interval(state, each):
+            if ends_interval(state, interval):
                 _outer_step_(state, lr=outer_lr, momentum=outer_momentum)
                 if state.spec.replica_info is not None and optimizer_state == "average":
                     state = join_remaining_state(state, caller=_DILOCO, except_for=_DILOCO)
