@@ -230,6 +230,10 @@ MISTAKES = {
     "verify: no folder": (["verify", "nope"], "verify: no such folder: 'nope'. Check the path."),
     "verify: nothing there": (["verify", "."], "verify: no checkpoints in '.'. Name a step"),
     "verify: nothing there at all": (["verify", "--all", "."], "verify: no checkpoints in '.'. Name a step"),
+    "show: no folder": (["show", "nope"], "show: no such folder: 'nope'. Check the path."),
+    "show: nothing there": (["show", "."], "show: no checkpoints in '.'. Name a step"),
+    "diff: no folder": (["diff", "root", "nope"], "diff: no such folder: 'nope'. Check the path."),
+    "diff: nothing there": (["diff", ".", "root"], "diff: no checkpoints in '.'. Name a step"),
     "verify: all of a step": (["verify", "--all", "root/step-00000001"], "verify: 'root/step-00000001' is the folder of one"),
 }
 
@@ -427,21 +431,6 @@ def test_diff_refuses_corrupt_data(checkpoints, root):
     code, out, err = checkpoints("diff", "root/step-00000001", "root")
     assert (code, out, err.count("\n")) == (1, "", 1)
     assert err.startswith("dtrain: checkpoints: diff: rank-00000.safetensors: bytes from 0 on do not match")
-
-
-SHOW_MISTAKES = {
-    "show: no folder": (["show", "nope"], "show: no such folder: 'nope'. Check the path."),
-    "show: nothing there": (["show", "."], "show: no checkpoints in '.'. Name a step"),
-    "diff: no folder": (["diff", "root", "nope"], "diff: no such folder: 'nope'. Check the path."),
-    "diff: nothing there": (["diff", ".", "root"], "diff: no checkpoints in '.'. Name a step"),
-}
-
-
-@pytest.mark.parametrize(("args", "expected"), SHOW_MISTAKES.values(), ids=SHOW_MISTAKES)
-def test_invalid_arguments_of_show_print_one_line(checkpoints, root, args, expected):
-    code, out, err = checkpoints(*args)
-    assert (code, out, err.count("\n")) == (2, "", 1)
-    assert err.startswith(f"dtrain: checkpoints: {expected}")
 
 
 @pytest.fixture

@@ -232,13 +232,3 @@ def test_invalid_sample_prints_one_line(data, here, content, args, expected):
 
 def test_column_shape_can_contain_commas():
     assert parse_columns("--columns", ["x:ndarray:uint8:2,3,y:int", "z"]) == {"x": "ndarray:uint8:2,3", "y": "int", "z": None}
-
-
-def test_refused_arguments_import_no_torch(here):
-    import subprocess
-    import sys
-
-    code = "import sys\nfrom dtrain.cli.main import run\ntry:\n run()\nfinally:\n print('torch' in sys.modules)"
-    command = [sys.executable, "-c", code, "data", "write", "nope", "out"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=90)
-    assert (done.returncode, done.stdout) == (2, "False\n")

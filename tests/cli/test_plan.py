@@ -6,12 +6,11 @@ import sys
 
 import pytest
 
-from dtrain.cli.plan import _Progress, parse_factory_arguments, parse_memory, parse_network
-from dtrain.cli.plan_tables import format_seconds
+from dtrain.cli.plan import _Progress, format_seconds, parse_factory_arguments, parse_memory, parse_network
 from dtrain.errors import ConfigError
 from dtrain.planning.estimate import PlanProgress
-from dtrain.planning.network import NETWORKS
 from dtrain.planning.simulate import ParallelismConfig
+from dtrain.planning.step_time import NETWORKS
 
 MODEL = """
 import torch

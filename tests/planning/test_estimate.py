@@ -18,12 +18,13 @@ from dtrain.planning.estimate import (
     compare_strategies,
     estimate_memory,
     largest_microbatch,
+    search_largest,
 )
 from dtrain.planning.simulate import ParallelismConfig, simulate
-from dtrain.planning.size_search import search_largest
 from dtrain.planning.workload import Workload
 from dtrain.shard.fsdp import shard_model
 from dtrain.shard.precision import Precision
+from dtrain.step import metrics
 from dtrain.step.compose import compose_step
 from planning.workloads import WIDTH, WORKLOADS, Linears, linears, measured, rows
 
@@ -92,15 +93,15 @@ def test_transform_state_memory_is_counted():
     assert averaged.max_by_part.transforms == averaged.max_by_part.parameters
 
 
-def test_training_after_an_estimate_has_real_metric_weights(monkeypatch):
-    monkeypatch.setattr("dtrain.step.metrics._UNIT_WEIGHTS", {})  # no step has run in this process
+def test_training_after_an_estimate_has_real_metric_weights():
+    metrics._ones.cache_clear()  # as in a process that has run no step
     estimate_memory(linears(transforms=[dt.transforms.clip_by_norm(1.0)]), world_size=4)
     model = nn.Linear(2, 1)
     step = dt.compose_step(
         lambda net, x: dt.LossSum(total=net(x).sum(), weight=float(len(x))), [dt.transforms.clip_by_norm(1.0)]
     )
-    _, metrics = step(step.init(model, torch.optim.SGD(model.parameters(), lr=0.1)), torch.ones(2, 2))
-    assert {name: float(metric.weight) for name, metric in metrics.items()} == {"loss": 2.0, "grad_norm": 1.0}
+    _, found = step(step.init(model, torch.optim.SGD(model.parameters(), lr=0.1)), torch.ones(2, 2))
+    assert {name: float(metric.weight) for name, metric in found.items()} == {"loss": 2.0, "grad_norm": 1.0}
 
 
 def test_optimizer_temporaries_are_larger_on_cuda_than_cpu():

@@ -7,7 +7,7 @@ import signal
 import pytest
 
 from dtrain.errors import ConfigError, StepError
-from dtrain.planning.fork_map import fork_map
+from dtrain.planning.estimate import fork_map
 
 
 @pytest.mark.parametrize("processes", [1, 2, 8])

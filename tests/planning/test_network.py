@@ -11,7 +11,7 @@ import dtrain as dt
 from dtrain.dist.mesh import build_mesh
 from dtrain.errors import ConfigError
 from dtrain.planning.estimate import estimate_memory
-from dtrain.planning.network import NETWORKS, Network, communication_seconds, control_seconds
+from dtrain.planning.step_time import NETWORKS, Network, communication_seconds, control_seconds
 from dtrain.planning.step_work import CollectiveTraffic
 from dtrain.planning.workload import Workload
 from dtrain.shard.fsdp import shard_model

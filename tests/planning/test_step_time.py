@@ -9,10 +9,15 @@ import torch
 
 import dtrain as dt
 from dtrain.errors import ConfigError
-from dtrain.planning.estimate import estimate_memory
-from dtrain.planning.library import library_memory
-from dtrain.planning.network import Network, communication_seconds, control_seconds
-from dtrain.planning.step_time import Accelerator, parse_accelerator, step_seconds
+from dtrain.planning.estimate import estimate_memory, library_memory
+from dtrain.planning.step_time import (
+    Accelerator,
+    Network,
+    communication_seconds,
+    control_seconds,
+    parse_accelerator,
+    step_seconds,
+)
 from planning.workloads import WIDTH, linears
 
 SAMPLES, UNITS, SIZE = 3, 4, 4

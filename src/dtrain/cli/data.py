@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,9 +13,9 @@ import typer
 from dtrain import storage
 from dtrain.arguments import format_bytes, format_count
 from dtrain.cli.data_inputs import INPUT_KINDS, DataInput, find_inputs, read_samples
-from dtrain.cli.data_inspect import FORMATS, INSPECT_EXAMPLES, inspect
+from dtrain.cli.data_inspect import FORMATS, inspect
 from dtrain.cli.output import ByteProgressBar, prefix_errors, print_json
-from dtrain.cli.parameters import GroupedCommand, choice, integer, option, size
+from dtrain.cli.parameters import choice, command_group, integer, option, size
 from dtrain.errors import ConfigError, DataError, escape_unprintable
 from dtrain.storage import AnyPath
 
@@ -24,64 +23,63 @@ if TYPE_CHECKING:
     from dtrain.data.token_stream import Tokenizer, TokenWindows
 
 
-WRITE_EXAMPLES = """
-dtrain data write train.jsonl s3://bucket/train                              every line a sample
-dtrain data write 'corpus/*.txt' shards --from documents --tokenizer bytes --concat 2049
-dtrain data write table.csv shards --columns text,label:int --compression zstd
-"""
-
-_INPUT, _TOKENS, _OUTPUT = "Input", "Tokens for language models", "Output"
 _COMPRESSIONS = ("zstd", "gz", "bz2", "br", "snappy")
 
 
-_option = partial(option, "data: write")
+_input, _tokens, _output = (
+    partial(option, "data: write", heading) for heading in ("Input", "Tokens for language models", "Output")
+)
 
-Kind = Annotated[
-    str | None,
-    _option(_INPUT, "--from KIND", f"{', '.join(INPUT_KINDS)}.  [default: inferred from the names]", choice(*INPUT_KINDS)),
-]
-Columns = Annotated[
-    list[str] | None,
-    _option(_INPUT, "--columns NAMES", "Only these columns; with encodings as in text,label:int; may be repeated."),
-]
-TokenizerName = Annotated[
-    str | None, _option(_TOKENS, "--tokenizer NAME", "bytes, a tokenizer.json or its folder, or a name on the Hub.")
-]
-WindowSize = Annotated[
-    int | None, _option(_TOKENS, "--concat N", "Tokens per window: documents are joined and split every N tokens.", integer(2))
-]
-EndToken = Annotated[
-    str | None, _option(_TOKENS, "--end TOKEN", "Token after each document.  [default: the tokenizer's own, none for bytes]")
-]
-TextColumn = Annotated[str, _option(_TOKENS, "--text COLUMN", "Column with the text of documents.  [default: text]")]
-Form = Annotated[
-    str, _option(_OUTPUT, "--format FORMAT", "mds, parquet, jsonl, text or tar.  [default: mds]", choice(*FORMATS))
-]
-Compression = Annotated[
-    str | None, _option(_OUTPUT, "--compression NAME", f"{', '.join(_COMPRESSIONS)}, with a level as in zstd:7.")
-]
-Hashes = Annotated[
-    str, _option(_OUTPUT, "--hash NAMES", "Digests of each shard: xxh64, sha256, ..., or none.  [default: xxh64]")
-]
-SizeLimit = Annotated[
-    int, _option(_OUTPUT, "--max-shard-size SIZE", "Size limit of a shard before compression.  [default: 64MiB]", size)
-]
+
+def parse_names(command: str, name: str, text: str) -> tuple[str, ...]:
+    """Parse names separated by commas; ``none`` means no name. A type of ``option``.
+
+    Raises:
+        ConfigError: a name is empty or repeated.
+    """
+    if text.strip() == "none":
+        return ()
+    names = tuple(word.strip() for word in text.split(","))
+    if "" in names or len(set(names)) < len(names):
+        raise ConfigError(
+            f"{command}: {name} must be different names with commas between, or none, got {text!r}. Name each once."
+        )
+    return names
 
 
 def write(
     sources: Annotated[list[str], typer.Argument(metavar="SOURCE", help="Files, folders, 'patterns*' or URLs of them.")],
     out: Annotated[str, typer.Argument(metavar="OUT", help="The new folder, here or on a server.")],
-    kind: Kind = None,
-    columns: Columns = None,
-    tokenizer: TokenizerName = None,
-    concat: WindowSize = None,
-    end: EndToken = None,
-    text: TextColumn = "text",
-    form: Form = "mds",
-    compression: Compression = None,
-    hashes: Hashes = "xxh64",
-    max_shard_size: SizeLimit = 64 * 2**20,
-    as_json: Annotated[bool, _option(_OUTPUT, "--json", "Print one JSON object, for programs.")] = False,
+    kind: Annotated[
+        str | None,
+        _input("--from KIND", f"{', '.join(INPUT_KINDS)}.  [default: inferred from the names]", choice(*INPUT_KINDS)),
+    ] = None,
+    columns: Annotated[
+        list[str] | None, _input("--columns NAMES", "Only these columns; with encodings as in text,label:int; may be repeated.")
+    ] = None,
+    tokenizer: Annotated[
+        str | None, _tokens("--tokenizer NAME", "bytes, a tokenizer.json or its folder, or a name on the Hub.")
+    ] = None,
+    concat: Annotated[
+        int | None, _tokens("--concat N", "Tokens per window: documents are joined and split every N tokens.", integer(2))
+    ] = None,
+    end: Annotated[
+        str | None, _tokens("--end TOKEN", "Token after each document.  [default: the tokenizer's own, none for bytes]")
+    ] = None,
+    text: Annotated[str, _tokens("--text COLUMN", "Column with the text of documents.  [default: text]")] = "text",
+    form: Annotated[
+        str, _output("--format FORMAT", "mds, parquet, jsonl, text or tar.  [default: mds]", choice(*FORMATS))
+    ] = "mds",
+    compression: Annotated[
+        str | None, _output("--compression NAME", f"{', '.join(_COMPRESSIONS)}, with a level as in zstd:7.")
+    ] = None,
+    hashes: Annotated[
+        Any, _output("--hash NAMES", "Digests of each shard: xxh64, sha256, ..., or none.  [default: xxh64]", parse_names)
+    ] = ("xxh64",),
+    max_shard_size: Annotated[
+        int, _output("--max-shard-size SIZE", "Size limit of a shard before compression.  [default: 64MiB]", size)
+    ] = 64 * 2**20,
+    as_json: Annotated[bool, _output("--json", "Print one JSON object, for programs.")] = False,
 ) -> int:
     """Write samples as shards, for ShardedDataset.
 
@@ -89,44 +87,39 @@ def write(
     files. OUT must be empty. Memory does not grow with the data.
 
     Exit codes: 0 written; 1 a source cannot be read or OUT cannot be written; 2 bad usage.
+
+    Examples:
+        dtrain data write train.jsonl s3://bucket/train                              every line a sample
+        dtrain data write 'corpus/*.txt' shards --from documents --tokenizer bytes --concat 2049
+        dtrain data write table.csv shards --columns text,label:int --compression zstd
     """
     with prefix_errors("data: write", DataError):
-        options = {
-            "format": form,
-            "compression": compression,
-            "hashes": parse_names("--hash", hashes),
-            "max_shard_bytes": max_shard_size,
-        }
+        options = {"format": form, "compression": compression, "hashes": hashes, "max_shard_bytes": max_shard_size}
         selected = parse_columns("--columns", columns or ())
-        tokens = _load_tokenizer(tokenizer, concat, end, text, selected, form)
-        folder = _check_new_folder(out)
-        result = _write_shards(find_inputs(sources, kind), folder, selected, tokens, options)
-    print_json(result) if as_json else typer.echo(escape_unprintable(_format_result(result)))
+        loaded = _load_tokenizer(tokenizer, concat, end, text, selected, form)
+        if not out:
+            raise ConfigError("OUT must not be empty. Name the new folder or URL.")
+        folder = storage.resolve_path(out)
+        if storage.file_size(folder) is not None:
+            raise ConfigError(f"OUT {out!r} is a file. Name a new folder or URL.")
+        if storage.exists(folder / "index.json"):
+            raise ConfigError(f"OUT {out!r} has a dataset already. Name another folder, or remove the dataset first.")
+        result = _write_shards(find_inputs(sources, kind), folder, selected, loaded, concat or 0, text, options)
+    if as_json:
+        print_json(result)
+        return 0
+    counts = f"{format_count(result['samples'], 'sample')} in {format_count(result['shards'], 'shard')}"
+    line = f"{result['path']}: {counts}, {format_bytes(result['bytes'])}"
+    if loaded is not None:
+        inputs = f"{format_count(result['documents'], 'document')}, {format_count(result['tokens'], 'token')}"
+        line += f"; of {inputs}, the last {result['left_out']} are in no window"
+    typer.echo(escape_unprintable(line))
     return 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _TokenOptions:
-    """Tokenizer, window size and text column for writing token windows."""
-
-    tokenizer: Tokenizer
-    size: int
-    column: str
-
-    @property
-    def accepts_bytes(self) -> bool:
-        """True if the column may hold bytes."""
-        return self.tokenizer.name == "bytes"
-
-    def windows(self, samples: Iterable[Mapping[str, Any]]) -> TokenWindows:
-        from dtrain.data.token_stream import TokenWindows
-
-        return TokenWindows(iter_texts(samples, self.column), self.tokenizer, self.size)
 
 
 def _load_tokenizer(
     name: str | None, size: int | None, end: str | None, column: str, selected: Mapping[str, Any], form: str
-) -> _TokenOptions | None:
+) -> Tokenizer | None:
     if (name is None) != (size is None):
         present, missing = ("--tokenizer", "--concat N") if size is None else ("--concat", "--tokenizer NAME")
         raise ConfigError(f"{present} needs {missing}, too. For windows of bytes, pass --tokenizer bytes --concat 2049.")
@@ -140,45 +133,39 @@ def _load_tokenizer(
         raise ConfigError("--columns and --tokenizer exclude each other, because windows have one column, tokens. Use --text.")
     from dtrain.data.token_stream import load_tokenizer
 
-    return _TokenOptions(tokenizer=load_tokenizer(name, eos_token=end), size=size, column=column)
-
-
-def _check_new_folder(out: str) -> AnyPath:
-    if not out:
-        raise ConfigError("OUT must not be empty. Name the new folder or URL.")
-    folder = storage.resolve_path(out)
-    if storage.file_size(folder) is not None:
-        raise ConfigError(f"OUT {out!r} is a file. Name a new folder or URL.")
-    if storage.exists(folder / "index.json"):
-        raise ConfigError(f"OUT {out!r} has a dataset already. Name another folder, or remove the dataset first.")
-    return folder
+    return load_tokenizer(name, eos_token=end)
 
 
 def _write_shards(
     inputs: Sequence[DataInput],
     out: AnyPath,
     selected: Mapping[str, str | None],
-    tokens: _TokenOptions | None,
+    tokenizer: Tokenizer | None,
+    window_size: int,
+    text_column: str,
     options: dict[str, Any],
 ) -> dict[str, Any]:
     from dtrain.data.stream.write_shards import write_shards
 
+    form, counts = options["format"], {}
+    as_bytes = tokenizer is not None and tokenizer.name == "bytes"
     with ByteProgressBar("writing", sum(data_input.bytes for data_input in inputs) or None) as bar:
         samples: Iterator[Mapping[str, Any]] = chain.from_iterable(
-            read_samples(data_input, bar.advance, as_bytes=tokens is not None and tokens.accepts_bytes) for data_input in inputs
+            read_samples(data_input, bar.advance, as_bytes=as_bytes) for data_input in inputs
         )
-        windows = None if tokens is None else tokens.windows(samples)
-        samples = select_columns(samples, selected) if windows is None else _encode_windows(windows, options["format"])
-        if tokens is not None and options["format"] == "mds":
-            options = {**options, "columns": {"tokens": f"ndarray:{tokens.tokenizer.dtype}:{tokens.size}"}}
-        elif any(selected.values()):
-            samples, options["columns"] = infer_encodings(samples, selected, options["format"])
-        result = write_shards(samples, out, **options)
-    counts = (
-        {}
-        if windows is None
-        else {"documents": windows.documents, "tokens": windows.tokens, "left_out": windows.leftover_tokens}
-    )
+        if tokenizer is None:
+            samples = select_columns(samples, selected)
+            if any(selected.values()):
+                samples, options["columns"] = infer_encodings(samples, selected, form)
+            result = write_shards(samples, out, **options)
+        else:
+            from dtrain.data.token_stream import TokenWindows
+
+            windows = TokenWindows(iter_texts(samples, text_column), tokenizer, window_size)
+            if form == "mds":
+                options["columns"] = {"tokens": f"ndarray:{tokenizer.dtype}:{window_size}"}
+            result = write_shards(_encode_windows(windows, form), out, **options)
+            counts = {"documents": windows.documents, "tokens": windows.tokens, "left_out": windows.leftover_tokens}
     sizes = {"samples": result.samples, "shards": result.shards, "bytes": result.stored_bytes, "raw_bytes": result.raw_bytes}
     return {"path": str(out), "format": result.format, **sizes, **counts}
 
@@ -197,20 +184,6 @@ def _format_result(result: Mapping[str, Any]) -> str:
         return line
     inputs = f"{format_count(result['documents'], 'document')}, {format_count(result['tokens'], 'token')}"
     return f"{line}; of {inputs}, the last {result['left_out']} are in no window"
-
-
-def parse_names(option: str, text: str) -> tuple[str, ...]:
-    """Parse names separated by commas; ``none`` means no name.
-
-    Raises:
-        ConfigError: a name is empty or repeated.
-    """
-    if text.strip() == "none":
-        return ()
-    names = tuple(name.strip() for name in text.split(","))
-    if "" in names or len(set(names)) < len(names):
-        raise ConfigError(f"{option} must be different names with commas between, or none, got {text!r}. Name each once.")
-    return names
 
 
 def parse_columns(option: str, texts: Sequence[str]) -> dict[str, str | None]:
@@ -235,12 +208,6 @@ def parse_columns(option: str, texts: Sequence[str]) -> dict[str, str | None]:
     return columns
 
 
-_NUMBER_ENCODINGS: tuple[tuple[str, Callable[[str], Any]], ...] = (
-    (r"u?int\d*|str_int", int),
-    (r"float\d*|double|str_float", float),
-)
-
-
 def select_columns(samples: Iterable[Mapping[str, Any]], selected: Mapping[str, str | None]) -> Iterator[Mapping[str, Any]]:
     """Yield the samples with the chosen columns only, or with all columns if none is chosen.
 
@@ -249,13 +216,16 @@ def select_columns(samples: Iterable[Mapping[str, Any]], selected: Mapping[str, 
     Raises:
         DataError: a sample lacks a column, or has text that is not a number.
     """
-    readers = {name: _number_parser(encoding) for name, encoding in selected.items()}
+    patterns: tuple[tuple[str, Callable[[str], Any]], ...] = (
+        (r"u?int\d*|str_int", int),
+        (r"float\d*|double|str_float", float),
+    )
+    readers = {
+        name: next((read for pattern, read in patterns if re.fullmatch(pattern, encoding or "")), None)
+        for name, encoding in selected.items()
+    }
     for number, sample in enumerate(samples):
         yield {name: _read_value(sample, name, readers[name], number) for name in selected} if selected else sample
-
-
-def _number_parser(encoding: str | None) -> Callable[[str], Any] | None:
-    return next((read for pattern, read in _NUMBER_ENCODINGS if encoding is not None and re.fullmatch(pattern, encoding)), None)
 
 
 def _read_value(sample: Mapping[str, Any], name: str, read: Callable[[str], Any] | None, number: int) -> Any:
@@ -309,16 +279,4 @@ def infer_encodings(
     return chain([first], samples), encodings
 
 
-app = typer.Typer()
-
-
-@app.callback(invoke_without_command=True)
-def data(context: typer.Context) -> int:
-    """Write and inspect datasets of shards."""
-    if context.invoked_subcommand is None:
-        typer.echo(context.get_help())
-    return 0
-
-
-app.command("write", cls=GroupedCommand, epilog=WRITE_EXAMPLES)(write)
-app.command("inspect", cls=GroupedCommand, epilog=INSPECT_EXAMPLES)(inspect)
+app = command_group("Write and inspect datasets of shards.", write=write, inspect=inspect)

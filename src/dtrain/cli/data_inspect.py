@@ -16,7 +16,7 @@ from dtrain.arguments import format_bytes, format_count
 from dtrain.cli.output import ByteProgressBar, prefix_errors, print_json, print_table, single_line
 from dtrain.cli.parameters import choice, integer, option
 from dtrain.errors import ConfigError, DataError, escape_unprintable
-from dtrain.storage import AnyPath, Buffer, LockableFile, RemotePath, real_path
+from dtrain.storage import AnyPath, Buffer, LockableFile, real_path
 
 if TYPE_CHECKING:
     from dtrain.data.stream.formats.shard_format import ShardEntry
@@ -32,6 +32,7 @@ def dataset_facts(dataset: ShardedDataset) -> dict[str, Any]:
     entries = dataset.entries
     files = [entry.file for entry in entries]
     raw = [file.raw_size for file in files]
+    names, encodings = (entries[0].details.get(f"column_{field}") for field in ("names", "encodings"))
     return {
         "path": str(storage.resolve_path(dataset.path)),
         "indexed": storage.exists(dataset.root / "index.json"),
@@ -45,7 +46,9 @@ def dataset_facts(dataset: ShardedDataset) -> dict[str, Any]:
         "compressions": _unique(file.compression for file in files if file.compression),
         "digests": _unique(name for file in files for name in (*file.digests, *file.raw_digests)),
         "without_digests": sum(not (file.digests or file.raw_digests) for file in files),
-        "columns": _column_encodings(entries[0]),
+        "columns": dict(zip(map(str, names), map(str, encodings), strict=False))
+        if isinstance(names, list) and isinstance(encodings, list)
+        else {},
     }
 
 
@@ -65,14 +68,6 @@ def shard_facts(entry: ShardEntry) -> dict[str, Any]:
 
 def _unique(values: Any) -> list[str]:
     return list(dict.fromkeys(values))
-
-
-def _column_encodings(entry: ShardEntry) -> dict[str, str | None]:
-    """Return the columns of a shard and their encodings, if the index has them."""
-    names, encodings = (entry.details.get(f"column_{field}") for field in ("names", "encodings"))
-    if not isinstance(names, list) or not isinstance(encodings, list):
-        return {}
-    return {str(name): str(encoding) for name, encoding in zip(names, encodings, strict=False)}
 
 
 def format_dataset_facts(facts: Mapping[str, Any]) -> list[str]:
@@ -136,9 +131,11 @@ def find_shard_problem(
     """
     from dtrain.data.stream.shard_store import download
 
-    place = _resolve_inside(root, entry.file.name)
-    if place is None:
-        return "is a link out of the dataset's folder"
+    place: AnyPath = root / entry.file.name
+    if isinstance(root, Path):
+        place = real_path(root / entry.file.name)
+        if not place.is_relative_to(real_path(root)):
+            return "is a link out of the dataset's folder"
     with tempfile.TemporaryDirectory(prefix="dtrain-inspect-") as folder, LockableFile(Path(folder) / "raw", "new") as copy:
         # A local shard without compression is read in place. Other shards are copied, one at a time.
         in_place = entry.file.compression is None and isinstance(place, Path)
@@ -161,14 +158,6 @@ def find_shard_problem(
     return None
 
 
-def _resolve_inside(root: AnyPath, name: str) -> AnyPath | None:
-    """Resolve the links of a file; None if the file is outside of the dataset's folder."""
-    if isinstance(root, RemotePath):
-        return root / name
-    real = real_path(root / name)
-    return real if real.is_relative_to(real_path(root)) else None
-
-
 def _decode_samples(raw: memoryview, entry: ShardEntry, options: Mapping[str, Any]) -> None:
     from dtrain.data.stream.formats.shard_format import get_format
     from dtrain.data.stream.shard_store import MemorySource
@@ -188,30 +177,20 @@ def _decode_samples(raw: memoryview, entry: ShardEntry, options: Mapping[str, An
         shard.close()
 
 
-INSPECT_EXAMPLES = """
-dtrain data inspect s3://bucket/train                 facts, from the index alone
-dtrain data inspect shards --head 3                   and the first samples
-dtrain data inspect shards --verify --json            every digest and every sample, for programs
-"""
-
-_DAMAGED_EXIT_CODE = 1
-_SHOW_HEADING, _VERIFY_HEADING = "Output", "Verification"
 FORMATS = ("mds", "parquet", "jsonl", "text", "tar")
-_option = partial(option, "data: inspect")
+_show, _verification = (partial(option, "data: inspect", heading) for heading in ("Output", "Verification"))
 
 
 def inspect(
     url: Annotated[str, typer.Argument(metavar="URL", help="Folder of shards, here or on a server.", show_default=False)],
     form: Annotated[
-        str | None, _option(_SHOW_HEADING, "--format FORMAT", "Format of the files, if there is no index.", choice(*FORMATS))
+        str | None, _show("--format FORMAT", "Format of the files, if there is no index.", choice(*FORMATS))
     ] = None,
-    head: Annotated[int, _option(_SHOW_HEADING, "--head K", "Also show the first K samples.", integer(0))] = 0,
-    shards: Annotated[bool, _option(_SHOW_HEADING, "--shards", "Also show a line for each shard.")] = False,
-    as_json: Annotated[bool, _option(_SHOW_HEADING, "--json", "Print one JSON object, for programs.")] = False,
-    verify: Annotated[bool, _option(_VERIFY_HEADING, "--verify", "Compare every digest, and decode every sample.")] = False,
-    trust: Annotated[
-        bool, _option(_VERIFY_HEADING, "--allow-pickle", "Also decode pickled columns, which can run code.")
-    ] = False,
+    head: Annotated[int, _show("--head K", "Also show the first K samples.", integer(0))] = 0,
+    shards: Annotated[bool, _show("--shards", "Also show a line for each shard.")] = False,
+    as_json: Annotated[bool, _show("--json", "Print one JSON object, for programs.")] = False,
+    verify: Annotated[bool, _verification("--verify", "Compare every digest, and decode every sample.")] = False,
+    trust: Annotated[bool, _verification("--allow-pickle", "Also decode pickled columns, which can run code.")] = False,
 ) -> int:
     """Show the facts of a dataset of shards, and verify the dataset.
 
@@ -219,38 +198,37 @@ def inspect(
     samples needs.
 
     Exit codes: 0 shown without a problem; 1 the dataset cannot be read, or --verify found a problem; 2 bad usage.
+
+    Examples:
+        dtrain data inspect s3://bucket/train                 facts, from the index alone
+        dtrain data inspect shards --head 3                   and the first samples
+        dtrain data inspect shards --verify --json            every digest and every sample, for programs
     """
     with prefix_errors("data: inspect", DataError):
+        if not url:
+            raise ConfigError("URL must not be empty. Name the folder of shards.")
+        from dtrain.data.stream.sharded_dataset import ShardedDataset
+
         options: dict[str, Any] = {"allow_pickle": True} if trust else {}
-        with closing(_open_dataset(url, form, options)) as dataset:
+        with closing(ShardedDataset(url, format=form, **options)) as dataset:
             facts = dataset_facts(dataset)
             if shards or as_json:
                 facts["files"] = [shard_facts(entry) for entry in dataset.entries]
             facts["head"] = [format_sample(dataset[index]) for index in range(min(head, len(dataset)))]
-            facts["problems"] = _find_problems(dataset, options) if verify else None
+            facts["problems"] = None
+            if verify:
+                size = sum(entry.file.raw_size or entry.file.size for entry in dataset.entries)
+                with ByteProgressBar("verifying", size) as bar:
+                    found = [
+                        (entry.file.name, find_shard_problem(dataset.root, entry, options, bar.advance))
+                        for entry in dataset.entries
+                    ]
+                facts["problems"] = [{"file": name, "problem": problem} for name, problem in found if problem is not None]
     if as_json:
         print_json({"url": url, **facts})
     else:
         _print_facts(facts)
-    return _DAMAGED_EXIT_CODE if facts["problems"] else 0
-
-
-def _open_dataset(url: str, form: str | None, options: dict[str, Any]) -> ShardedDataset:
-    if not url:
-        raise ConfigError("URL must not be empty. Name the folder of shards.")
-    from dtrain.data.stream.sharded_dataset import ShardedDataset
-
-    return ShardedDataset(url, format=form, **options)
-
-
-def _find_problems(dataset: ShardedDataset, options: Mapping[str, Any]) -> list[dict[str, str]]:
-    """Return the shards that differ from the index, with their problems."""
-    problems = []
-    with ByteProgressBar("verifying", sum(entry.file.raw_size or entry.file.size for entry in dataset.entries)) as bar:
-        for entry in dataset.entries:
-            if (problem := find_shard_problem(dataset.root, entry, options, bar.advance)) is not None:
-                problems.append({"file": entry.file.name, "problem": problem})
-    return problems
+    return 1 if facts["problems"] else 0
 
 
 def _print_facts(facts: Mapping[str, Any]) -> None:
@@ -262,7 +240,7 @@ def _print_facts(facts: Mapping[str, Any]) -> None:
     if "files" in facts:
         typer.echo()
         rows = [
-            (file["name"], f"{file['samples']:,}", format_bytes(file["bytes"]), _format_digests(file))
+            (file["name"], f"{file['samples']:,}", format_bytes(file["bytes"]), ", ".join(file["digests"]) or "-")
             for file in facts["files"]
         ]
         print_table(("shard", "samples", "size", "digests"), rows, right=(1, 2))
@@ -274,15 +252,7 @@ def _print_facts(facts: Mapping[str, Any]) -> None:
         typer.echo()
         for problem in problems:
             typer.echo(escape_unprintable(f"{problem['file']}: {problem['problem']}"))
-        verdict = f"{format_count(len(problems), 'shard')} of {facts['shards']:,} damaged" if problems else _describe_ok(facts)
-        typer.echo(verdict)
-
-
-def _describe_ok(facts: Mapping[str, Any]) -> str:
-    missing = facts["without_digests"]
-    digests = f"no digests of {format_count(missing, 'shard')}" if missing else "every digest compared"
-    return f"ok: {digests}, every sample decoded"
-
-
-def _format_digests(file: Mapping[str, Any]) -> str:
-    return ", ".join(file["digests"]) or "-"
+        missing = facts["without_digests"]
+        digests = f"no digests of {format_count(missing, 'shard')}" if missing else "every digest compared"
+        damaged = f"{format_count(len(problems), 'shard')} of {facts['shards']:,} damaged"
+        typer.echo(damaged if problems else f"ok: {digests}, every sample decoded")

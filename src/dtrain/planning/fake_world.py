@@ -70,16 +70,11 @@ def fake_world(world_size: int, *, dp_replicate: int = 1, cp: int = 1, tp: int =
     finally:
         dist.destroy_process_group()
         # torch caches results by mesh, with the names of groups, and a later mesh of the same ranks is an equal mesh.
-        _clear_sharding_cache()
+        if "torch.distributed.tensor" in sys.modules:
+            dtensor_dispatcher().sharding_propagator.propagate_op_sharding.cache_clear()
+            if clear_fast_path := getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None):
+                clear_fast_path()
         set_rng_state(random)
-
-
-def _clear_sharding_cache() -> None:
-    """Clear torch's cache of sharded operations, if a DTensor was made."""
-    if "torch.distributed.tensor" in sys.modules:
-        dtensor_dispatcher().sharding_propagator.propagate_op_sharding.cache_clear()
-        if clear_fast_path := getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None):
-            clear_fast_path()
 
 
 _aten = torch.ops.aten
@@ -106,7 +101,8 @@ class FakeValueMode(TorchDispatchMode):
             return args[0].device
         # An exception of the fake mode for each number of an optimizer's state would be slow.
         if func is _aten._local_scalar_dense.default and isinstance(args[0], FakeTensor) and args[0].constant is None:
-            return _fake_scalar(args[0].dtype)
+            dtype = args[0].dtype
+            return True if dtype == torch.bool else 1.0 if dtype.is_floating_point else 1j if dtype.is_complex else 1
         if is_collective(func):
             self.collectives.extend(describe_collective(func, args, kwargs))
         try:
@@ -120,12 +116,6 @@ class FakeValueMode(TorchDispatchMode):
             if result is None:
                 raise _data_dependent_error(func) from None
             return result
-
-
-def _fake_scalar(dtype: torch.dtype) -> bool | int | float | complex:
-    if dtype == torch.bool:
-        return True
-    return 1.0 if dtype.is_floating_point else 1j if dtype.is_complex else 1
 
 
 def _unmasked_result(func: Any, args: tuple[Any, ...]) -> Tensor | None:
@@ -204,49 +194,34 @@ def emulate_cuda_kernels() -> Iterator[None]:
 
     Mutates: three functions of torch, inside the context. Code that imported the functions before uses the CPU's.
     """
-    replacements = ((torch, "rms_norm", _rms_norm), (F, "dropout", _dropout), (F, "scaled_dot_product_attention", _attention))
-    originals = [getattr(module, name) for module, name, _ in replacements]
-    for (module, name, replace), original in zip(replacements, originals, strict=True):
-        setattr(module, name, replace(original))
-    try:
-        yield
-    finally:
-        for (module, name, _), original in zip(replacements, originals, strict=True):
-            setattr(module, name, original)
+    rms_norm, dropout, attention = torch.rms_norm, F.dropout, F.scaled_dot_product_attention
 
-
-def _rms_norm(original: Any) -> Any:
-    def rms_norm(input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None) -> Any:
+    def cuda_rms_norm(
+        input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
+    ) -> Any:
         # With different dtypes CUDA runs several kernels, too.
         if weight is not None and weight.dtype != input.dtype:
-            return original(input, normalized_shape, weight, eps)
+            return rms_norm(input, normalized_shape, weight, eps)
         return _RMSNorm.apply(input, tuple(normalized_shape), weight)  # type: ignore[no-untyped-call]
 
-    return rms_norm
-
-
-def _dropout(original: Any) -> Any:
-    def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+    def cuda_dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
         if inplace or not training or not 0 < p < 1:
-            return original(input, p, training, inplace)
+            return dropout(input, p, training, inplace)
         return _Dropout.apply(input)  # type: ignore[no-untyped-call]
 
-    return dropout
-
-
-def _attention(original: Any) -> Any:
-    def scaled_dot_product_attention(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        *args: Any,
-        **kwargs: Any,
+    def cuda_attention(
+        query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, dropout_p: float = 0.0, *args: Any, **kwargs: Any
     ) -> Any:
-        return original(query, key, value, attn_mask, 0.0, *args, **kwargs)
+        return attention(query, key, value, attn_mask, 0.0, *args, **kwargs)
 
-    return scaled_dot_product_attention
+    places = ((torch, "rms_norm"), (F, "dropout"), (F, "scaled_dot_product_attention"))
+    try:
+        for (module, name), function in zip(places, (cuda_rms_norm, cuda_dropout, cuda_attention), strict=True):
+            setattr(module, name, function)
+        yield
+    finally:
+        for (module, name), function in zip(places, (rms_norm, dropout, attention), strict=True):
+            setattr(module, name, function)
 
 
 class _RMSNorm(torch.autograd.Function):

@@ -5,7 +5,7 @@ The simulation tracks memory by its purpose, and sums the collectives by kind.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,7 +21,7 @@ from dtrain.data.batch import list_tensors
 from dtrain.errors import ConfigError
 from dtrain.planning.fake_world import FakeValueMode, UnreadScalar, emulate_cuda_kernels, fake_world
 from dtrain.planning.memory_trace import MemoryTrace, MemoryTracker
-from dtrain.planning.step_work import CollectiveTraffic, StepWork, extrapolate_traffic, sum_traffic
+from dtrain.planning.step_work import CollectiveTraffic, StepWork, extrapolate_traffic, iter_tensors, sum_traffic
 from dtrain.planning.workload import Workload, build_on_meta
 from dtrain.shard.activations import checkpoint_activations
 from dtrain.shard.fsdp import shard_model
@@ -103,16 +103,19 @@ class SimulatedRun:
         workload: Workload,
         model: nn.Module,
         transforms: Sequence[Transform],
-        device: DeviceType,
+        config: ParallelismConfig,
         fake_values: FakeValueMode,
-        strides: Mapping[str, int],
     ) -> None:
-        self._workload, self._model, self._fake_values, self._strides = workload, model, fake_values, strides
-        self._transforms = transforms
+        self._workload, self._model, self._transforms, self._fake_values = workload, model, transforms, fake_values
+        # Distance between neighbours along each axis that shard_model and build_mesh use.
+        self._strides = dict.fromkeys(("dp_shard", "dp_all", "cp"), config.tp)
+        self._strides["dp_replicate"] = config.world_size // config.dp_replicate
         self._tracker = MemoryTracker()
         optimizer = workload.optimizer(model.parameters())
-        if device == "cuda":
-            _use_foreach(optimizer)
+        for group in optimizer.param_groups if config.device == "cuda" else ():
+            # On CUDA, torch uses the foreach form unless an option is set.
+            if group.get("foreach", False) is None and not group.get("fused") and not group.get("differentiable"):
+                group["foreach"] = True
         # A simulated parameter has no values to compare.
         self._state = self._compose(1).init(model, optimizer, replica_check_every=0)
         monitor = self._state._run_context.monitor
@@ -160,8 +163,8 @@ class SimulatedRun:
         with tracker.live:
             tracker.assign("parameters", state.params.values())
             tracker.assign("parameters", self._model.buffers())
-            tracker.assign("optimizer", _iter_tensors(state.optimizer.state))
-            tracker.assign("transforms", _iter_tensors(state.transform_states))
+            tracker.assign("optimizer", iter_tensors(state.optimizer.state))
+            tracker.assign("transforms", iter_tensors(state.transform_states))
             tracker.reset()
             batch_bytes = self._run(microbatch_size, microbatches)
         traffic = sum_traffic(self._fake_values.collectives, self._strides)
@@ -241,12 +244,19 @@ def simulate(workload: Workload, config: ParallelismConfig) -> Iterator[Simulate
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         # The model is sharded on meta, because fake tensors take 4 ms for each parameter that is sharded over 1,000 ranks.
         with only_first_shards():
-            model = _shard(workload, config, mesh, build_on_meta(workload, fake))
+            model = build_on_meta(workload, fake)
+            if config.checkpoint is not None:
+                checkpoint_activations(model, blocks=workload.blocks, keep=config.checkpoint)
+            options: dict[str, Any] = {"blocks": workload.blocks, **workload.shard_args}
+            if config.tp == 1:
+                # A workload may have a plan for every layout.
+                options.pop("tp_plan", None)
+            options = {"strategy": config.strategy, "precision": config.precision, "accumulate": config.accumulate} | options
+            model = shard_model(model, mesh, **options)
         with fake, FakeValueMode() as fake_values, emulate_cuda_kernels() if config.device == "cuda" else nullcontext():
             allocate_meta_tensors(model, torch.device("cpu"))
             init_root(model)
-            transforms = _transforms(workload, config, mesh)
-            yield SimulatedRun(workload, model, transforms, config.device, fake_values, _strides(config))
+            yield SimulatedRun(workload, model, _transforms(workload, config, mesh), config, fake_values)
 
 
 def _transforms(workload: Workload, config: ParallelismConfig, mesh: DeviceMesh) -> list[Transform]:
@@ -260,40 +270,3 @@ def _transforms(workload: Workload, config: ParallelismConfig, mesh: DeviceMesh)
         )
     dims, buffer_dims = workload.batch_seq_dims, workload.buffer_seq_dims
     return [*workload.transforms, context_parallel(mesh, batch_seq_dims=dims, buffer_seq_dims=buffer_dims, check=False)]
-
-
-def _strides(config: ParallelismConfig) -> dict[str, int]:
-    """Return the distance between neighbours along each axis that ``shard_model`` and ``build_mesh`` use."""
-    shared = dict.fromkeys(("dp_shard", "dp_all", "cp"), config.tp)
-    return {**shared, "dp_replicate": config.world_size // config.dp_replicate}
-
-
-def _shard(workload: Workload, config: ParallelismConfig, mesh: DeviceMesh, model: nn.Module) -> nn.Module:
-    if config.checkpoint is not None:
-        checkpoint_activations(model, blocks=workload.blocks, keep=config.checkpoint)
-    options: dict[str, Any] = {
-        "strategy": config.strategy,
-        "precision": config.precision,
-        "accumulate": config.accumulate,
-        "blocks": workload.blocks,
-        **workload.shard_args,
-    }
-    if config.tp == 1:
-        # A workload may have a plan for every layout.
-        options.pop("tp_plan", None)
-    return shard_model(model, mesh, **options)
-
-
-def _use_foreach(optimizer: torch.optim.Optimizer) -> None:
-    """Let ``optimizer`` use its ``foreach`` form, as on CUDA, unless an option is set. Mutates: its groups."""
-    for group in optimizer.param_groups:
-        if group.get("foreach", False) is None and not group.get("fused") and not group.get("differentiable"):
-            group["foreach"] = True
-
-
-def _iter_tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _iter_tensors(item)
