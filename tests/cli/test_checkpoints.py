@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 from dataclasses import replace
 from datetime import datetime
@@ -219,28 +220,25 @@ def test_unreadable_root_prints_one_line(checkpoints, root, monkeypatch, command
 
 
 MISTAKES = {
-    "list: no folder": (["list", "nope"], "list: no such folder: 'nope'. Check the path."),
-    "list: an empty path": (["list", ""], "list: no such folder: ''. Check the path."),
-    "verify: an empty path": (["verify", "--all", ""], "verify: no such folder: ''. Check the path."),
-    "list: a file": (["list", "root/step-00000001/manifest.json"], "list: no such folder: "),
-    "list: a step": (
-        ["list", "root/step-00000001"],
-        "list: 'root/step-00000001' is the folder of one step. Name the folder that",
-    ),
-    "verify: no folder": (["verify", "nope"], "verify: no such folder: 'nope'. Check the path."),
-    "verify: nothing there": (["verify", "."], "verify: no checkpoints in '.'. Name a step"),
-    "verify: nothing there at all": (["verify", "--all", "."], "verify: no checkpoints in '.'. Name a step"),
-    "show: no folder": (["show", "nope"], "show: no such folder: 'nope'. Check the path."),
-    "show: nothing there": (["show", "."], "show: no checkpoints in '.'. Name a step"),
-    "diff: no folder": (["diff", "root", "nope"], "diff: no such folder: 'nope'. Check the path."),
-    "diff: nothing there": (["diff", ".", "root"], "diff: no checkpoints in '.'. Name a step"),
-    "verify: all of a step": (["verify", "--all", "root/step-00000001"], "verify: 'root/step-00000001' is the folder of one"),
+    "list: no folder": ("list nope", "list: no such folder: 'nope'. Check the path."),
+    "list: an empty path": ("list ''", "list: no such folder: ''. Check the path."),
+    "verify: an empty path": ("verify --all ''", "verify: no such folder: ''. Check the path."),
+    "list: a file": ("list root/step-00000001/manifest.json", "list: no such folder: "),
+    "list: a step": ("list root/step-00000001", "list: 'root/step-00000001' is the folder of one step. Name the folder that"),
+    "verify: no folder": ("verify nope", "verify: no such folder: 'nope'. Check the path."),
+    "verify: nothing there": ("verify .", "verify: no checkpoints in '.'. Name a step"),
+    "verify: nothing there at all": ("verify --all .", "verify: no checkpoints in '.'. Name a step"),
+    "show: no folder": ("show nope", "show: no such folder: 'nope'. Check the path."),
+    "show: nothing there": ("show .", "show: no checkpoints in '.'. Name a step"),
+    "diff: no folder": ("diff root nope", "diff: no such folder: 'nope'. Check the path."),
+    "diff: nothing there": ("diff . root", "diff: no checkpoints in '.'. Name a step"),
+    "verify: all of a step": ("verify --all root/step-00000001", "verify: 'root/step-00000001' is the folder of one"),
 }
 
 
 @pytest.mark.parametrize(("args", "expected"), MISTAKES.values(), ids=MISTAKES)
 def test_invalid_arguments_print_one_line(checkpoints, root, args, expected):
-    code, out, err = checkpoints(*args)
+    code, out, err = checkpoints(*shlex.split(args))
     assert (code, out) == (2, "")
     assert err.startswith(f"dtrain: checkpoints: {expected}")
     assert err.count("\n") == 1

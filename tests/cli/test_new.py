@@ -6,6 +6,7 @@ import json
 import os
 import re
 import runpy
+import shlex
 import shutil
 import subprocess
 import sys
@@ -178,30 +179,24 @@ def test_existing_file_is_kept_unless_forced(new, tmp_path):
 
 
 MISTAKES = {
-    "no file": ([], "new: missing argument 'LOOP'. See `dtrain new --help`."),
-    "unknown task": (
-        ["x.py", "--task", "nlp"],
-        "new: --task must be one of blank, lm, vision, finetune, diffusion, got 'nlp'. ",
-    ),
-    "no task": (["x.py", "--task"], "new: option '--task' requires an argument. See"),
-    "unknown option": (["x.py", "--fast"], "new: no such option: --fast"),
-    "another ending": (
-        ["loop.txt"],
-        "new: LOOP must be a name of letters, digits, - and _ that ends with .py, got 'loop.txt'. ",
-    ),
-    "an empty name": ([""], "new: LOOP must be a name of letters, digits, - and _ that ends with .py, got ''. "),
-    "a line end": (["a\n.py"], "new: LOOP must be a name of letters, digits, - and _ that ends with .py, got 'a\\n.py'. "),
-    "no folder": (["nope/loop.py"], "new: no such folder: 'nope'. Create the folder, or choose another."),
-    "a folder": (["folder.py"], "new: 'folder.py' is a folder. Name a file in it, as in folder.py/loop.py."),
-    "torch": (["torch.py"], "new: LOOP must not shadow the module 'torch', got 'torch.py'. Use another name"),
-    "standard library": (["random.py"], "new: LOOP must not shadow the module 'random', got 'random.py'. "),
+    "no file": ("", "new: missing argument 'LOOP'. See `dtrain new --help`."),
+    "unknown task": ("x.py --task nlp", "new: --task must be one of blank, lm, vision, finetune, diffusion, got 'nlp'. "),
+    "no task": ("x.py --task", "new: option '--task' requires an argument. See"),
+    "unknown option": ("x.py --fast", "new: no such option: --fast"),
+    "another ending": ("loop.txt", "new: LOOP must be a name of letters, digits, - and _ that ends with .py, got 'loop.txt'. "),
+    "an empty name": ("''", "new: LOOP must be a name of letters, digits, - and _ that ends with .py, got ''. "),
+    "a line end": ("'a\n.py'", "new: LOOP must be a name of letters, digits, - and _ that ends with .py, got 'a\\n.py'. "),
+    "no folder": ("nope/loop.py", "new: no such folder: 'nope'. Create the folder, or choose another."),
+    "a folder": ("folder.py", "new: 'folder.py' is a folder. Name a file in it, as in folder.py/loop.py."),
+    "torch": ("torch.py", "new: LOOP must not shadow the module 'torch', got 'torch.py'. Use another name"),
+    "standard library": ("random.py", "new: LOOP must not shadow the module 'random', got 'random.py'. "),
 }
 
 
 @pytest.mark.parametrize(("args", "expected"), MISTAKES.values(), ids=MISTAKES)
 def test_invalid_arguments_print_one_line_and_write_nothing(new, tmp_path, args, expected):
     (tmp_path / "folder.py").mkdir()
-    code, out, err = new(*args)
+    code, out, err = new(*shlex.split(args))
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert err.startswith(f"dtrain: {expected}")
     assert re.search(r"\. [A-Z]", err)
