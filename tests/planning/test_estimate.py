@@ -376,9 +376,9 @@ def exhaustive(workload: Workload, memory: int, config: dict) -> tuple[int, dict
     with simulate(workload, ParallelismConfig(**config)) as run:
         for size in range(1, 30):
             step = run.step(size, 1).trace.memory()
-            if max(step.peaks.values()) > memory:
+            if step["peak"] > memory:
                 return best, peaks
-            best, peaks = size, step.peaks
+            best, peaks = size, step["peaks"]
     raise AssertionError("the memory is too large for this test")
 
 

@@ -337,19 +337,12 @@ class SizeEstimates:
         return is_right
 
     def _estimate(self, size: int, step: StepUsage) -> MemoryEstimate:
-        memory = step.trace.memory()
-        peak_phase = max(memory.peaks, key=lambda phase: memory.peaks[phase])
         return MemoryEstimate(
             config=self._config,
             microbatch_size=size,
             microbatches=self._microbatches,
             parameter_count=self._run.parameter_count,
-            peak=memory.peaks[peak_phase],
-            peak_phase=peak_phase,
-            peaks=memory.peaks,
-            at_rest=memory.at_rest,
-            at_peak=memory.at_peak,
-            max_by_part=memory.max_by_part,
+            **step.trace.memory(),
             traffic=step.traffic,
             batch_bytes=step.batch_bytes,
             work=step.work,
