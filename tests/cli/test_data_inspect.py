@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from dtrain import storage
-from dtrain.cli.data_inspect import format_sample_value
+from dtrain.cli.data import format_sample_value
 from dtrain.data.stream.write_shards import write_shards
 
 ROWS = [{"text": f"row {i}", "tokens": np.arange(12, dtype=np.uint16)} for i in range(20)]

@@ -4,6 +4,7 @@ import math
 import multiprocessing
 import os
 import signal
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -204,26 +205,17 @@ REFUSED = {
     "no ranks": ({"world_size": 0}, "world_size must be an integer from 1 to 4096, got 0"),
     "too many ranks": ({"world_size": 5000}, "world_size must be an integer from 1 to 4096, got 5000"),
     "ranks that do not divide": ({"world_size": 8, "dp_replicate": 3}, "must be a multiple of 3"),
-    "sequences without dims": ({"world_size": 2, "cp": 2}, "the workload has no batch_seq_dims. Pass for example"),
-    "strategy": ({"world_size": 2, "strategy": "zero3"}, "strategy must be 'full_shard', "),
-    "hybrid without replicas": ({"world_size": 2, "strategy": "hybrid_shard"}, "hybrid_shard needs a mesh of two axes"),
-    "checkpoint": ({"world_size": 2, "checkpoint": "all"}, "checkpoint must be None, 'nothing' or 'matmuls', got 'all'"),
-    "device": ({"world_size": 2, "device": "tpu"}, "device must be 'cuda' or 'cpu', got 'tpu'"),
-    "no samples": ({"world_size": 2, "microbatch_size": 0}, "microbatch_size must be an integer of at least 1, got 0"),
-    "no microbatches": ({"world_size": 2, "microbatches": 1.5}, "microbatches must be an integer of at least 1, got 1.5"),
-}
-
-
-@pytest.mark.parametrize(("options", "expected"), REFUSED.values(), ids=REFUSED)
-def test_invalid_option_raises_one_line_error(options, expected):
-    with pytest.raises(ConfigError) as error:
-        estimate_memory(linears(), **options)
-    assert expected in str(error.value)
-    assert "\n" not in str(error.value)
-    assert not dist.is_initialized()
-
-
-WRONG = {
+    "sequences without dims": ({"cp": 2}, "the workload has no batch_seq_dims. Pass for example"),
+    "strategy": ({"strategy": "zero3"}, "strategy must be 'full_shard', "),
+    "hybrid without replicas": ({"strategy": "hybrid_shard"}, "hybrid_shard needs a mesh of two axes"),
+    "checkpoint": ({"checkpoint": "all"}, "checkpoint must be None, 'nothing' or 'matmuls', got 'all'"),
+    "device": ({"device": "tpu"}, "device must be 'cuda' or 'cpu', got 'tpu'"),
+    "no samples": ({"microbatch_size": 0}, "microbatch_size must be an integer of at least 1, got 0"),
+    "no microbatches": ({"microbatches": 1.5}, "microbatches must be an integer of at least 1, got 1.5"),
+    "no memory": ({"memory": 0}, "memory must be a finite number above 0, got 0. 80 GiB is"),
+    "memory in words": ({"memory": "80GiB"}, "memory must be a finite number above 0, got '80GiB'"),
+    "all headroom": ({"memory": 10, "headroom": 1.0}, "headroom must be a finite number at least 0 and below 1, got 1.0"),
+    "no size allowed": ({"memory": 10, "max_size": 0}, "max_size must be an integer of at least 1, got 0"),
     "model": ({"model": 3}, "Workload: model must be a function"),
     "loss": ({"loss_fn": None}, "Workload: loss_fn must be a function"),
     "batch": ({"batch": torch.zeros(3)}, "Workload: batch must be a function"),
@@ -234,10 +226,16 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize(("changes", "expected"), WRONG.values(), ids=WRONG)
-def test_invalid_workload_is_refused(changes, expected):
-    with pytest.raises(ConfigError, match=expected):
-        estimate_memory(linears(**changes), world_size=2)
+@pytest.mark.parametrize(("options", "expected"), REFUSED.values(), ids=REFUSED)
+def test_invalid_option_or_workload_raises_one_line_error(options, expected):
+    """Options of the functions, and fields of the workload."""
+    changes = {name: value for name, value in options.items() if name in Workload.__dataclass_fields__}
+    options = {"world_size": 2} | {name: value for name, value in options.items() if name not in changes}
+    with pytest.raises(ConfigError) as error:
+        (largest_microbatch if "memory" in options else estimate_memory)(linears(**changes), **options)
+    assert expected in str(error.value)
+    assert "\n" not in str(error.value)
+    assert not dist.is_initialized()
 
 
 def with_groups() -> str:
@@ -262,9 +260,10 @@ QUICK = [
     pytest.param("tied", 2, 3, 2, {"strategy": "full_shard"}, id="tied"),
     pytest.param("gpt", 2, 4, 2, {"strategy": "full_shard", "cp": 2}, id="gpt-cp"),
 ]
+slow = partial(pytest.param, marks=pytest.mark.slow)
 STRATEGIES = ("full_shard", "shard_grad_op", "replicate", "hybrid_shard")
 SLOW = [
-    pytest.param(name, world, size, count, {"strategy": strategy, **more}, id=f"{name}-{strategy}-{world}-{size}x{count}-{i}")
+    slow(name, world, size, count, {"strategy": strategy, **more}, id=f"{name}-{strategy}-{world}-{size}x{count}-{i}")
     for name in WORKLOADS
     for strategy in STRATEGIES
     for world in (2, 4)
@@ -278,7 +277,7 @@ SLOW = [
     )
 ]
 SLOW += [
-    pytest.param("gpt", 4, 2, 2, {"strategy": strategy, "cp": cp}, id=f"gpt-{strategy}-cp{cp}")
+    slow("gpt", 4, 2, 2, {"strategy": strategy, "cp": cp}, id=f"gpt-{strategy}-cp{cp}")
     for strategy, cp in (("full_shard", 2), ("full_shard", 4), ("replicate", 2), ("hybrid_shard", 2))
 ]
 
@@ -301,14 +300,8 @@ def off(ranks, name: str, world: int, size: int, count: int, setting: dict) -> f
     return abs(plan.peak / real - 1)
 
 
-@pytest.mark.parametrize(("name", "world", "size", "count", "setting"), QUICK)
+@pytest.mark.parametrize(("name", "world", "size", "count", "setting"), [*QUICK, *SLOW])
 def test_estimated_peak_matches_measured_ranks(ranks, name, world, size, count, setting):
-    assert off(ranks, name, world, size, count, setting) <= TOLERANCE
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "world", "size", "count", "setting"), SLOW)
-def test_estimated_peak_matches_measured_ranks_for_every_setting(ranks, name, world, size, count, setting):
     assert off(ranks, name, world, size, count, setting) <= TOLERANCE
 
 
@@ -456,20 +449,6 @@ def test_comparison_omits_hybrid_checkpointing_and_largest_without_inputs():
     rows = compare_strategies(linears(blocks=()), world_size=2)
     assert [row.estimate.config.strategy for row in rows] == ["replicate", "shard_grad_op", "full_shard"]
     assert all(row.largest is None for row in rows)
-
-
-REFUSED_BOUNDS = {
-    "no memory": ({"memory": 0}, "memory must be a finite number above 0, got 0. 80 GiB is"),
-    "memory in words": ({"memory": "80GiB"}, "memory must be a finite number above 0, got '80GiB'"),
-    "all headroom": ({"memory": 10, "headroom": 1.0}, "headroom must be a finite number at least 0 and below 1, got 1.0"),
-    "no size allowed": ({"memory": 10, "max_size": 0}, "max_size must be an integer of at least 1, got 0"),
-}
-
-
-@pytest.mark.parametrize(("options", "expected"), REFUSED_BOUNDS.values(), ids=REFUSED_BOUNDS)
-def test_invalid_bounds_are_refused(options, expected):
-    with pytest.raises(ConfigError, match=expected):
-        largest_microbatch(linears(), world_size=2, **options)
 
 
 @pytest.mark.parametrize("processes", [1, 2, 8])
