@@ -29,7 +29,7 @@ from dtrain.planning.simulate import ParallelismConfig, simulate
 from dtrain.planning.workload import Workload
 from dtrain.shard.fsdp import shard_model
 from dtrain.shard.precision import Precision
-from dtrain.step import metrics
+from dtrain.step import normalization
 from dtrain.step.compose import compose_step
 from planning.workloads import WIDTH, WORKLOADS, Linears, linears, measured, rows
 
@@ -99,7 +99,7 @@ def test_transform_state_memory_is_counted():
 
 
 def test_training_after_an_estimate_has_real_metric_weights():
-    metrics._ones.cache_clear()  # as in a process that has run no step
+    normalization._ones.cache_clear()  # as in a process that has run no step
     estimate_memory(linears(transforms=[dt.transforms.clip_by_norm(1.0)]), world_size=4)
     model = nn.Linear(2, 1)
     step = dt.compose_step(

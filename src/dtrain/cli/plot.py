@@ -116,7 +116,7 @@ def schedule(
         )
     # These modules import torch.
     from dtrain.planning.workload import import_target, summarize_user_errors
-    from dtrain.schedules.plotting import axis_label, evaluate_at, plot, sample_times
+    from dtrain.schedules.curves import axis_label, evaluate_at, plot, sample_times
 
     with import_target(_COMMAND, target, "schedule", _TARGET_EXAMPLE) as imported:
         schedules = _find_schedules(imported)
