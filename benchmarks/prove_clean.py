@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dtrain.cli.new import TASKS
-from dtrain.cli.new import new as write_loop
+from dtrain.cli.main import TASKS
+from dtrain.cli.main import new as write_loop
 from dtrain.prove.proof import prove
 from measure import machine
 

@@ -3,6 +3,7 @@
 import shutil
 import sys
 import tempfile
+from functools import partial
 
 import pytest
 
@@ -30,19 +31,22 @@ def root(clean, tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def command_line(monkeypatch, capsys):
-    """``command_line("new")``: a function of arguments: the exit code, what was printed, and what was complained about."""
+def dtrain(monkeypatch, capfd):
+    """``dtrain(*args)`` runs a command line in this process: the exit code, what was printed, and what was complained about."""
 
-    def of(name):
-        def run(*args):
-            monkeypatch.setattr(sys, "argv", ["dtrain", name, *args])
-            with pytest.raises(SystemExit) as end:
-                main.run()
-            return end.value.code, *capsys.readouterr()
+    def run(*args):
+        monkeypatch.setattr(sys, "argv", ["dtrain", *args])
+        with pytest.raises(SystemExit) as end:
+            main.run()
+        return end.value.code, *capfd.readouterr()
 
-        return run
+    return run
 
-    return of
+
+@pytest.fixture
+def command_line(dtrain):
+    """``command_line("new")``: the function ``dtrain`` for one command."""
+    return lambda name: partial(dtrain, name)
 
 
 @pytest.fixture

@@ -1,8 +1,8 @@
-"""``dtrain checkpoints convert`` and ``prune``, tables and bars, and what the commands cost to start."""
+"""``dtrain checkpoints convert`` and ``prune``, tables and bars."""
 
 import json
 import os
-import subprocess
+import shlex
 import sys
 
 import pytest
@@ -47,15 +47,15 @@ def test_convert_options_reach_the_conversion(checkpoints, root):
 
 
 MISTAKES = {
-    "no source": (["nope", "out", "--to", "hf"], 2, "path must exist, got "),
-    "an empty path": (["", "out", "--to", "hf"], 2, "SRC and DST must not be empty. Name the checkpoint"),
-    "target": (["root", "out", "--to", "gguf"], 2, "to must be one of hf, dtrain, dcp, safetensors, got 'gguf'"),
-    "existing": (["root", "root", "--to", "hf"], 2, "destination must not exist"),
-    "size": (["root", "out", "--to", "hf", "--max-shard-size", "huge"], 2, "--max-shard-size must be a size such as"),
-    "tie": (["root", "out", "--to", "hf", "--tie", "x"], 2, "--tie must be ALIAS=NAME, got 'x'"),
-    "trust": (["x.pt", "out", "--to", "hf"], 2, "is a pickle, and reading it runs its code. Pass trust (--trust)"),
-    "nothing there": (["empty", "out", "--to", "hf"], 1, "path must be a checkpoint of dtrain"),
-    "a state": (["root", "out", "--to", "hf", "--state", "gan"], 1, "(one state without a name), got 'gan'"),
+    "no source": ("nope out --to hf", 2, "path must exist, got "),
+    "an empty path": ("'' out --to hf", 2, "SRC and DST must not be empty. Name the checkpoint"),
+    "target": ("root out --to gguf", 2, "to must be one of hf, dtrain, dcp, safetensors, got 'gguf'"),
+    "existing": ("root root --to hf", 2, "destination must not exist"),
+    "size": ("root out --to hf --max-shard-size huge", 2, "--max-shard-size must be a size such as"),
+    "tie": ("root out --to hf --tie x", 2, "--tie must be ALIAS=NAME, got 'x'"),
+    "trust": ("x.pt out --to hf", 2, "is a pickle, and reading it runs its code. Pass trust (--trust)"),
+    "nothing there": ("empty out --to hf", 1, "path must be a checkpoint of dtrain"),
+    "a state": ("root out --to hf --state gan", 1, "(one state without a name), got 'gan'"),
 }
 
 
@@ -63,8 +63,8 @@ MISTAKES = {
 def test_convert_failure_prints_one_line_and_leaves_no_output(checkpoints, root, args, code, expected):
     (root.parent / "x.pt").write_bytes(b"")
     (root.parent / "empty").mkdir()
-    assert checkpoints("convert", *args)[:2] == (code, "")
-    err = checkpoints("convert", *args)[2]
+    found, out, err = checkpoints("convert", *shlex.split(args))
+    assert (found, out) == (code, "")
     assert err.startswith("dtrain: checkpoints: convert: ")
     assert expected in err
     assert err.count("\n") == 1
@@ -143,22 +143,3 @@ def test_table_fits_terminal_and_escapes_control_characters(monkeypatch):
     lines = terminal.text.splitlines()
     assert max(map(len, lines[1:])) <= 40
     assert "".join(line.split()[0] for line in lines[1:]) == "y" * 90 + r"\x1b]0;x\x07"
-
-
-@pytest.mark.parametrize("command", ["list", "verify", "show", "diff", "prune", "convert"])
-def test_help_imports_nothing_heavy(command):
-    code = f"""
-import sys
-import typer
-before = set(sys.modules)  # older releases import rich at once
-sys.argv = ["dtrain", "checkpoints", {command!r}, "--help"]
-from dtrain.cli.main import run
-try:
-    run()
-finally:
-    print("LOADED", [name for name in ("torch", "numpy", "rich") if name in sys.modules and name not in before])
-"""
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=90)
-    assert result.stdout.splitlines()[-1] == "LOADED []", result
-    assert "Exit codes: 0 " in result.stdout
-    assert result.returncode == 0

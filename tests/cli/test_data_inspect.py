@@ -4,12 +4,13 @@ import json
 import os
 import pickle
 import re
+import shlex
 
 import numpy as np
 import pytest
 
 from dtrain import storage
-from dtrain.cli.data_inspect import format_sample_value
+from dtrain.cli.data import format_sample_value
 from dtrain.data.stream.write_shards import write_shards
 
 ROWS = [{"text": f"row {i}", "tokens": np.arange(12, dtype=np.uint16)} for i in range(20)]
@@ -186,22 +187,19 @@ def test_inspect_changes_no_files(data, shards):
 
 
 MISTAKES = {
-    "an empty URL": ([""], "URL must not be empty. Name the folder of shards."),
-    "no folder": (["nope"], ""),
-    "nothing there": (["empty"], ""),
-    "an unknown format": (
-        ["shards", "--format", "hdf5"],
-        "--format must be 'mds', 'parquet', 'jsonl', 'text' or 'tar', got 'hdf5'",
-    ),
-    "another format": (["shards", "--format", "tar"], ""),
-    "a number": (["shards", "--head", "few"], "--head must be an integer of at least 0, got 'few'"),
+    "an empty URL": ("''", "URL must not be empty. Name the folder of shards."),
+    "no folder": ("nope", ""),
+    "nothing there": ("empty", ""),
+    "an unknown format": ("shards --format hdf5", "--format must be 'mds', 'parquet', 'jsonl', 'text' or 'tar', got 'hdf5'"),
+    "another format": ("shards --format tar", ""),
+    "a number": ("shards --head few", "--head must be an integer of at least 0, got 'few'"),
 }
 
 
 @pytest.mark.parametrize(("args", "expected"), MISTAKES.values(), ids=MISTAKES)
 def test_invalid_arguments_print_one_line(data, shards, args, expected):
     (shards.parent / "empty").mkdir()
-    code, out, err = data("inspect", *args)
+    code, out, err = data("inspect", *shlex.split(args))
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert err.startswith(f"dtrain: data: inspect: {expected}")
 

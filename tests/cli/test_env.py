@@ -83,19 +83,10 @@ def test_exit_code_is_nonzero_only_for_errors(monkeypatch, capsys, variables, co
     assert capsys.readouterr().out.splitlines()[-1].startswith(last)
 
 
-@pytest.mark.parametrize(
-    ("torch", "problem"),
-    [
-        ("raise ImportError('libcudart.so.12: cannot open shared object file')", "ImportError: libcudart.so.12: cannot open"),
-        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "importing it was ended by signal 11"),
-        ("raise SystemExit(0)", "it ended before it could say anything"),
-    ],
-    ids=["import error", "crash", "exit"],
-)
-def test_broken_torch_is_reported_as_finding(env, torch, problem):
-    result = env(torch=torch)
+def test_broken_torch_is_reported_as_finding(env):
+    result = env(torch="import os, signal; os.kill(os.getpid(), signal.SIGSEGV)")
     assert (result.returncode, result.stderr) == (1, "")
-    assert f"error: torch: cannot be used: {problem}" in result.stdout
+    assert "error: torch: cannot be used: importing it was ended by signal 11" in result.stdout
 
 
 def test_env_command_imports_no_torch_itself(env):
@@ -106,7 +97,8 @@ def test_env_command_imports_no_torch_itself(env):
 
 
 def test_facts_of_machine_with_gpus_are_formatted():
-    lines = format_facts(with_gpus(OMP_NUM_THREADS="4"))
+    lines = format_facts(with_gpus(replace(CUDA_TORCH, warnings=("driver too old",)), OMP_NUM_THREADS="4"))
+    assert "            it warns: driver too old" in lines
     assert "torch       2.13.0+cu128, for CUDA 12.8, /lib/torch; collectives: gloo, nccl 2.28.9; 8 threads" in lines
     assert "gpus        2, 2 usable by torch" in lines
     assert "            1: H200, 140.0 GiB, driver 580.1" in lines
@@ -139,11 +131,6 @@ def test_facts_of_machine_with_limits_are_formatted():
     assert "open files  at most 256, can be raised to any number" in lines
     assert "gpus        2, 0 usable by torch" in lines
     assert "host        box: does not resolve" in lines
-
-
-def test_torch_warnings_are_printed():
-    told = format_facts(with_gpus(replace(CUDA_TORCH, warnings=("driver too old",))))
-    assert "            it warns: driver too old" in told
 
 
 GIB, MIB = 2**30, 2**20
@@ -223,6 +210,7 @@ HEALTHY = {
     "harmless values of costly switches": with_variables(NCCL_DEBUG="WARN", CUDA_LAUNCH_BLOCKING="0"),
 }
 
+FEW_FILES = "warning: limits: 256 open files; ranks hold sockets, pipes and shared tensors open"
 WRONG = {
     "package missing": (
         with_packages(Package(name="einops", version=None, at_least="0.8")),
@@ -332,8 +320,18 @@ WRONG = {
     ),
     "no shared memory": (with_hardware(shm_bytes=None), "warning: memory: there is no /dev/shm"),
     "Docker's shared memory": (with_hardware(shm_bytes=64 * MIB), "warning: memory: /dev/shm has 64 MiB"),
-    "few open files": (with_hardware(open_files=(256, 4096)), "warning: limits: 256 open files; ranks hold"),
-    "few open files, and no more to have": (with_hardware(open_files=(256, 256)), "warning: limits: 256 open files"),
+    "few open files": (
+        with_hardware(open_files=(256, 4096)),
+        f"{FEW_FILES}; ulimit -n 1024",
+    ),
+    "few open files, and few more to have": (
+        with_hardware(open_files=(256, 512)),
+        f"{FEW_FILES}; ulimit -n 512",
+    ),
+    "few open files, and no more to have": (
+        with_hardware(open_files=(256, 256)),
+        f"{FEW_FILES}; ask",
+    ),
     "every kernel waited for": (
         with_variables(CUDA_LAUNCH_BLOCKING="1"),
         "warning: environment: CUDA_LAUNCH_BLOCKING=1: every",
@@ -357,14 +355,6 @@ def test_single_problem_gives_one_finding(facts, expected):
 
 def test_every_rule_has_a_failing_case():
     assert [rule.__name__ for rule in RULES if not any(list(rule(facts)) for facts, _ in WRONG.values())] == []
-
-
-@pytest.mark.parametrize(
-    ("limits", "todo"), [((256, 4096), "ulimit -n 1024"), ((256, 512), "ulimit -n 512"), ((256, 256), "ask")]
-)
-def test_open_files_finding_respects_hard_limit(limits, todo):
-    (found,) = check_machine(with_hardware(open_files=limits))
-    assert found.do.startswith(todo)
 
 
 def test_errors_are_listed_before_warnings():

@@ -97,33 +97,6 @@ def test_control_characters_in_names_are_escaped(report, tmp_path):
     assert r"red\x1b[31m: done" in out
 
 
-MISTAKES = {
-    "no run": (("nowhere",), 2, "report: path must be the folder of a run, got 'nowhere', which is not there. Pass the folder"),
-    "a folder of runs": (
-        (".",),
-        2,
-        "report: path must be the folder of a run, got '.', which has no ledger, no metrics.jsonl and no attempts. "
-        "Runs below: gpt",
-    ),
-    "nothing": ((), 2, "report: missing argument 'RUN_DIR'. See"),
-    "output in no folder": (
-        ("gpt", "--output", "a/b.html"),
-        2,
-        "report: --output is in a folder that does not exist, got 'a/b.html'",
-    ),
-    "output is a folder": (("gpt", "--output", "gpt"), 2, "report: --output is a folder, got 'gpt'"),
-    "output is full": (("gpt", "--output", "/proc/report.html"), 1, "report: /proc/report.html: "),
-}
-
-
-@pytest.mark.parametrize(("args", "code", "expected"), MISTAKES.values(), ids=MISTAKES)
-def test_invalid_arguments_print_one_line(report, args, code, expected):
-    found, out, err = report(*args)
-    assert (found, out, err.count("\n")) == (code, "", 1)
-    assert err.startswith(f"dtrain: {expected}")
-    assert re.search(r"[;.] \S", err)
-
-
 END = runs_made.START + 58  # of the first hundred steps
 
 
@@ -283,29 +256,38 @@ def test_ctrl_c_during_first_refresh_shows_cursor_again(tmp_path, monkeypatch):
     assert sys.stdout.getvalue().endswith("\x1b[?25h")
 
 
-TOP_MISTAKES = {
+MISTAKES = {
+    "no run": ("report nowhere", 2, "path must be the folder of a run, got 'nowhere', which is not there. Pass the folder"),
+    "a folder of runs": (
+        "report .",
+        2,
+        "path must be the folder of a run, got '.', which has no ledger, no metrics.jsonl and no attempts. Runs below: gpt",
+    ),
+    "nothing": ("report", 2, "missing argument 'RUN_DIR'. See"),
+    "output in no folder": ("report gpt --output a/b.html", 2, "--output is in a folder that does not exist, got 'a/b.html'"),
+    "output is a folder": ("report gpt --output gpt", 2, "--output is a folder, got 'gpt'"),
+    "output is full": ("report gpt --output /proc/report.html", 1, "/proc/report.html: "),
     "every is no number": (
-        ("gpt", "--every", "x"),
-        "top: --every must be a finite number at least 0.1 and at most 3600, got 'x'. Use 2, for example.",
+        "top gpt --every x",
+        2,
+        "--every must be a finite number at least 0.1 and at most 3600, got 'x'. Use 2, for example.",
     ),
-    "every is too small": (
-        ("gpt", "--every", "0"),
-        "top: --every must be a finite number at least 0.1 and at most 3600, got 0.0. Use 2, for example.",
-    ),
-    "every is nan": (
-        ("gpt", "--every", "nan"),
-        "top: --every must be a finite number at least 0.1 and at most 3600, got nan. Use 2, for example.",
-    ),
-    "a file": (("file",), "top: RUN_DIR must be the folder of a run, got the file 'file'. Pass the folder of dt.open_run."),
+    "every is nan": ("top gpt --every nan", 2, "--every must be a finite number at least 0.1 and at most 3600, got nan. Use"),
+    "a file": ("top file", 2, "RUN_DIR must be the folder of a run, got the file 'file'. Pass the folder of dt.open_run."),
     "no folder": (
-        ("nowhere", "--once"),
-        "top: RUN_DIR must be the folder of a run, got 'nowhere', which is not there. Pass the folder of dt.open_run.",
+        "top nowhere --once",
+        2,
+        "RUN_DIR must be the folder of a run, got 'nowhere', which is not there. Pass the folder of dt.open_run.",
     ),
-    "nothing": ((), "top: missing argument 'RUN_DIR'. See `dtrain top --help`."),
+    "nothing of top": ("top", 2, "missing argument 'RUN_DIR'. See `dtrain top --help`."),
 }
 
 
-@pytest.mark.parametrize(("args", "expected"), TOP_MISTAKES.values(), ids=TOP_MISTAKES)
-def test_invalid_arguments_of_top_print_one_line(top, tmp_path, args, expected):
+@pytest.mark.usefixtures("report")
+@pytest.mark.parametrize(("line", "code", "expected"), MISTAKES.values(), ids=MISTAKES)
+def test_invalid_arguments_print_one_line(dtrain, tmp_path, line, code, expected):
     (tmp_path / "file").write_text("")
-    assert top(*args) == (2, "", f"dtrain: {expected}\n")
+    found, out, err = dtrain(*line.split())
+    assert (found, out, err.count("\n")) == (code, "", 1)
+    assert err.startswith(f"dtrain: {line.split()[0]}: {expected}")
+    assert re.search(r"[;.] \S", err)

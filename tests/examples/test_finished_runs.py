@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from dtrain import spans
-from dtrain.cli.new import TASKS
-from dtrain.cli.new import new as write_loop
+from dtrain.cli.main import TASKS
+from dtrain.cli.main import new as write_loop
 from dtrain.report.model import RunReport
 from dtrain.report.read_run import read_run
 from dtrain.report.results import describe_command, describe_parameters

@@ -1,6 +1,10 @@
 """``estimate_memory`` against what can be counted by hand, and what it refuses."""
 
 import math
+import multiprocessing
+import os
+import signal
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -13,17 +17,19 @@ from torch import nn
 import dtrain as dt
 from dtrain.dist.init import init_dist
 from dtrain.dist.mesh import build_mesh
-from dtrain.errors import ConfigError
+from dtrain.errors import ConfigError, StepError
 from dtrain.planning.estimate import (
     compare_strategies,
     estimate_memory,
+    fork_map,
     largest_microbatch,
+    search_largest,
 )
 from dtrain.planning.simulate import ParallelismConfig, simulate
-from dtrain.planning.size_search import search_largest
 from dtrain.planning.workload import Workload
 from dtrain.shard.fsdp import shard_model
 from dtrain.shard.precision import Precision
+from dtrain.step import normalization
 from dtrain.step.compose import compose_step
 from planning.workloads import WIDTH, WORKLOADS, Linears, linears, measured, rows
 
@@ -92,15 +98,15 @@ def test_transform_state_memory_is_counted():
     assert averaged.max_by_part.transforms == averaged.max_by_part.parameters
 
 
-def test_training_after_an_estimate_has_real_metric_weights(monkeypatch):
-    monkeypatch.setattr("dtrain.step.normalization._UNIT_WEIGHTS", {})  # no step has run in this process
+def test_training_after_an_estimate_has_real_metric_weights():
+    normalization._ones.cache_clear()  # as in a process that has run no step
     estimate_memory(linears(transforms=[dt.transforms.clip_by_norm(1.0)]), world_size=4)
     model = nn.Linear(2, 1)
     step = dt.compose_step(
         lambda net, x: dt.LossSum(total=net(x).sum(), weight=float(len(x))), [dt.transforms.clip_by_norm(1.0)]
     )
-    _, metrics = step(step.init(model, torch.optim.SGD(model.parameters(), lr=0.1)), torch.ones(2, 2))
-    assert {name: float(metric.weight) for name, metric in metrics.items()} == {"loss": 2.0, "grad_norm": 1.0}
+    _, found = step(step.init(model, torch.optim.SGD(model.parameters(), lr=0.1)), torch.ones(2, 2))
+    assert {name: float(metric.weight) for name, metric in found.items()} == {"loss": 2.0, "grad_norm": 1.0}
 
 
 def test_optimizer_temporaries_are_larger_on_cuda_than_cpu():
@@ -199,26 +205,17 @@ REFUSED = {
     "no ranks": ({"world_size": 0}, "world_size must be an integer from 1 to 4096, got 0"),
     "too many ranks": ({"world_size": 5000}, "world_size must be an integer from 1 to 4096, got 5000"),
     "ranks that do not divide": ({"world_size": 8, "dp_replicate": 3}, "must be a multiple of 3"),
-    "sequences without dims": ({"world_size": 2, "cp": 2}, "the workload has no batch_seq_dims. Pass for example"),
-    "strategy": ({"world_size": 2, "strategy": "zero3"}, "strategy must be 'full_shard', "),
-    "hybrid without replicas": ({"world_size": 2, "strategy": "hybrid_shard"}, "hybrid_shard needs a mesh of two axes"),
-    "checkpoint": ({"world_size": 2, "checkpoint": "all"}, "checkpoint must be None, 'nothing' or 'matmuls', got 'all'"),
-    "device": ({"world_size": 2, "device": "tpu"}, "device must be 'cuda' or 'cpu', got 'tpu'"),
-    "no samples": ({"world_size": 2, "microbatch_size": 0}, "microbatch_size must be an integer of at least 1, got 0"),
-    "no microbatches": ({"world_size": 2, "microbatches": 1.5}, "microbatches must be an integer of at least 1, got 1.5"),
-}
-
-
-@pytest.mark.parametrize(("options", "expected"), REFUSED.values(), ids=REFUSED)
-def test_invalid_option_raises_one_line_error(options, expected):
-    with pytest.raises(ConfigError) as error:
-        estimate_memory(linears(), **options)
-    assert expected in str(error.value)
-    assert "\n" not in str(error.value)
-    assert not dist.is_initialized()
-
-
-WRONG = {
+    "sequences without dims": ({"cp": 2}, "the workload has no batch_seq_dims. Pass for example"),
+    "strategy": ({"strategy": "zero3"}, "strategy must be 'full_shard', "),
+    "hybrid without replicas": ({"strategy": "hybrid_shard"}, "hybrid_shard needs a mesh of two axes"),
+    "checkpoint": ({"checkpoint": "all"}, "checkpoint must be None, 'nothing' or 'matmuls', got 'all'"),
+    "device": ({"device": "tpu"}, "device must be 'cuda' or 'cpu', got 'tpu'"),
+    "no samples": ({"microbatch_size": 0}, "microbatch_size must be an integer of at least 1, got 0"),
+    "no microbatches": ({"microbatches": 1.5}, "microbatches must be an integer of at least 1, got 1.5"),
+    "no memory": ({"memory": 0}, "memory must be a finite number above 0, got 0. 80 GiB is"),
+    "memory in words": ({"memory": "80GiB"}, "memory must be a finite number above 0, got '80GiB'"),
+    "all headroom": ({"memory": 10, "headroom": 1.0}, "headroom must be a finite number at least 0 and below 1, got 1.0"),
+    "no size allowed": ({"memory": 10, "max_size": 0}, "max_size must be an integer of at least 1, got 0"),
     "model": ({"model": 3}, "Workload: model must be a function"),
     "loss": ({"loss_fn": None}, "Workload: loss_fn must be a function"),
     "batch": ({"batch": torch.zeros(3)}, "Workload: batch must be a function"),
@@ -229,10 +226,16 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize(("changes", "expected"), WRONG.values(), ids=WRONG)
-def test_invalid_workload_is_refused(changes, expected):
-    with pytest.raises(ConfigError, match=expected):
-        estimate_memory(linears(**changes), world_size=2)
+@pytest.mark.parametrize(("options", "expected"), REFUSED.values(), ids=REFUSED)
+def test_invalid_option_or_workload_raises_one_line_error(options, expected):
+    """Options of the functions, and fields of the workload."""
+    changes = {name: value for name, value in options.items() if name in Workload.__dataclass_fields__}
+    options = {"world_size": 2} | {name: value for name, value in options.items() if name not in changes}
+    with pytest.raises(ConfigError) as error:
+        (largest_microbatch if "memory" in options else estimate_memory)(linears(**changes), **options)
+    assert expected in str(error.value)
+    assert "\n" not in str(error.value)
+    assert not dist.is_initialized()
 
 
 def with_groups() -> str:
@@ -257,9 +260,10 @@ QUICK = [
     pytest.param("tied", 2, 3, 2, {"strategy": "full_shard"}, id="tied"),
     pytest.param("gpt", 2, 4, 2, {"strategy": "full_shard", "cp": 2}, id="gpt-cp"),
 ]
+slow = partial(pytest.param, marks=pytest.mark.slow)
 STRATEGIES = ("full_shard", "shard_grad_op", "replicate", "hybrid_shard")
 SLOW = [
-    pytest.param(name, world, size, count, {"strategy": strategy, **more}, id=f"{name}-{strategy}-{world}-{size}x{count}-{i}")
+    slow(name, world, size, count, {"strategy": strategy, **more}, id=f"{name}-{strategy}-{world}-{size}x{count}-{i}")
     for name in WORKLOADS
     for strategy in STRATEGIES
     for world in (2, 4)
@@ -273,7 +277,7 @@ SLOW = [
     )
 ]
 SLOW += [
-    pytest.param("gpt", 4, 2, 2, {"strategy": strategy, "cp": cp}, id=f"gpt-{strategy}-cp{cp}")
+    slow("gpt", 4, 2, 2, {"strategy": strategy, "cp": cp}, id=f"gpt-{strategy}-cp{cp}")
     for strategy, cp in (("full_shard", 2), ("full_shard", 4), ("replicate", 2), ("hybrid_shard", 2))
 ]
 
@@ -296,14 +300,8 @@ def off(ranks, name: str, world: int, size: int, count: int, setting: dict) -> f
     return abs(plan.peak / real - 1)
 
 
-@pytest.mark.parametrize(("name", "world", "size", "count", "setting"), QUICK)
+@pytest.mark.parametrize(("name", "world", "size", "count", "setting"), [*QUICK, *SLOW])
 def test_estimated_peak_matches_measured_ranks(ranks, name, world, size, count, setting):
-    assert off(ranks, name, world, size, count, setting) <= TOLERANCE
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "world", "size", "count", "setting"), SLOW)
-def test_estimated_peak_matches_measured_ranks_for_every_setting(ranks, name, world, size, count, setting):
     assert off(ranks, name, world, size, count, setting) <= TOLERANCE
 
 
@@ -371,9 +369,9 @@ def exhaustive(workload: Workload, memory: int, config: dict) -> tuple[int, dict
     with simulate(workload, ParallelismConfig(**config)) as run:
         for size in range(1, 30):
             step = run.step(size, 1).trace.memory()
-            if max(step.peaks.values()) > memory:
+            if step["peak"] > memory:
                 return best, peaks
-            best, peaks = size, step.peaks
+            best, peaks = size, step["peaks"]
     raise AssertionError("the memory is too large for this test")
 
 
@@ -453,15 +451,45 @@ def test_comparison_omits_hybrid_checkpointing_and_largest_without_inputs():
     assert all(row.largest is None for row in rows)
 
 
-REFUSED_BOUNDS = {
-    "no memory": ({"memory": 0}, "memory must be a finite number above 0, got 0. 80 GiB is"),
-    "memory in words": ({"memory": "80GiB"}, "memory must be a finite number above 0, got '80GiB'"),
-    "all headroom": ({"memory": 10, "headroom": 1.0}, "headroom must be a finite number at least 0 and below 1, got 1.0"),
-    "no size allowed": ({"memory": 10, "max_size": 0}, "max_size must be an integer of at least 1, got 0"),
+@pytest.mark.parametrize("processes", [1, 2, 8])
+def test_results_have_the_number_of_their_item(processes):
+    parts = [lambda n=n: n * n for n in range(5)]  # not picklable
+    found = dict(fork_map(lambda part: (part(), os.getpid()), parts, processes=processes))
+    assert [found[number][0] for number in range(5)] == [0, 1, 4, 9, 16]
+    pids = {pid for _, pid in found.values()}
+    assert pids == {os.getpid()} if processes == 1 else len(pids) == 5
+
+
+def test_large_results_do_not_block():
+    found = dict(fork_map(lambda n: bytes(n), [2**20, 2**21], processes=2))
+    assert [len(found[number]) for number in (0, 1)] == [2**20, 2**21]
+
+
+def fail(error):
+    raise error
+
+
+def killed(_):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+FAILURES = {
+    "own error": (lambda n: fail(StepError("it fails")), StepError, "^it fails$"),
+    "other error": (lambda n: fail(ValueError("a\nb")), ConfigError, r"plan: ValueError: a b\. Run with --processes 1"),
+    "killed": (killed, ConfigError, r"a process of the search ended with exit code -9\. Free memory"),
 }
 
 
-@pytest.mark.parametrize(("options", "expected"), REFUSED_BOUNDS.values(), ids=REFUSED_BOUNDS)
-def test_invalid_bounds_are_refused(options, expected):
-    with pytest.raises(ConfigError, match=expected):
-        largest_microbatch(linears(), world_size=2, **options)
+@pytest.mark.parametrize(("function", "error", "message"), FAILURES.values(), ids=FAILURES)
+def test_failure_in_a_child_is_raised(function, error, message):
+    with pytest.raises(error, match=message):
+        list(fork_map(function, [0, 1], processes=2))
+
+
+def test_children_end_if_the_caller_stops():
+    before = set(multiprocessing.active_children())
+    results = fork_map(lambda n: n if n == 0 else signal.pause(), [0, 1, 2], processes=3)
+    assert next(results) == (0, 0)
+    assert len(set(multiprocessing.active_children()) - before) == 2
+    results.close()
+    assert set(multiprocessing.active_children()) <= before

@@ -1,19 +1,234 @@
-"""Estimated seconds of a step, and the library's own memory: against sums by hand, and against ranks that save."""
+"""Seconds of collectives and steps against formulas by hand; the library's own memory against that of ranks that save."""
 
 import gc
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 import dtrain as dt
+from dtrain.dist.mesh import build_mesh
 from dtrain.errors import ConfigError
-from dtrain.planning.estimate import estimate_memory
-from dtrain.planning.library import library_memory
-from dtrain.planning.network import Network, communication_seconds, control_seconds
-from dtrain.planning.step_time import Accelerator, parse_accelerator, step_seconds
+from dtrain.planning.estimate import estimate_memory, library_memory
+from dtrain.planning.step_time import (
+    NETWORKS,
+    Accelerator,
+    Network,
+    communication_seconds,
+    control_seconds,
+    parse_accelerator,
+    step_seconds,
+)
+from dtrain.planning.step_work import CollectiveTraffic
+from dtrain.planning.workload import Workload
+from dtrain.shard.fsdp import shard_model
+from dtrain.shard.materialize import materialize
+from dtrain.step.compose import compose_step
+from dtrain.step.microbatch_step import microbatch_step
 from planning.workloads import WIDTH, linears
+
+A, B, C, D = 1e-6, 100.0, 1e-5, 10.0  # latency and bandwidth within a node, and between nodes
+NETWORK = Network(local_world_size=4, within=B, between=D, within_latency_s=A, between_latency_s=C, control_latency_s=1e-4)
+S = 1000
+
+BY_HAND = {
+    "ring on a node": (("all_gather", 4, 1), 3 * A + 3 / 4 * S / B),
+    "part of a node": (("reduce_scatter", 2, 1), A + S / 2 / B),
+    "ring between nodes": (("all_gather", 3, 4), 2 * C + 2 / 3 * S / D),
+    "two levels": (("reduce_scatter", 12, 1), 3 * A + 3 / 4 * S / B + 2 * C + 2 / 3 * S / 4 / D),
+    "every second rank": (("all_gather", 6, 2), A + S / 2 / B + 2 * C + 2 / 3 * S / 2 / D),
+    "all-reduce by a ring": (("all_reduce", 4, 1), 2 * (3 * A + 3 / 4 * S / B)),
+    "all-reduce of two levels": (("all_reduce", 8, 1), 2 * (3 * A + 3 / 4 * S / B) + 2 * (C + S / 4 / 2 / D)),
+    "broadcast": (("broadcast", 4, 1), 2 * A + S / B),
+    "send": (("send", 2, 4), C + S / D),
+    "permute on a node": (("permute", 4, 1), A + S / B),
+    "permute between nodes": (("permute", 8, 1), C + S / D),
+    "one rank": (("all_reduce", 1, 1), 0.0),
+}
+
+
+@pytest.mark.parametrize(("call", "expected"), BY_HAND.values(), ids=BY_HAND)
+def test_seconds_follow_the_stated_model(call, expected):
+    op, ranks, stride = call
+    assert NETWORK.seconds(op, S, group_size=ranks, stride=stride) == pytest.approx(expected)
+
+
+def test_small_all_reduce_uses_a_tree():
+    assert NETWORK.seconds("all_reduce", 0, group_size=1024, stride=4) == pytest.approx(2 * 10 * C)
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("op", ["all_gather", "reduce_scatter", "all_reduce"])
+def test_larger_messages_and_slower_links_take_longer(name, op):
+    network = Network.preset(name)
+    slow = network.replace(between=network.between / 2, within=network.within / 2)
+    for ranks in (2, 8, 64, 4096):
+        assert 0 < network.seconds(op, 10**6, group_size=ranks) < network.seconds(op, 10**7, group_size=ranks)
+        assert network.seconds(op, 10**6, group_size=ranks) < slow.seconds(op, 10**6, group_size=ranks)
+
+
+def test_seconds_of_a_step_are_the_sum_over_its_collectives():
+    traffic = [
+        CollectiveTraffic(op="all_gather", group_size=4, count=3, bytes=3 * S),
+        CollectiveTraffic(op="all_reduce", group_size=2, count=1, bytes=S, stride=4),
+    ]
+    expected = 3 * NETWORK.seconds("all_gather", S, group_size=4) + NETWORK.seconds("all_reduce", S, group_size=2, stride=4)
+    assert communication_seconds(traffic, NETWORK) == pytest.approx(expected)
+
+
+CONTROL = {
+    "one node": (4, 2 * 2 * 4e-5),
+    "nodes": (16, 2 * (4 * 4e-5 + 2 * 1e-4)),
+    "nodes beyond a power of two": (12, 2 * (4 * 4e-5 + 3 * 1e-4)),
+    "nodes of different sizes": (5, 2 * 4 * 1e-4),
+}
+
+
+@pytest.mark.parametrize(("ranks", "seconds"), CONTROL.values(), ids=CONTROL)
+def test_control_records_take_the_messages_of_the_control_plane(ranks, seconds):
+    assert control_seconds(ranks, NETWORK) == pytest.approx(seconds)
+
+
+class MLP(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 64, bias=False), nn.Linear(64, 16, bias=False)
+
+    def forward(self, x):
+        return x + self.down(self.up(x).relu())
+
+
+def squares(model, batch):
+    return dt.LossSum(total=model(batch).square().sum(), weight=len(batch))
+
+
+def mlps():
+    return nn.Sequential(*(MLP() for _ in range(3)), nn.Linear(16, 16))
+
+
+TENSOR_PARALLEL = Workload(
+    model=mlps,
+    loss_fn=squares,
+    batch=lambda n: torch.zeros(n, 16),
+    blocks=(MLP,),
+    shard_args={"tp_plan": {"*.up": ColwiseParallel(), "*.down": RowwiseParallel()}},
+)
+
+
+def test_each_axis_has_its_own_distance_between_ranks():
+    estimate = estimate_memory(TENSOR_PARALLEL, world_size=64, strategy="hybrid_shard", dp_replicate=4, tp=2)
+    axes = {(each.op, each.group_size, each.stride) for each in estimate.traffic}
+    assert axes == {("all_gather", 8, 2), ("reduce_scatter", 8, 2), ("all_reduce", 4, 16), ("all_reduce", 2, 1)}
+    full = estimate_memory(TENSOR_PARALLEL, world_size=64, tp=2)
+    assert {(each.op, each.group_size, each.stride) for each in full.traffic} == {
+        ("all_gather", 32, 2),
+        ("reduce_scatter", 32, 2),
+        ("all_reduce", 2, 1),
+    }
+
+
+def test_tensor_parallel_plan_divides_the_planned_parameters():
+    one, two = (estimate_memory(TENSOR_PARALLEL, world_size=tp, tp=tp).max_by_part.parameters for tp in (1, 2))
+    planned, whole = 3 * 2 * 16 * 64 * 4, 17 * 16 * 4
+    assert (one, two) == (planned + whole, planned // 2 + whole)
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(16, 48)
+
+    def forward(self, x):
+        q, k, v = (part.unflatten(-1, (2, 8)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        attended = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return x + attended.transpose(1, 2).flatten(2)
+
+
+CONTEXT_PARALLEL = Workload(
+    model=lambda: nn.Sequential(*(Attention() for _ in range(3))),
+    loss_fn=lambda model, batch: squares(model, batch["x"]),
+    batch=lambda n: {"x": torch.zeros(n, 16, 16)},
+    blocks=(Attention,),
+    batch_seq_dims={"x": 1},
+)
+
+
+def collectives_of_a_step(strategy, dp_replicate, cp, tp, microbatches):
+    """Count the collectives of a real step, without those of the control group."""
+    torch.manual_seed(0)
+    workload = CONTEXT_PARALLEL if cp > 1 else TENSOR_PARALLEL
+    mesh = build_mesh(dp_replicate=dp_replicate, cp=cp, tp=tp)
+    # The loss counts samples and not positions, so it is not that of the whole sequence.
+    cut = [dt.transforms.context_parallel(mesh, batch_seq_dims=workload.batch_seq_dims, check=False)] if cp > 1 else []
+    options = workload.shard_args if tp > 1 else {}
+    model = shard_model(workload.model(), mesh, strategy=strategy, blocks=workload.blocks, **options)
+    model = materialize(model, seed=0)
+    step = compose_step(workload.loss_fn, cut, grad=partial(microbatch_step, microbatch_size=2))
+    state = step.init(model, torch.optim.AdamW(model.parameters()), allow_equal_batches=True)
+    batch = workload.batch(2 * microbatches)
+    state, _ = step(state, batch)
+    with dt.testing.count_collectives() as records:
+        step(state, batch)
+    table = {}
+    for call in records.records:
+        if call.group_size > 1 and call.group not in ("control", "background"):
+            count, size = table.get((call.op, call.group_size), (0, 0))
+            table[call.op, call.group_size] = count + 1, size + call.bytes
+    return sorted((*key, *value) for key, value in table.items())
+
+
+# Ranks, strategy, dp_replicate, cp and tp.
+LAYOUTS = {
+    "full_shard": (2, "full_shard", 1, 1, 1),
+    "shard_grad_op": (2, "shard_grad_op", 1, 1, 1),
+    "replicate": (2, "replicate", 1, 1, 1),
+    "tp": (2, "full_shard", 1, 1, 2),
+    "cp": (2, "full_shard", 1, 2, 1),
+    "hybrid_shard of 4": (4, "hybrid_shard", 2, 1, 1),
+    **{
+        f"{name} of {ranks}": (ranks, strategy, replicas, cp, tp)
+        for ranks in (4, 8)
+        for name, strategy, replicas, cp, tp in (
+            ("full_shard", "full_shard", 1, 1, 1),
+            ("replicate", "replicate", 1, 1, 1),
+            ("full_shard, tp 2", "full_shard", 1, 1, 2),
+            ("full_shard, cp 2", "full_shard", 1, 2, 1),
+            ("replicate, cp 4", "replicate", 1, 4, 1),
+            ("hybrid_shard, cp 2", "hybrid_shard", 2, 2, 1),
+        )
+    },
+    "hybrid_shard of 8": (8, "hybrid_shard", 2, 1, 1),
+    "hybrid_shard of 8, tp 2": (8, "hybrid_shard", 2, 1, 2),
+}
+
+
+@pytest.mark.parametrize("microbatches", [pytest.param(1, marks=pytest.mark.slow), 5])
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param(each, id=name, marks=pytest.mark.slow if each[0] > 2 else ()) for name, each in LAYOUTS.items()],
+)
+def test_planned_collectives_equal_counted_ones(layout, microbatches):
+    ranks, strategy, dp_replicate, cp, tp = layout
+    found = dt.testing.run_ranks(collectives_of_a_step, ranks, strategy, dp_replicate, cp, tp, microbatches, timeout_s=600)
+    plan = estimate_memory(
+        CONTEXT_PARALLEL if cp > 1 else TENSOR_PARALLEL,
+        world_size=ranks,
+        strategy=strategy,
+        dp_replicate=dp_replicate,
+        cp=cp,
+        tp=tp,
+        microbatch_size=2,
+        microbatches=microbatches,
+        device="cpu",
+    )
+    assert sorted((each.op, each.group_size, each.count, each.bytes) for each in plan.traffic) == [
+        tuple(row) for row in found[0]
+    ]
+
 
 SAMPLES, UNITS, SIZE = 3, 4, 4
 PARAMS = UNITS * (WIDTH * WIDTH + WIDTH)
@@ -75,12 +290,21 @@ REFUSED = {
     "unknown": (lambda: Accelerator.preset("tpu"), "Accelerator.preset: name must be one of a100, .*, got 'tpu'"),
     "no rates": (lambda: Accelerator(flops={}, bandwidth=1), "Accelerator: flops must not be empty"),
     "no bandwidth": (lambda: Accelerator(flops={"bf16": 1}, bandwidth=0), "bandwidth must be a finite number above 0, got 0"),
+    "unknown network": (lambda: Network.preset("h200"), r"name must be one of a100-hdr200, .*, got 'h200'\. Or build"),
+    "no bandwidth of links": (
+        lambda: Network(local_world_size=8, within=0, between=1),
+        "within must be a finite number above 0, got 0",
+    ),
+    "no ranks": (
+        lambda: Network(local_world_size=0, within=1, between=1),
+        "local_world_size must be an integer of at least 1, got 0",
+    ),
     "half a text": (lambda: parse_accelerator("plan", "--device", "flops=4TB/s,bandwidth=1TB/s"), "must be cuda, cpu, a100"),
 }
 
 
 @pytest.mark.parametrize(("call", "expected"), REFUSED.values(), ids=REFUSED)
-def test_invalid_accelerators_are_refused(call, expected):
+def test_invalid_rates_are_refused(call, expected):
     with pytest.raises(ConfigError, match=expected):
         call()
 

@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
@@ -41,9 +42,6 @@ class _StorageRawIO(io.RawIOBase):
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         self._at = max(0, {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._file.size}[whence] + offset)
-        return self._at
-
-    def tell(self) -> int:
         return self._at
 
     def readinto(self, out: memoryview) -> int:  # type: ignore[override]
@@ -150,24 +148,24 @@ def find_inputs(sources: Sequence[str], kind: str | None) -> list[DataInput]:
         ConfigError: a source does not exist, matches no file, or has an unknown format.
     """
     input_kind = cast("InputKind | None", kind)
-    return [data_input for source in sources for data_input in _find_source_inputs(source, input_kind)]
-
-
-def _find_source_inputs(source: str, kind: InputKind | None) -> list[DataInput]:
-    if not source:
-        raise ConfigError("a source must not be empty. Name a file, a folder or a pattern.")
-    if "://" not in source and glob.has_magic(source) and not os.path.lexists(source):
-        paths = [Path(path) for path in sorted(glob.glob(source, recursive=True))]
-        inputs = [_file_input(storage.resolve_path(path), str(path), kind) for path in paths if path.is_file()]
-        if not inputs:
-            raise ConfigError(f"no file matches {source!r}. Use ** to match across folders.")
-        return inputs
-    place = storage.resolve_path(source)
-    if (size := storage.file_size(place)) is not None:
-        return [_file_input(place, source, kind, size)]
-    if not storage.is_folder(place):
-        raise ConfigError(f"no such file or folder: {source!r}. Check the path.")
-    return _folder_inputs(place, source, kind)
+    inputs: list[DataInput] = []
+    for source in sources:
+        if not source:
+            raise ConfigError("a source must not be empty. Name a file, a folder or a pattern.")
+        if "://" not in source and glob.has_magic(source) and not os.path.lexists(source):
+            paths = [Path(path) for path in sorted(glob.glob(source, recursive=True))]
+            if not (files := [path for path in paths if path.is_file()]):
+                raise ConfigError(f"no file matches {source!r}. Use ** to match across folders.")
+            inputs += [_file_input(storage.resolve_path(path), str(path), input_kind) for path in files]
+            continue
+        place = storage.resolve_path(source)
+        if (size := storage.file_size(place)) is not None:
+            inputs.append(_file_input(place, source, input_kind, size))
+        elif storage.is_folder(place):
+            inputs += _folder_inputs(place, source, input_kind)
+        else:
+            raise ConfigError(f"no such file or folder: {source!r}. Check the path.")
+    return inputs
 
 
 def _file_input(place: AnyPath, name: str, kind: InputKind | None, size: int | None = None) -> DataInput:
@@ -185,7 +183,15 @@ def _infer_kind(name: str) -> InputKind | None:
 
 
 def _folder_inputs(folder: AnyPath, source: str, kind: InputKind | None) -> list[DataInput]:
-    kind = kind or _infer_folder_kind(folder, source)
+    names = [] if kind is not None else storage.list_names(folder)
+    if "dataset_dict.json" in names:
+        splits = [name for name in names if storage.exists(folder / name / "state.json")]
+        example = splits[0] if splits else "train"
+        raise ConfigError(f"{source!r} has the splits {', '.join(splits)}. Name one, as in {source.rstrip('/')}/{example}.")
+    if {"state.json", "dataset_info.json"} <= set(names):
+        kind = "hf"
+    elif "index.json" in names or any(name.endswith(".tar") for name in names):
+        kind = "shards"
     if kind in _WHOLE_FOLDERS:
         return [DataInput(place=folder, kind=kind, name=source, bytes=sum(size for _, size in storage.walk_files(folder)))]
     files = [
@@ -200,17 +206,6 @@ def _folder_inputs(folder: AnyPath, source: str, kind: InputKind | None) -> list
         problem = "none of its files has a name with a known format" if files else "it has no files"
         raise ConfigError(f"{source!r}: {problem}. {_KIND_ADVICE}")
     return inputs
-
-
-def _infer_folder_kind(folder: AnyPath, source: str) -> InputKind | None:
-    names = storage.list_names(folder)
-    if "dataset_dict.json" in names:
-        splits = [name for name in names if storage.exists(folder / name / "state.json")]
-        example = splits[0] if splits else "train"
-        raise ConfigError(f"{source!r} has the splits {', '.join(splits)}. Name one, as in {source.rstrip('/')}/{example}.")
-    if {"state.json", "dataset_info.json"} <= set(names):
-        return "hf"
-    return "shards" if "index.json" in names or any(name.endswith(".tar") for name in names) else None
 
 
 InputSample = Mapping[str, Any]
@@ -236,7 +231,7 @@ def read_samples(data_input: DataInput, advance: ReportBytes, *, as_bytes: bool 
         DataError: a sample cannot be read; the message has the file, the position and the reason.
     """
     reader = _READERS[data_input.kind]
-    samples = reader(data_input, advance, as_bytes) if reader in (_read_lines, _read_document) else reader(data_input, advance)
+    samples = reader(data_input, advance, as_bytes) if reader in (read_lines, read_document) else reader(data_input, advance)
     try:
         yield from samples
     except DataError as error:
@@ -254,7 +249,8 @@ def _iter_lines(data_input: DataInput, advance: ReportBytes) -> Iterator[tuple[i
                 yield number, text
 
 
-def _read_jsonl(data_input: DataInput, advance: ReportBytes) -> Iterator[InputSample]:
+def read_jsonl(data_input: DataInput, advance: ReportBytes) -> Iterator[InputSample]:
+    """Yield the JSON objects of a file with one object per line."""
     for number, line in _iter_lines(data_input, advance):
         if not line.strip():
             continue
@@ -273,12 +269,14 @@ def _read_jsonl(data_input: DataInput, advance: ReportBytes) -> Iterator[InputSa
         yield sample
 
 
-def _read_lines(data_input: DataInput, advance: ReportBytes, as_bytes: bool) -> Iterator[InputSample]:
+def read_lines(data_input: DataInput, advance: ReportBytes, as_bytes: bool) -> Iterator[InputSample]:
+    """Yield the non-empty lines of a file."""
     for number, line in _iter_lines(data_input, advance):
         yield {"text": line if as_bytes else _decode_text(line, f"{data_input.name}, line {number}")}
 
 
-def _read_document(data_input: DataInput, advance: ReportBytes, as_bytes: bool) -> Iterator[InputSample]:
+def read_document(data_input: DataInput, advance: ReportBytes, as_bytes: bool) -> Iterator[InputSample]:
+    """Yield the whole text of a file."""
     with open_decompressed(data_input.place, advance) as file:
         content = file.read(_MAX_DOCUMENT_BYTES + 1)
     if len(content) > _MAX_DOCUMENT_BYTES:
@@ -298,39 +296,35 @@ def _decode_text(content: bytes, location: str) -> str:
         ) from error
 
 
-def _read_file(data_input: DataInput, advance: ReportBytes) -> Iterator[InputSample]:
+def read_file(data_input: DataInput, advance: ReportBytes) -> Iterator[InputSample]:
+    """Yield the bytes of a file with its name."""
     with open_binary(data_input.place, advance) as file:
         yield {"name": data_input.name, "data": file.read()}
 
 
-def _read_csv(data_input: DataInput, advance: ReportBytes) -> Iterator[InputSample]:
+def read_csv(data_input: DataInput, advance: ReportBytes) -> Iterator[InputSample]:
+    """Yield the rows of a table by column. All values are text."""
     # The limit is global. Its default of 128 KiB is less than many documents have.
     before = csv.field_size_limit(_MAX_DOCUMENT_BYTES)
     try:
-        yield from _read_csv_rows(data_input, advance)
+        with open_decompressed(data_input.place, advance) as file:
+            text = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
+            rows = csv.reader(text, dialect="excel-tab" if data_input.kind == "tsv" else "excel", strict=True)
+            columns = next(rows, None)
+            if not columns or "" in columns or len(set(columns)) < len(columns):
+                raise DataError(
+                    f"{data_input.name}: the first line must name each column once, got {columns}. "
+                    "Write a header line with different names."
+                )
+            for row in filter(None, rows):
+                if len(row) != len(columns):
+                    raise DataError(
+                        f"{data_input.name}, line {rows.line_num}: has {format_count(len(row), 'value')} "
+                        f"for {len(columns)} columns. Quote values that contain commas or line ends."
+                    )
+                yield dict(zip(columns, row, strict=True))
     finally:
         csv.field_size_limit(before)
-
-
-def _read_csv_rows(data_input: DataInput, advance: ReportBytes) -> Iterator[InputSample]:
-    with open_decompressed(data_input.place, advance) as file:
-        text = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
-        rows = csv.reader(text, dialect="excel-tab" if data_input.kind == "tsv" else "excel", strict=True)
-        columns = next(rows, None)
-        if not columns or "" in columns or len(set(columns)) < len(columns):
-            raise DataError(
-                f"{data_input.name}: the first line must name each column once, got {columns}. "
-                "Write a header line with different names."
-            )
-        for row in rows:
-            if row and len(row) != len(columns):
-                raise DataError(
-                    f"{data_input.name}, line {rows.line_num}: has {format_count(len(row), 'value')} "
-                    f"for {len(columns)} columns. "
-                    "Quote values that contain commas or line ends."
-                )
-            if row:
-                yield dict(zip(columns, row, strict=True))
 
 
 def _import_pyarrow() -> Any:
@@ -341,7 +335,8 @@ def _import_pyarrow() -> Any:
     return pyarrow
 
 
-def _read_parquet(data_input: DataInput, advance: ReportBytes) -> Iterator[InputSample]:
+def read_parquet(data_input: DataInput, advance: ReportBytes) -> Iterator[InputSample]:
+    """Yield the rows of a Parquet file."""
     arrow = _import_pyarrow()
     import pyarrow.parquet
 
@@ -353,8 +348,8 @@ def _read_parquet(data_input: DataInput, advance: ReportBytes) -> Iterator[Input
             raise DataError(f"{data_input.name}: {' '.join(str(error).split())}") from error
 
 
-def _read_hugging_face(data_input: DataInput, advance: ReportBytes) -> Iterator[InputSample]:
-    """Read a folder of ``Dataset.save_to_disk``: a list of files, each an Arrow stream."""
+def read_hugging_face(data_input: DataInput, advance: ReportBytes) -> Iterator[InputSample]:
+    """Yield the samples of a folder of ``Dataset.save_to_disk``: a list of files, each an Arrow stream."""
     arrow = _import_pyarrow()
     try:
         state = json.loads(storage.read_file(data_input.place / "state.json", limit=_MAX_STATE_BYTES))
@@ -373,27 +368,26 @@ def _read_hugging_face(data_input: DataInput, advance: ReportBytes) -> Iterator[
                 raise DataError(f"{data_input.name}: {name}: {' '.join(str(error).split())}") from error
 
 
-def _read_shards(data_input: DataInput, advance: ReportBytes) -> Iterator[InputSample]:
+def read_shards(data_input: DataInput, advance: ReportBytes) -> Iterator[InputSample]:
+    """Yield the samples of a dataset of shards."""
     from dtrain.data.stream.sharded_dataset import ShardedDataset
 
     dataset = ShardedDataset(str(data_input.place))
     with closing(dataset):
-        begin = 0
+        indexes = iter(range(len(dataset)))
         for entry in dataset.entries:
-            for index in range(begin, begin + entry.samples):
-                yield dataset[index]
-            begin += entry.samples
+            yield from map(dataset.__getitem__, islice(indexes, entry.samples))
             advance(entry.file.size)
 
 
 _READERS: dict[str, Callable[..., Iterator[InputSample]]] = {
-    "jsonl": _read_jsonl,
-    "csv": _read_csv,
-    "tsv": _read_csv,
-    "parquet": _read_parquet,
-    "lines": _read_lines,
-    "documents": _read_document,
-    "files": _read_file,
-    "hf": _read_hugging_face,
-    "shards": _read_shards,
+    "jsonl": read_jsonl,
+    "csv": read_csv,
+    "tsv": read_csv,
+    "parquet": read_parquet,
+    "lines": read_lines,
+    "documents": read_document,
+    "files": read_file,
+    "hf": read_hugging_face,
+    "shards": read_shards,
 }

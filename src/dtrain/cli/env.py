@@ -9,17 +9,29 @@ import json
 import os
 import platform
 import socket
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
 
 import dtrain
-from dtrain import launch_protocol
+from dtrain.launch_protocol import (
+    GLOO_INTERFACE,
+    LOCAL_RANK,
+    LOCAL_WORLD_SIZE,
+    MASTER_ADDR,
+    MASTER_PORT,
+    NCCL_INTERFACE,
+    NODE_RANK,
+    OMP_THREADS,
+    RANK,
+    RUN_ID,
+    WORLD_SIZE,
+)
 from dtrain.machine import (
     CommandOutput,
     Hardware,
@@ -36,13 +48,6 @@ from dtrain.machine import (
 )
 from dtrain.packages import Package, check_packages
 
-_ERROR_EXIT_CODE = 1
-
-EXAMPLES = """
-dtrain env
-dtrain env --json | jq .findings
-"""
-
 
 def env(
     as_json: Annotated[bool, typer.Option("--json", help="Print the same as one JSON object.")] = False,
@@ -52,6 +57,10 @@ def env(
     Values of environment variables are shown only if they cannot be secrets.
 
     Exit codes: 0 no findings, or only warnings; 1 an error: a run would fail, hang, or not use the GPUs.
+
+    Examples:
+        dtrain env
+        dtrain env --json | jq .findings
     """
     facts = collect_machine_facts()
     findings = check_machine(facts)
@@ -60,70 +69,51 @@ def env(
     else:
         lines = [*format_facts(facts), "", *(map(str, findings) if findings else ["nothing is misconfigured"])]
         typer.echo("\n".join(lines))
-    return _ERROR_EXIT_CODE if any(finding.level == "error" for finding in findings) else 0
+    return 1 if any(finding.level == "error" for finding in findings) else 0
 
 
 def format_facts(facts: MachineFacts) -> list[str]:
     """Format the facts as lines, each with a name and a text."""
-    rows = [*_software_rows(facts), *_hardware_rows(facts), *_network_rows(facts), *_environment_rows(facts)]
-    width = max(len(name) for name, _ in rows)
-    return [f"{name:{width}}  {text}".rstrip() for name, text in rows]
-
-
-def _software_rows(facts: MachineFacts) -> list[tuple[str, str]]:
     torch = facts.torch
     versions = [f"{package.name} {package.version or 'not installed'}" for package in facts.packages]
-    rows = [
-        ("dtrain", facts.dtrain),
-        ("python", f"{facts.python}, {facts.executable}"),
-        ("packages", ", ".join(versions)),
-    ]
+    python = f"{facts.python}, {facts.executable}"
+    rows = [("dtrain", facts.dtrain), ("python", python), ("packages", ", ".join(versions))]
     if torch is None:
-        return [*rows, ("torch", f"unknown: {facts.torch_problem}")]
-    build = f"for CUDA {torch.cuda}" if torch.cuda else "CPU build"
-    backends = ", ".join([*(["gloo"] if torch.gloo else []), *([f"nccl {torch.nccl}"] if torch.nccl else [])])
-    text = f"{torch.version}, {build}, {torch.folder}; collectives: {backends or 'none'}; {torch.threads} threads"
-    return [*rows, ("torch", text), *(("", f"it warns: {warning}") for warning in torch.warnings)]
+        rows.append(("torch", f"unknown: {facts.torch_problem}"))
+    else:
+        build = f"for CUDA {torch.cuda}" if torch.cuda else "CPU build"
+        backends = ", ".join([*(["gloo"] if torch.gloo else []), *([f"nccl {torch.nccl}"] if torch.nccl else [])])
+        text = f"{torch.version}, {build}, {torch.folder}; collectives: {backends or 'none'}; {torch.threads} threads"
+        rows += [("torch", text), *(("", f"it warns: {warning}") for warning in torch.warnings)]
+    rows += _hardware_rows(facts)
+    rows += [("host", f"{name}: {', '.join(found) or 'does not resolve'}") for name, found in facts.addresses.items()]
+    for link in facts.interfaces:
+        marks = [*(["loopback"] if link.loopback else []), *([] if link.up else ["down"])]
+        rows.append(("interface", " ".join([link.name, *link.addresses, *(f"({mark})" for mark in marks)])))
+    rows += [("variable", f"{name}={value}") for name, value in facts.variables.items()]
+    rows += [("variable", f"{name} is set (value not shown)") for name in facts.named_variables]
+    width = max(len(name) for name, _ in rows)
+    return [f"{name:{width}}  {text}".rstrip() for name, text in rows]
 
 
 def _hardware_rows(facts: MachineFacts) -> list[tuple[str, str]]:
     hardware, gpus = facts.hardware, facts.hardware.gpus
     cores, memory, (soft, hard) = hardware.cores, hardware.memory, hardware.open_files
+    quota = f", control group allows {cores.quota:g}" if cores.quota else ""
+    limit = f", control group allows {_format_gib(memory.limit_bytes)}" if memory.limit_bytes else ""
+    raised = "any number" if hard is None else f"{hard}, enough for a job of {max_ranks(hard)} ranks"
+    usable = f"{len(facts.torch.devices) if facts.torch else 0} usable by torch"
     rows = [
         ("system", hardware.system),
-        (
-            "cores",
-            f"{cores.usable} usable of {cores.present}" + (f", control group allows {cores.quota:g}" if cores.quota else ""),
-        ),
-        (
-            "memory",
-            f"{_format_gib(memory.total_bytes)}, {_format_gib(memory.available_bytes)} available"
-            + (f", control group allows {_format_gib(memory.limit_bytes)}" if memory.limit_bytes else ""),
-        ),
+        ("cores", f"{cores.usable} usable of {cores.present}{quota}"),
+        ("memory", f"{_format_gib(memory.total_bytes)}, {_format_gib(memory.available_bytes)} available{limit}"),
         ("/dev/shm", "not there" if hardware.shm_bytes is None else _format_gib(hardware.shm_bytes)),
-        ("open files", f"at most {soft or 'any number'}, can be raised to {_format_file_limit(hard)}"),
+        ("open files", f"at most {soft or 'any number'}, can be raised to {raised}"),
+        ("gpus", f"{gpus.count}, {usable}" if gpus.count else "none"),
     ]
-    listed = [f"{gpu.name}, {_format_gib(gpu.memory_bytes)}, driver {gpu.driver}" for gpu in gpus.listed]
-    usable = f"{len(facts.torch.devices) if facts.torch else 0} usable by torch"
-    rows.append(("gpus", f"{gpus.count}, {usable}" if gpus.count else "none"))
-    return [*rows, *(("", f"{number}: {text}") for number, text in enumerate(listed))]
-
-
-def _format_file_limit(hard: int | None) -> str:
-    return "any number" if hard is None else f"{hard}, enough for a job of {max_ranks(hard)} ranks"
-
-
-def _network_rows(facts: MachineFacts) -> list[tuple[str, str]]:
-    rows = [("host", f"{name}: {', '.join(found) or 'does not resolve'}") for name, found in facts.addresses.items()]
-    for link in facts.interfaces:
-        marks = [*(["loopback"] if link.loopback else []), *([] if link.up else ["down"])]
-        rows.append(("interface", " ".join([link.name, *link.addresses, *(f"({mark})" for mark in marks)])))
+    for number, gpu in enumerate(gpus.listed):
+        rows.append(("", f"{number}: {gpu.name}, {_format_gib(gpu.memory_bytes)}, driver {gpu.driver}"))
     return rows
-
-
-def _environment_rows(facts: MachineFacts) -> list[tuple[str, str]]:
-    rows = [("variable", f"{name}={value}") for name, value in facts.variables.items()]
-    return [*rows, *(("variable", f"{name} is set (value not shown)") for name in facts.named_variables)]
 
 
 def _format_gib(size: int) -> str:
@@ -135,10 +125,9 @@ MIB = 2**20
 MIN_SHM_BYTES = 64 * MIB
 # The usual soft limit.
 MIN_OPEN_FILES = 1024
-_NCCL_INTERFACE = "NCCL_SOCKET_IFNAME"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class EnvFinding:
     """Misconfiguration: its level, its description, and advice."""
 
@@ -152,19 +141,14 @@ class EnvFinding:
 
 def check_machine(facts: MachineFacts) -> list[EnvFinding]:
     """Return all misconfigurations, errors first."""
-    findings = [finding for rule in RULES for finding in rule(facts)]
-    return sorted(findings, key=lambda finding: finding.level != "error")
+    return sorted((finding for rule in RULES for finding in rule(facts)), key=lambda finding: finding.level != "error")
 
 
-def _error(what: str, do: str) -> EnvFinding:
-    return EnvFinding(level="error", what=what, do=do)
+_error, _warning = partial(EnvFinding, "error"), partial(EnvFinding, "warning")
 
 
-def _warning(what: str, do: str) -> EnvFinding:
-    return EnvFinding(level="warning", what=what, do=do)
-
-
-def _check_packages(facts: MachineFacts) -> Iterator[EnvFinding]:
+def check_package_versions(facts: MachineFacts) -> Iterator[EnvFinding]:
+    """Yield packages that are missing or too old."""
     for package in facts.packages:
         if package.version is None:
             yield _error(f"packages: {package.name} is not installed", f"pip install {package.name}")
@@ -175,7 +159,8 @@ def _check_packages(facts: MachineFacts) -> Iterator[EnvFinding]:
             yield _error(what, f"pip install '{package.name}>={package.at_least}'")
 
 
-def _check_torch(facts: MachineFacts) -> Iterator[EnvFinding]:
+def check_torch_build(facts: MachineFacts) -> Iterator[EnvFinding]:
+    """Yield the reason that torch, or its gloo, cannot be used."""
     if facts.torch is None:
         if any(package.name == "torch" and package.version for package in facts.packages):
             yield _error(
@@ -185,7 +170,8 @@ def _check_torch(facts: MachineFacts) -> Iterator[EnvFinding]:
         yield _error("torch: is built without gloo, which every run needs for agreements", "install a build from pytorch.org")
 
 
-def _check_gpus(facts: MachineFacts) -> Iterator[EnvFinding]:
+def check_gpus(facts: MachineFacts) -> Iterator[EnvFinding]:
+    """Yield the reason that GPUs cannot be used."""
     gpus, torch = facts.hardware.gpus, facts.torch
     if gpus.problem is not None:
         level = _error if gpus.device_files else _warning
@@ -206,78 +192,61 @@ def _check_gpus(facts: MachineFacts) -> Iterator[EnvFinding]:
         yield _error("torch: is built without NCCL, which GPUs need for collectives", "install a build from pytorch.org")
 
 
-def _check_rank_variables(facts: MachineFacts) -> Iterator[EnvFinding]:
-    """Check the variables of a launch. In a shell they are left over from a launch, but ``init_dist`` uses them."""
-    env, launched = facts.variables, launch_protocol.RUN_ID in facts.variables
+def check_rank_variables(facts: MachineFacts) -> Iterator[EnvFinding]:
+    """Yield faults of the variables of a launch. In a shell they are left over from a launch, but ``init_dist`` uses them."""
+    env, launched = facts.variables, RUN_ID in facts.variables
     left_over = f"unset {' '.join(name for name in _RANK_VARIABLES if name in env)}"
-    rank, world = env.get(launch_protocol.RANK), env.get(launch_protocol.WORLD_SIZE)
+    rank, world = env.get(RANK), env.get(WORLD_SIZE)
     if rank is None and world is None:
-        if env.get(launch_protocol.MASTER_ADDR) is not None and not launched:
-            yield _warning(
-                f"environment: {launch_protocol.MASTER_ADDR} is set but {launch_protocol.RANK} is not, maybe by an old launch",
-                left_over,
-            )
+        if env.get(MASTER_ADDR) is not None and not launched:
+            yield _warning(f"environment: {MASTER_ADDR} is set but {RANK} is not, maybe by an old launch", left_over)
         return
     if rank is None or world is None:
-        missing, present = (
-            (launch_protocol.RANK, launch_protocol.WORLD_SIZE)
-            if rank is None
-            else (launch_protocol.WORLD_SIZE, launch_protocol.RANK)
-        )
+        missing, present = (RANK, WORLD_SIZE) if rank is None else (WORLD_SIZE, RANK)
         yield _error(f"environment: {present}={env[present]} is set but {missing} is not", f"set both, or {left_over}")
         return
     if not (rank.isdecimal() and world.isdecimal() and int(rank) < int(world)):
         what = f"environment: needs 0 <= RANK < WORLD_SIZE, got RANK={rank} WORLD_SIZE={world}"
         yield _error(what, f"correct them, or {left_over}")
-    elif int(world) > 1 and not {launch_protocol.MASTER_ADDR, launch_protocol.MASTER_PORT} <= env.keys():
-        master = f"{launch_protocol.MASTER_ADDR} and {launch_protocol.MASTER_PORT}"
-        what = f"environment: {launch_protocol.WORLD_SIZE}={world} needs {master}"
+    elif int(world) > 1 and not {MASTER_ADDR, MASTER_PORT} <= env.keys():
+        master = f"{MASTER_ADDR} and {MASTER_PORT}"
+        what = f"environment: {WORLD_SIZE}={world} needs {master}"
         yield _error(what, f"set them, or {left_over}")
     elif int(world) > 1 and not launched:
-        what = f"environment: {launch_protocol.WORLD_SIZE}={world} makes `python loop.py` wait for {int(world) - 1} more ranks"
+        what = f"environment: {WORLD_SIZE}={world} makes `python loop.py` wait for {int(world) - 1} more ranks"
         yield _warning(what, f"if no launcher set it, {left_over}")
 
 
-_RANK_VARIABLES = (
-    launch_protocol.RANK,
-    launch_protocol.WORLD_SIZE,
-    launch_protocol.LOCAL_RANK,
-    launch_protocol.LOCAL_WORLD_SIZE,
-    launch_protocol.NODE_RANK,
-    launch_protocol.MASTER_ADDR,
-    launch_protocol.MASTER_PORT,
-)
+_RANK_VARIABLES = (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, NODE_RANK, MASTER_ADDR, MASTER_PORT)
 
 
-def _check_host_names(facts: MachineFacts) -> Iterator[EnvFinding]:
-    master = facts.variables.get(launch_protocol.MASTER_ADDR)
+def check_host_names(facts: MachineFacts) -> Iterator[EnvFinding]:
+    """Yield host names that do not resolve."""
+    master = facts.variables.get(MASTER_ADDR)
     if master and not facts.addresses.get(master):
-        yield _error(
-            f"network: {launch_protocol.MASTER_ADDR}={master} does not resolve", "correct or unset it, or add it to /etc/hosts"
-        )
-    if not facts.addresses.get(facts.host) and launch_protocol.GLOO_INTERFACE not in facts.variables:
+        yield _error(f"network: {MASTER_ADDR}={master} does not resolve", "correct or unset it, or add it to /etc/hosts")
+    if not facts.addresses.get(facts.host) and GLOO_INTERFACE not in facts.variables:
         what = f"network: the host name {facts.host!r} does not resolve, and gloo listens where it points to"
-        yield _warning(
-            what, f"add it to /etc/hosts, or set {launch_protocol.GLOO_INTERFACE}; `dtrain launch` does so for its ranks"
-        )
+        yield _warning(what, f"add it to /etc/hosts, or set {GLOO_INTERFACE}; `dtrain launch` does so for its ranks")
 
 
-def _check_interfaces(facts: MachineFacts) -> Iterator[EnvFinding]:
+def check_interfaces(facts: MachineFacts) -> Iterator[EnvFinding]:
+    """Yield network interfaces that are missing or down."""
     if not any(link.loopback and link.up and "127.0.0.1" in link.addresses for link in facts.interfaces):
         yield _error(
             "network: no loopback interface with 127.0.0.1 is up, which ranks of `dtrain launch` use", "ip link set lo up"
         )
     up = [link.name for link in facts.interfaces if link.up]
-    gloo = facts.variables.get(launch_protocol.GLOO_INTERFACE, "")
+    gloo = facts.variables.get(GLOO_INTERFACE, "")
     for name in filter(None, gloo.split(",")):
         if name not in up:
-            what = f"network: {launch_protocol.GLOO_INTERFACE}={gloo}: no interface {name!r} is up"
+            what = f"network: {GLOO_INTERFACE}={gloo}: no interface {name!r} is up"
             yield _error(what, f"choose from {', '.join(up)}, or unset it")
-    nccl = facts.variables.get(_NCCL_INTERFACE, "")
+    nccl = facts.variables.get(NCCL_INTERFACE, "")
     if nccl and not any(_nccl_matches(nccl, name) for name in up):
         level = _error if facts.hardware.gpus.count else _warning
         yield level(
-            f"network: {_NCCL_INTERFACE}={nccl} matches no interface that is up", f"choose from {', '.join(up)}, or unset it"
+            f"network: {NCCL_INTERFACE}={nccl} matches no interface that is up", f"choose from {', '.join(up)}, or unset it"
         )
 
 
@@ -289,23 +258,23 @@ def _nccl_matches(setting: str, name: str) -> bool:
     return listed is not excluded
 
 
-def _check_cores(facts: MachineFacts) -> Iterator[EnvFinding]:
-    cores, threads = facts.hardware.cores, facts.variables.get(launch_protocol.OMP_THREADS)
+def check_cores(facts: MachineFacts) -> Iterator[EnvFinding]:
+    """Yield numbers of threads that do not match the cores."""
+    cores, threads = facts.hardware.cores, facts.variables.get(OMP_THREADS)
     allowed = max(1, int(min(cores.usable, cores.quota or cores.usable)))
-    if threads is not None and not (threads.split(",")[0].isdecimal() and int(threads.split(",")[0]) > 0):
-        yield _warning(
-            f"environment: {launch_protocol.OMP_THREADS}={threads} is not a number of threads",
-            "unset it, or set a whole number",
-        )
-    elif threads is not None and int(threads.split(",")[0]) > allowed:
-        what = f"environment: {launch_protocol.OMP_THREADS}={threads}, but this process may use {allowed} cores"
+    first = (threads or "").split(",")[0]
+    if threads is not None and not (first.isdecimal() and int(first) > 0):
+        yield _warning(f"environment: {OMP_THREADS}={threads} is not a number of threads", "unset it, or set a whole number")
+    elif threads is not None and int(first) > allowed:
+        what = f"environment: {OMP_THREADS}={threads}, but this process may use {allowed} cores"
         yield _warning(what, "unset it: `dtrain launch` shares the cores among its ranks")
     elif threads is None and allowed < cores.usable:
         what = f"cores: the control group allows {cores.quota:g} of {cores.usable} cores, and libraries start a thread for each"
-        yield _warning(what, f"set {launch_protocol.OMP_THREADS} to {allowed} or less, divided by the number of ranks")
+        yield _warning(what, f"set {OMP_THREADS} to {allowed} or less, divided by the number of ranks")
 
 
-def _check_limits(facts: MachineFacts) -> Iterator[EnvFinding]:
+def check_limits(facts: MachineFacts) -> Iterator[EnvFinding]:
+    """Yield limits that are too low for loader workers or sockets."""
     shm, (soft, hard) = facts.hardware.shm_bytes, facts.hardware.open_files
     if shm is None:
         yield _warning("memory: there is no /dev/shm; loader workers and NCCL need it", "mount a tmpfs there, or use workers=0")
@@ -328,7 +297,8 @@ _COSTLY_VARIABLES = {
 }
 
 
-def _check_costly_variables(facts: MachineFacts) -> Iterator[EnvFinding]:
+def check_costly_variables(facts: MachineFacts) -> Iterator[EnvFinding]:
+    """Yield variables that slow a run down."""
     for name, (values, why) in _COSTLY_VARIABLES.items():
         if facts.variables.get(name, "").upper() in values:
             value = facts.variables[name]
@@ -336,15 +306,15 @@ def _check_costly_variables(facts: MachineFacts) -> Iterator[EnvFinding]:
 
 
 RULES: tuple[Callable[[MachineFacts], Iterator[EnvFinding]], ...] = (
-    _check_packages,
-    _check_torch,
-    _check_gpus,
-    _check_rank_variables,
-    _check_host_names,
-    _check_interfaces,
-    _check_cores,
-    _check_limits,
-    _check_costly_variables,
+    check_package_versions,
+    check_torch_build,
+    check_gpus,
+    check_rank_variables,
+    check_host_names,
+    check_interfaces,
+    check_cores,
+    check_limits,
+    check_costly_variables,
 )
 
 
@@ -377,16 +347,6 @@ class TorchBuild:
     warnings: tuple[str, ...]
 
 
-def start_torch_probe() -> subprocess.Popen[str]:
-    """Start a Python process that queries torch, without the current folder in its path."""
-    return start_query([sys.executable, "-P", str(Path(__file__).with_name("torch_probe.py"))])
-
-
-def read_torch_build(process: subprocess.Popen[str]) -> TorchBuild | str:
-    """Return torch's facts, or the reason that torch could not be queried, in one line."""
-    return parse_probe_output(read_output(process, timeout_s=TORCH_TIMEOUT_S))
-
-
 def parse_probe_output(output: CommandOutput) -> TorchBuild | str:
     """Parse the facts in the last JSON line of the probe's output, or return the problem."""
     if output.code is None:
@@ -395,16 +355,13 @@ def parse_probe_output(output: CommandOutput) -> TorchBuild | str:
         return f"importing it was ended by signal {-output.code}"
     if output.code > 0:
         return output.last_line
+    import msgspec
+
     # Libraries may print other lines.
     lines = [line for line in output.out.splitlines() if line.startswith("{")]
     if not lines:
         return "it ended before it could say anything"
-    facts: Any = json.loads(lines[-1], object_hook=_lists_to_tuples)
-    return TorchBuild(**facts)
-
-
-def _lists_to_tuples(record: dict[str, Any]) -> dict[str, Any]:
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in record.items()}
+    return msgspec.json.decode(lines[-1], type=TorchBuild)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -442,12 +399,14 @@ class MachineFacts:
 
 def collect_machine_facts() -> MachineFacts:
     """Collect the facts of this machine and this process. The slow queries (torch, GPUs) start first and are read last."""
-    torch_query, gpu_query = start_torch_probe(), start_nvidia_smi()
+    # Without the current folder in the path, which may have a torch.py.
+    torch_query = start_query([sys.executable, "-P", str(Path(__file__).with_name("torch_probe.py"))])
+    gpu_query = start_nvidia_smi()
     variables, host = visible_variables(os.environ), socket.gethostname()
     interfaces = list_interfaces()
-    addresses = resolve_names(dict.fromkeys([host, *filter(None, [variables.get(launch_protocol.MASTER_ADDR)])]))
+    addresses = resolve_names(dict.fromkeys([host, *filter(None, [variables.get(MASTER_ADDR)])]))
     hardware = read_hardware(gpu_query)
-    torch = read_torch_build(torch_query)
+    torch = parse_probe_output(read_output(torch_query, timeout_s=TORCH_TIMEOUT_S))
     return MachineFacts(
         dtrain=dtrain.__version__,
         python=platform.python_version(),

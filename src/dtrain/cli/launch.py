@@ -1,6 +1,7 @@
 """Define ``dtrain launch``: build a launch plan from the command line, and run the plan.
 
-Options of torchrun work with torchrun's spelling; options without a counterpart get advice.
+Options of torchrun work with torchrun's spelling; options without a counterpart get advice. The spellings with underscores are
+from Composer's launcher and torchrun, so that their command lines run unchanged.
 """
 
 from __future__ import annotations
@@ -12,20 +13,34 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import datetime
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
-from dtrain import launch_protocol
+import typer
+
+from dtrain import __version__, launch_protocol
 from dtrain.arguments import format_count
-from dtrain.cli import launch_options as options
-from dtrain.cli.launch_options import list_ranks, parse_log_ranks, parse_modules, parse_nproc
+from dtrain.cli.launch_options import (
+    complete_script,
+    integer_or_unset,
+    parse_host,
+    parse_log_ranks,
+    parse_modules,
+    parse_nproc,
+    parse_stop_signal,
+)
+from dtrain.cli.parameters import OTHER_HEADING, integer, number, option
 from dtrain.errors import ConfigError
 from dtrain.launch.coordinator import collect_node_facts
 from dtrain.launch.entrypoint import check_command, check_module, check_script
 from dtrain.launch.job_output import check_output_plan
 from dtrain.launch.launch_dir import claim_run_dir, create_run_dir, default_run_dir, write_launch_record
 from dtrain.launch.launch_plan import (
+    DEFAULT_GRACE_S,
     DEFAULT_PREFIX,
+    MAX_GRACE_S,
+    SAVING_GRACE_S,
     LaunchPlan,
     NodeLayout,
     NodeRendezvous,
@@ -36,7 +51,7 @@ from dtrain.launch.launch_plan import (
     find_binding_variable,
 )
 from dtrain.launch.terminal import NonBlockingWriter, escape_controls
-from dtrain.launch.topology import LaunchArgs, Topology, infer_topology, read_scheduler
+from dtrain.launch.topology import MAX_NODES, LaunchArgs, Topology, infer_topology, read_scheduler
 from dtrain.machine import raise_open_file_limit
 
 TORCHRUN_ADVICE = {
@@ -97,39 +112,173 @@ def resolve_rendezvous(args: LaunchArgs, *, standalone: bool, backend: str) -> L
     return one_node if args.nnodes in ("", "1", "1:1") and host in _LOOPBACK else args
 
 
+_NODES = "Several nodes (start the same line once on each)"
+_ranks, _nodes, _output, _ending = (
+    partial(option, "launch", heading) for heading in ("Ranks", _NODES, "Output and files", "Failures and signals")
+)
+_MAX_DURATION_S = 7 * 86_400
+_OMIT_ADVICE = "Remove the option to infer it."
+
+
+def _print_version(value: bool) -> None:
+    if value:
+        typer.echo(f"dtrain {__version__}")
+        raise typer.Exit
+
+
 def launch(
-    script: options.Script,
-    args: options.Arguments = None,
-    nproc: options.Nproc = None,
-    module: options.Module = False,
-    command: options.Command = False,
-    preload: options.Preload = None,
-    no_preload: options.NoPreload = False,
-    bind: options.Bind = False,
-    run_dir: options.RunDir = None,
-    log_ranks: options.LogRanks = None,
-    prefix: options.Prefix = DEFAULT_PREFIX,
-    stdout: options.Stdout = None,
-    stderr: options.Stderr = None,
-    full_traceback: options.FullTraceback = False,
-    verbose: options.Verbose = False,
-    grace: options.Grace = None,
-    hang_timeout: options.HangTimeout = None,
-    max_restarts: options.MaxRestarts = 0,
-    stop_signal: options.StopSignal = None,
-    nnodes: options.Nnodes = "",
-    world_size: options.WorldSize = None,
-    node_rank: options.NodeRank = None,
-    base_rank: options.BaseRank = None,
-    master_addr: options.MasterAddr = "",
-    master_port: options.MasterPort = None,
-    rdzv_endpoint: options.RdzvEndpoint = "",
-    rdzv_id: options.RdzvId = "",
-    rdzv_backend: options.RdzvBackend = "",
-    standalone: options.Standalone = False,
-    join_timeout: options.JoinTimeout = None,
-    check_path: options.CheckPath = None,
-    version: options.Version = False,
+    script: Annotated[
+        str,
+        typer.Argument(
+            metavar="SCRIPT", help="Python file; or a module with -m, a program with -c.", autocompletion=complete_script
+        ),
+    ],
+    args: Annotated[
+        list[str] | None, typer.Argument(metavar="ARGS", help="Passed to the script as they are.", show_default=False)
+    ] = None,
+    nproc: Annotated[
+        str | None,
+        _ranks("-n --nproc --nproc-per-node --nproc_per_node -np N", "Ranks on this node.  [default: one per GPU, or 1]"),
+    ] = None,
+    module: Annotated[bool, _ranks("-m --module --module_mode", "SCRIPT is a module, as in python -m.")] = False,
+    command: Annotated[
+        bool, _ranks("-c --command --command_mode --no-python --no_python", "SCRIPT is a program, which need not be Python.")
+    ] = False,
+    preload: Annotated[
+        str | None,
+        _ranks(
+            "--preload MODULES",
+            "Import a,b,... once, too, and fork the ranks.  [always: torch and other modules that the script imports]",
+        ),
+    ] = None,
+    no_preload: Annotated[bool, _ranks("--no-preload", "Start each rank as a new interpreter.")] = False,
+    bind: Annotated[bool, _ranks("--bind", "Bind each rank to its own physical cores on one NUMA node.")] = False,
+    run_dir: Annotated[
+        str | None,
+        _output(
+            "--run-dir --run_directory FOLDER",
+            "Folder of logs, failure records and launch.json.  [default: runs/<date and time>]",
+        ),
+    ] = None,
+    log_ranks: Annotated[
+        str | None, _output("--log-ranks RANKS", "Ranks to show: 0,8-15 or all or none.  [default: 0 and a rank that fails]")
+    ] = None,
+    prefix: Annotated[
+        str, _output("--prefix TEXT", "Prefix of each line shown.  [default: '[rank {rank}] ']")
+    ] = DEFAULT_PREFIX,
+    stdout: Annotated[
+        str | None,
+        _output(
+            "--stdout FILE",
+            "File of each rank's output, with {rank} {local_rank} {world_size} {local_world_size} {node_rank} {host} in its "
+            "name; relative to the run folder.  [default: logs/rank-{rank:05d}.stdout]",
+        ),
+    ] = None,
+    stderr: Annotated[
+        str | None, _output("--stderr FILE", "File of each rank's errors.  [default: logs/rank-{rank:05d}.stderr]")
+    ] = None,
+    full_traceback: Annotated[
+        bool, _output("--full-traceback", "Also show the frames of dtrain and torch in tracebacks.")
+    ] = False,
+    verbose: Annotated[bool, _output("-v --verbose", "Print the launch plan in one line.")] = False,
+    grace: Annotated[
+        float | None,
+        _ending(
+            "--grace SECONDS",
+            f"Time between SIGTERM and SIGKILL.  [default: {DEFAULT_GRACE_S:g} after a failure, "
+            f"{SAVING_GRACE_S:g} after a signal]",
+            number(minimum=0, maximum=MAX_GRACE_S, advice="Use 5 seconds, for example."),
+        ),
+    ] = None,
+    hang_timeout: Annotated[
+        float | None,
+        _ending(
+            "--hang-timeout SECONDS",
+            "End the job if no rank makes progress for so long.  [default: never]",
+            number(above=0, maximum=_MAX_DURATION_S, advice="Use 600 seconds, for example."),
+        ),
+    ] = None,
+    max_restarts: Annotated[
+        int,
+        _ending(
+            "--max-restarts --max_restarts K",
+            "Restart all ranks after a failure, up to K times in a row without a new checkpoint.  [default: 0]",
+            integer(0, 1000, advice="Use 3, for example."),
+        ),
+    ] = 0,
+    stop_signal: Annotated[
+        int | None,
+        _ending("--stop-signal SIGNAL", "TERM, USR1 or USR2: asks the ranks to save and stop, like TERM.", parse_stop_signal),
+    ] = None,
+    nnodes: Annotated[str, _nodes("--nnodes N", "Number of nodes. Use torchrun for nodes that join and leave.")] = "",
+    world_size: Annotated[
+        int | None,
+        _nodes(
+            "--world-size --world_size N",
+            "Ranks of all nodes; -1 for one node.  [default: -n]",
+            integer_or_unset(1, 10**6, advice=_OMIT_ADVICE),
+        ),
+    ] = None,
+    node_rank: Annotated[
+        int | None,
+        _nodes(
+            "--node-rank --node_rank K",
+            "Number of this node, counted from 0.",
+            integer_or_unset(0, MAX_NODES - 1, advice="Pass 0 on the first node, 1 on the next, and so on."),
+        ),
+    ] = None,
+    base_rank: Annotated[
+        int | None,
+        _nodes(
+            "--base-rank --base_rank K",
+            "First rank of this node.  [default: node rank times -n]",
+            integer_or_unset(0, 10**6, advice=_OMIT_ADVICE),
+        ),
+    ] = None,
+    master_addr: Annotated[
+        str, _nodes("--master-addr --master_addr HOST", "Host of node 0; empty for one node.", parse_host)
+    ] = "",
+    master_port: Annotated[
+        int | None,
+        _nodes(
+            "--master-port --master_port PORT",
+            "Port of the rendezvous on node 0.",
+            integer_or_unset(1, 65_535, advice="Choose a port that is free on node 0."),
+        ),
+    ] = None,
+    rdzv_endpoint: Annotated[
+        str, _nodes("--rdzv-endpoint --rdzv_endpoint HOST:PORT", "torchrun's: node 0, with --rdzv-backend static.")
+    ] = "",
+    rdzv_id: Annotated[
+        str, _nodes("--rdzv-id --rdzv_id TEXT", "Name of the job; other jobs at the same address are refused.")
+    ] = "",
+    rdzv_backend: Annotated[
+        str, _nodes("--rdzv-backend --rdzv_backend NAME", "torchrun's: c10d, or static for --master-addr.")
+    ] = "",
+    standalone: Annotated[bool, _nodes("--standalone", "Run on one node, whatever the environment contains.")] = False,
+    join_timeout: Annotated[
+        float | None,
+        _nodes(
+            "--join-timeout SECONDS",
+            "Time limit until all nodes join.  [default: 300]",
+            number(above=0, maximum=_MAX_DURATION_S, advice="Use 300 seconds, for example."),
+        ),
+    ] = None,
+    check_path: Annotated[
+        list[str] | None, _nodes("--check-path PATH", "Path that must be the same on all nodes; may be repeated.")
+    ] = None,
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version",
+            help="Print the version and exit.",
+            rich_help_panel=OTHER_HEADING,
+            show_default=False,
+            # Eager options precede the check for a missing script.
+            is_eager=True,
+            callback=_print_version,
+        ),
+    ] = False,
 ) -> int:
     """Run a script on N ranks of one or more machines.
 
@@ -138,6 +287,14 @@ def launch(
 
     Exit codes: 0 done; 2 bad usage, nothing was started; the exit code of the failed rank, or 128 + signal if it was killed;
     124 hang; 130 after Ctrl-C, 143 after SIGTERM; 75 if all ranks exited with 75 (preempted and saved: run it again).
+
+    Examples:
+        dtrain launch -n 8 train.py --lr 3e-4                   eight ranks of a script
+        dtrain launch -n 2 -m package.train                     of a module
+        dtrain launch -n 2 -c ./simulate input.txt              of any program
+        dtrain launch -n 8 --log-ranks all --max-restarts 3 train.py
+        dtrain launch -n 8 --nnodes 2 --node-rank 0 --master-addr n0 --master-port 29500 train.py
+        srun --ntasks-per-node=1 dtrain launch -n 8 train.py    nodes and addresses from Slurm
     """
     nodes = LaunchArgs(
         nproc=parse_nproc(nproc, gpus=_count_gpus()),
@@ -150,42 +307,21 @@ def launch(
         rdzv_endpoint=rdzv_endpoint,
         rdzv_id=rdzv_id,
     )
-    return _launch(
-        resolve_rendezvous(nodes, standalone=standalone, backend=rdzv_backend),
-        _make_target(script, args, module=module, command=command),
-        OutputPlan(prefix=prefix, stdout=stdout, stderr=stderr, full_traceback=full_traceback),
-        log_ranks=log_ranks,
-        join_timeout_s=join_timeout,
-        paths=check_path or [],
-        run_dir=run_dir,
-        verbose=verbose,
-        grace_s=grace,
-        preload=parse_modules(preload, no_preload=no_preload),
-        max_restarts=max_restarts,
-        hang_timeout_s=hang_timeout,
-        stop_signal=stop_signal,
-        bind=bind,
-    )
-
-
-def _launch(
-    nodes: LaunchArgs,
-    target: Target,
-    output: OutputPlan,
-    *,
-    log_ranks: str | None,
-    join_timeout_s: float | None,
-    paths: Sequence[str],
-    run_dir: str | None,
-    verbose: bool,
-    **options: Any,
-) -> int:
-    """Complete the plan, run the job, and return its exit code. ``options`` are further fields of ``LaunchPlan``."""
+    nodes = resolve_rendezvous(nodes, standalone=standalone, backend=rdzv_backend)
+    if module and command:
+        raise ConfigError("launch: -m and -c exclude each other. Use -m for a Python module, or -c for any program.")
+    kind: TargetKind = "module" if module else "command" if command else "script"
+    {"module": check_module, "command": check_command, "script": check_script}[kind](script)
+    target = Target(kind=kind, name=script, args=tuple(args or ()))
+    modules = parse_modules(preload, no_preload=no_preload)
     topology = infer_topology(nodes, read_scheduler(os.environ), gpus=max(1, _count_gpus()))
-    rendezvous = _make_rendezvous(topology, target, timeout_s=join_timeout_s, paths=paths)
-    layout = _expected_layout(topology, rendezvous)
-    if rendezvous is not None and options["max_restarts"]:
+    rendezvous = _make_rendezvous(topology, target, timeout_s=join_timeout, paths=check_path or [])
+    # The layout of this node as far as it is known before the rendezvous.
+    layout = topology.layout if rendezvous is None else rendezvous.expected_layout()
+    assert layout is not None, "one node has a layout, several nodes have a rendezvous"
+    if rendezvous is not None and max_restarts:
         raise ConfigError("launch: --max-restarts needs one node. Remove --max-restarts.")
+    output = OutputPlan(prefix=prefix, stdout=stdout, stderr=stderr, full_traceback=full_traceback)
     if log_ranks is not None:
         output = replace(output, shown=parse_log_ranks(log_ranks, layout.world_size))
     check_output_plan(output, layout)
@@ -194,15 +330,20 @@ def _launch(
     folder = _prepare_run_dir(run_dir, layout)
     if rendezvous is not None:
         rendezvous = replace(rendezvous, run_name=folder.name)
-    plan = LaunchPlan(target=target, layout=layout, run_dir=folder, rendezvous=rendezvous, output=output, **options)
-    _print_notices(
-        *topology.notices,
-        *_describe_script_options(plan, nodes.nproc),
-        *_describe_binding(plan),
-        *([_describe_plan(plan)] if verbose else []),
-        *(_write_record(plan) if rendezvous is None else []),
-        *([_describe_start(plan)] if rendezvous is None else []),
+    plan = LaunchPlan(
+        target=target,
+        layout=layout,
+        run_dir=folder,
+        rendezvous=rendezvous,
+        output=output,
+        grace_s=grace,
+        preload=modules,
+        max_restarts=max_restarts,
+        hang_timeout_s=hang_timeout,
+        stop_signal=stop_signal,
+        bind=bind,
     )
+    _print_notices(*topology.notices, *_describe_start(plan, nodes.nproc, verbose=verbose))
     # Imported late, so that wrong options are reported sooner.
     from dtrain.launch.supervisor import launch_job
 
@@ -210,6 +351,35 @@ def _launch(
     if code == 0 and rendezvous is None:
         _print_notices(*_describe_results(plan))
     return code
+
+
+def _prepare_run_dir(run_dir: str | None, layout: NodeLayout) -> Path:
+    """Return the folder of this launch. On a node but node 0, a folder without --run-dir is created after the rendezvous."""
+    now = datetime.now()
+    if layout.node_rank > 0 and run_dir is None:
+        return default_run_dir(now)
+    folder = create_run_dir(run_dir, now=now)
+    if run_dir is not None:
+        # The lock lasts until this process exits.
+        claim_run_dir(folder, layout.node_rank)
+    return folder
+
+
+def _describe_start(plan: LaunchPlan, nproc: int | None, *, verbose: bool) -> list[str]:
+    """Return the notices before the start. Mutates: the record of the launch in its folder, on one node."""
+    notices = _describe_script_options(plan, nproc)
+    if (name := find_binding_variable(plan, os.environ)) is not None:
+        notices.append(
+            f"launch: {name}={os.environ[name]} binds the threads of all {plan.layout.nproc} ranks to the same cores. "
+            f"Unset {name}, or pass --bind, which gives each rank cores of its own"
+        )
+    notices += [_describe_plan(plan)] if verbose else []
+    if plan.rendezvous is None:
+        warning = write_launch_record(plan, command=sys.argv, variables=os.environ, now=datetime.now().astimezone())
+        ranks = format_count(plan.layout.world_size, "rank")
+        start = f"launch: starting {ranks}; run folder of the launch: {_relative_path(plan.run_dir)}"
+        notices += [start] if warning is None else [warning, start]
+    return notices
 
 
 def _describe_script_options(plan: LaunchPlan, nproc: int | None) -> list[str]:
@@ -225,11 +395,6 @@ def _describe_script_options(plan: LaunchPlan, nproc: int | None) -> list[str]:
         f"launch: {shlex.join(option)} stands after {plan.target.name} and is passed to it. "
         f"Options of the launcher stand before it: dtrain launch {shlex.join([*option, *target, *rest])}"
     ]
-
-
-def _describe_start(plan: LaunchPlan) -> str:
-    ranks = format_count(plan.layout.world_size, "rank")
-    return f"launch: starting {ranks}; run folder of the launch: {_relative_path(plan.run_dir)}"
 
 
 def _describe_results(plan: LaunchPlan) -> list[str]:
@@ -253,36 +418,8 @@ def _relative_path(path: Path) -> str:
     return str(path.relative_to(here) if path.is_relative_to(here) else path)
 
 
-def _describe_binding(plan: LaunchPlan) -> list[str]:
-    if (name := find_binding_variable(plan, os.environ)) is None:
-        return []
-    return [
-        f"launch: {name}={os.environ[name]} binds the threads of all {plan.layout.nproc} ranks to the same cores. "
-        f"Unset {name}, or pass --bind, which gives each rank cores of its own"
-    ]
-
-
-def _prepare_run_dir(run_dir: str | None, layout: NodeLayout) -> Path:
-    """Return the folder of this launch. On a node but node 0, a folder without --run-dir is created after the rendezvous."""
-    now = datetime.now()
-    if layout.node_rank > 0 and run_dir is None:
-        return default_run_dir(now)
-    folder = create_run_dir(run_dir, now=now)
-    if run_dir is not None:
-        # The lock lasts until this process exits.
-        claim_run_dir(folder, layout.node_rank)
-    return folder
-
-
 def _count_gpus() -> int:
     return count_gpus(os.listdir("/dev"), os.environ.get("CUDA_VISIBLE_DEVICES"))
-
-
-def _expected_layout(topology: Topology, rendezvous: NodeRendezvous | None) -> NodeLayout:
-    """Return the layout of this node as far as it is known before the rendezvous."""
-    layout = topology.layout if rendezvous is None else rendezvous.expected_layout()
-    assert layout is not None, "one node has a layout, several nodes have a rendezvous"
-    return layout
 
 
 def _make_rendezvous(
@@ -298,26 +435,13 @@ def _make_rendezvous(
     return replace(topology.rendezvous, facts=collect_node_facts(target, paths), timeout_s=timeout_s)
 
 
-def _make_target(script: str, args: list[str] | None, *, module: bool, command: bool) -> Target:
-    """Return the target after checks that do not run it."""
-    if module and command:
-        raise ConfigError("launch: -m and -c exclude each other. Use -m for a Python module, or -c for any program.")
-    kind: TargetKind = "module" if module else "command" if command else "script"
-    {"module": check_module, "command": check_command, "script": check_script}[kind](script)
-    return Target(kind=kind, name=script, args=tuple(args or ()))
-
-
-def _write_record(plan: LaunchPlan) -> list[str]:
-    warning = write_launch_record(plan, command=sys.argv, variables=os.environ, now=datetime.now().astimezone())
-    return [] if warning is None else [warning]
-
-
 def _describe_plan(plan: LaunchPlan) -> str:
     """Describe the plan in one line."""
     target, layout = plan.target, plan.layout
+    ranks = f"ranks {layout.base_rank}" + (f"-{layout.ranks[-1]}" if layout.nproc > 1 else "")
     prefix = {"script": ["python"], "module": ["python", "-m"], "command": []}[target.kind]
     parts = [
-        f"ranks {list_ranks(layout.ranks)} of {layout.world_size}: {shlex.join([*prefix, target.name, *target.args])}",
+        f"{ranks} of {layout.world_size}: {shlex.join([*prefix, target.name, *target.args])}",
         f"run folder {str(plan.run_dir)!r}",
         "no preload" if plan.preload == () else "preload",
         f"grace {plan.grace_after_failure_s:g} s after a failure, {plan.grace_after_signal_s:g} s after a signal",

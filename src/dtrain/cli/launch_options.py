@@ -1,24 +1,14 @@
-"""Define the options of ``dtrain launch``, and parse their values.
-
-The spellings with underscores are from Composer's launcher and torchrun, so that their command lines run unchanged.
-"""
+"""Parse the values of ``dtrain launch``'s options, and complete paths for the shell."""
 
 from __future__ import annotations
 
 import os
 import re
 import signal
-from collections.abc import Iterable
-from functools import partial
-from typing import Annotated
 
-import typer
-
-from dtrain import __version__
-from dtrain.cli.parameters import OTHER_HEADING, ValueType, integer, number, option
+from dtrain.cli.parameters import ValueType, integer
 from dtrain.errors import ConfigError
-from dtrain.launch.launch_plan import DEFAULT_GRACE_S, MAX_GRACE_S, MAX_RANKS, SAVING_GRACE_S
-from dtrain.launch.topology import MAX_NODES
+from dtrain.launch.launch_plan import MAX_RANKS
 
 _MAX_DURATION_S = 7 * 86_400
 _OMIT_ADVICE = "Remove the option to infer it."
@@ -122,33 +112,7 @@ def parse_log_ranks(text: str, world_size: int) -> frozenset[int]:
     return frozenset(ranks)
 
 
-def list_ranks(ranks: Iterable[int]) -> str:
-    """Format ranks as ``parse_log_ranks`` reads them: ``0-3,8`` for 0, 1, 2, 3, 8; ``none`` for no rank."""
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs) or "none"
-
-
-RANKS = "Ranks"
-NODES = "Several nodes (start the same line once on each)"
-OUTPUT = "Output and files"
-ENDING = "Failures and signals"
-
-EXAMPLES = """
-dtrain launch -n 8 train.py --lr 3e-4                   eight ranks of a script
-dtrain launch -n 2 -m package.train                     of a module
-dtrain launch -n 2 -c ./simulate input.txt              of any program
-dtrain launch -n 8 --log-ranks all --max-restarts 3 train.py
-dtrain launch -n 8 --nnodes 2 --node-rank 0 --master-addr n0 --master-port 29500 train.py
-srun --ntasks-per-node=1 dtrain launch -n 8 train.py    nodes and addresses from Slurm
-"""
-
-
-def _complete_script(incomplete: str) -> list[str]:
+def complete_script(incomplete: str) -> list[str]:
     """Complete the names of Python files and folders for the shell."""
     folder, begin = os.path.split(incomplete)
     try:
@@ -157,179 +121,3 @@ def _complete_script(incomplete: str) -> list[str]:
         return []
     names = [entry.name + "/" if entry.is_dir() else entry.name for entry in entries if begin or entry.name[0] != "."]
     return sorted(os.path.join(folder, name) for name in names if name.endswith((".py", "/")))
-
-
-def _print_version(value: bool) -> None:
-    if value:
-        typer.echo(f"dtrain {__version__}")
-        raise typer.Exit
-
-
-_option = partial(option, "launch")
-
-Script = Annotated[
-    str,
-    typer.Argument(
-        metavar="SCRIPT", help="Python file; or a module with -m, a program with -c.", autocompletion=_complete_script
-    ),
-]
-Arguments = Annotated[
-    list[str] | None, typer.Argument(metavar="ARGS", help="Passed to the script as they are.", show_default=False)
-]
-
-Nproc = Annotated[
-    str | None,
-    _option(RANKS, "-n --nproc --nproc-per-node --nproc_per_node -np N", "Ranks on this node.  [default: one per GPU, or 1]"),
-]
-Module = Annotated[bool, _option(RANKS, "-m --module --module_mode", "SCRIPT is a module, as in python -m.")]
-Command = Annotated[
-    bool,
-    _option(RANKS, "-c --command --command_mode --no-python --no_python", "SCRIPT is a program, which need not be Python."),
-]
-Preload = Annotated[
-    str | None,
-    _option(
-        RANKS,
-        "--preload MODULES",
-        "Import a,b,... once, too, and fork the ranks.  [always: torch and other modules that the script imports]",
-    ),
-]
-NoPreload = Annotated[bool, _option(RANKS, "--no-preload", "Start each rank as a new interpreter.")]
-Bind = Annotated[bool, _option(RANKS, "--bind", "Bind each rank to its own physical cores on one NUMA node.")]
-
-Nnodes = Annotated[str, _option(NODES, "--nnodes N", "Number of nodes. Use torchrun for nodes that join and leave.")]
-WorldSize = Annotated[
-    int | None,
-    _option(
-        NODES,
-        "--world-size --world_size N",
-        "Ranks of all nodes; -1 for one node.  [default: -n]",
-        integer_or_unset(1, 10**6, advice=_OMIT_ADVICE),
-    ),
-]
-NodeRank = Annotated[
-    int | None,
-    _option(
-        NODES,
-        "--node-rank --node_rank K",
-        "Number of this node, counted from 0.",
-        integer_or_unset(0, MAX_NODES - 1, advice="Pass 0 on the first node, 1 on the next, and so on."),
-    ),
-]
-BaseRank = Annotated[
-    int | None,
-    _option(
-        NODES,
-        "--base-rank --base_rank K",
-        "First rank of this node.  [default: node rank times -n]",
-        integer_or_unset(0, 10**6, advice=_OMIT_ADVICE),
-    ),
-]
-MasterAddr = Annotated[
-    str, _option(NODES, "--master-addr --master_addr HOST", "Host of node 0; empty for one node.", parse_host)
-]
-MasterPort = Annotated[
-    int | None,
-    _option(
-        NODES,
-        "--master-port --master_port PORT",
-        "Port of the rendezvous on node 0.",
-        integer_or_unset(1, 65_535, advice="Choose a port that is free on node 0."),
-    ),
-]
-RdzvEndpoint = Annotated[
-    str, _option(NODES, "--rdzv-endpoint --rdzv_endpoint HOST:PORT", "torchrun's: node 0, with --rdzv-backend static.")
-]
-RdzvId = Annotated[
-    str, _option(NODES, "--rdzv-id --rdzv_id TEXT", "Name of the job; other jobs at the same address are refused.")
-]
-RdzvBackend = Annotated[
-    str, _option(NODES, "--rdzv-backend --rdzv_backend NAME", "torchrun's: c10d, or static for --master-addr.")
-]
-Standalone = Annotated[bool, _option(NODES, "--standalone", "Run on one node, whatever the environment contains.")]
-JoinTimeout = Annotated[
-    float | None,
-    _option(
-        NODES,
-        "--join-timeout SECONDS",
-        "Time limit until all nodes join.  [default: 300]",
-        number(above=0, maximum=_MAX_DURATION_S, advice="Use 300 seconds, for example."),
-    ),
-]
-CheckPath = Annotated[
-    list[str] | None, _option(NODES, "--check-path PATH", "Path that must be the same on all nodes; may be repeated.")
-]
-
-RunDir = Annotated[
-    str | None,
-    _option(
-        OUTPUT,
-        "--run-dir --run_directory FOLDER",
-        "Folder of logs, failure records and launch.json.  [default: runs/<date and time>]",
-    ),
-]
-LogRanks = Annotated[
-    str | None,
-    _option(OUTPUT, "--log-ranks RANKS", "Ranks to show: 0,8-15 or all or none.  [default: 0 and a rank that fails]"),
-]
-Prefix = Annotated[str, _option(OUTPUT, "--prefix TEXT", "Prefix of each line shown.  [default: '[rank {rank}] ']")]
-Stdout = Annotated[
-    str | None,
-    _option(
-        OUTPUT,
-        "--stdout FILE",
-        "File of each rank's output, with {rank} {local_rank} {world_size} {local_world_size} {node_rank} {host} in its "
-        "name; relative to the run folder.  [default: logs/rank-{rank:05d}.stdout]",
-    ),
-]
-Stderr = Annotated[
-    str | None, _option(OUTPUT, "--stderr FILE", "File of each rank's errors.  [default: logs/rank-{rank:05d}.stderr]")
-]
-FullTraceback = Annotated[bool, _option(OUTPUT, "--full-traceback", "Also show the frames of dtrain and torch in tracebacks.")]
-Verbose = Annotated[bool, _option(OUTPUT, "-v --verbose", "Print the launch plan in one line.")]
-
-Grace = Annotated[
-    float | None,
-    _option(
-        ENDING,
-        "--grace SECONDS",
-        f"Time between SIGTERM and SIGKILL.  [default: {DEFAULT_GRACE_S:g} after a failure, {SAVING_GRACE_S:g} after a signal]",
-        number(minimum=0, maximum=MAX_GRACE_S, advice="Use 5 seconds, for example."),
-    ),
-]
-HangTimeout = Annotated[
-    float | None,
-    _option(
-        ENDING,
-        "--hang-timeout SECONDS",
-        "End the job if no rank makes progress for so long.  [default: never]",
-        number(above=0, maximum=_MAX_DURATION_S, advice="Use 600 seconds, for example."),
-    ),
-]
-MaxRestarts = Annotated[
-    int,
-    _option(
-        ENDING,
-        "--max-restarts --max_restarts K",
-        "Restart all ranks after a failure, up to K times in a row without a new checkpoint.  [default: 0]",
-        integer(0, 1000, advice="Use 3, for example."),
-    ),
-]
-StopSignal = Annotated[
-    int | None,
-    _option(
-        ENDING, "--stop-signal SIGNAL", "TERM, USR1 or USR2: asks the ranks to save and stop, like TERM.", parse_stop_signal
-    ),
-]
-Version = Annotated[
-    bool,
-    typer.Option(
-        "--version",
-        help="Print the version and exit.",
-        rich_help_panel=OTHER_HEADING,
-        show_default=False,
-        # Eager options precede the check for a missing script.
-        is_eager=True,
-        callback=_print_version,
-    ),
-]

@@ -3,29 +3,30 @@
 from __future__ import annotations
 
 import os
+import re
+import shlex
 import sys
-from typing import Annotated, NoReturn
+from functools import partial
+from importlib.resources import files
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
 
 import typer
 
 from dtrain import __version__
 from dtrain.cli.checkpoints import app as checkpoints
 from dtrain.cli.data import app as data
-from dtrain.cli.env import EXAMPLES as ENV_EXAMPLES
 from dtrain.cli.env import env
 from dtrain.cli.launch import launch, torchrun_advice
-from dtrain.cli.launch_options import EXAMPLES
-from dtrain.cli.new import EXAMPLES as NEW_EXAMPLES
-from dtrain.cli.new import new
-from dtrain.cli.parameters import GroupedCommand, PlainGroup
-from dtrain.cli.plan import EXAMPLES as PLAN_EXAMPLES
+from dtrain.cli.output import print_json
+from dtrain.cli.parameters import AsJson, PlainGroup, add_command, integer, number, option
 from dtrain.cli.plan import plan
 from dtrain.cli.plot import app as plot
-from dtrain.cli.prove import EXAMPLES as PROVE_EXAMPLES
-from dtrain.cli.prove import prove
-from dtrain.cli.report import REPORT_EXAMPLES, TOP_EXAMPLES, report, top
-from dtrain.errors import ConfigError, DistError, DtrainError
+from dtrain.cli.report import report, top
+from dtrain.errors import ConfigError, DistError, DtrainError, escape_unprintable
 from dtrain.launch.terminal import occupy_standard_streams
+from dtrain.packages import install_command
 
 _FAILED_EXIT_CODE = 1
 _USAGE_EXIT_CODE = 2
@@ -34,11 +35,6 @@ _SHELLS = ("bash", "zsh", "fish", "powershell", "pwsh")
 
 # The class of the parser's errors belongs to click or to typer, depending on the release of typer.
 _UsageError: type[Exception] = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "UsageError")
-
-
-_HANG_EXAMPLES = """
-dtrain hang runs/gpt     the run folder that `dtrain launch` prints at the start
-"""
 
 
 def hang(
@@ -50,6 +46,9 @@ def hang(
     shown. All stacks and the last collectives of every rank are in hang/report.txt of the run folder.
 
     Exit codes: 0 shown; 1 the launcher does not answer; 2 there are no records.
+
+    Examples:
+        dtrain hang runs/gpt     the run folder that `dtrain launch` prints at the start
     """
     from dtrain.launch.hang_report import explain_hang
 
@@ -60,6 +59,142 @@ def hang(
     return 0
 
 
+TASKS = {
+    "blank": "your own model, data and loss, with random numbers until then",
+    "lm": "a byte-level language model, on the source code of Python",
+    "vision": "image classification, on drawn images",
+    "finetune": "text classification, with a model of transformers",
+    "diffusion": "image generation by diffusion, on drawn images",
+}
+"""Description of each task. ``templates`` has a file for each task: a loop named ``loop.py``, which runs unchanged."""
+
+# The name also occurs in the text of the loop.
+_LOOP_NAME = re.compile(r"[\w-]+\.py", re.ASCII)
+_RESERVED_NAMES = {"dtrain", "numpy", "tensordict", "torch", "transformers", "tokenizers"}
+# Modules, and the extras that install them.
+_REQUIRED_EXTRAS = {"finetune": [("transformers", "hf")]}
+
+
+def new(
+    path: Annotated[str, typer.Argument(metavar="LOOP", help="The file to write, as in loop.py.", show_default=False)],
+    task: Annotated[
+        str,
+        typer.Option(
+            "--task",
+            metavar="TASK",
+            help=f"Training task: {', '.join(TASKS)}.",
+            autocompletion=lambda incomplete: [task for task in TASKS if task.startswith(incomplete)],
+        ),
+    ] = "blank",
+    force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")] = False,
+) -> int:
+    """Write a training loop to start from.
+
+    The loop is one file of at most 82 lines that runs unchanged on any number of processes. It shards, logs, saves, evaluates,
+    and resumes with the same command. Its data is generated or installed, so nothing is downloaded.
+
+    Exit codes: 0 written; 1 the file could not be written; 2 bad usage, or the file exists.
+
+    Examples:
+        dtrain new loop.py                  for your model, data and loss
+        dtrain new train_gpt.py --task lm
+        dtrain new loop.py --task vision --force
+    """
+    if task not in TASKS:
+        raise ConfigError(f"new: --task must be one of {', '.join(TASKS)}, got {task!r}. Use blank for a loop without a task.")
+    file_path = _check_path(path)
+    template = files("dtrain.cli").joinpath("templates", f"{task}.py.txt").read_text(encoding="utf-8")
+    try:
+        with file_path.open("w" if force else "x", encoding="utf-8") as file:
+            file.write(template.replace("loop.py", file_path.name).replace("runs/loop", f"runs/{file_path.stem}"))
+    except FileExistsError:
+        raise ConfigError(f"new: {path!r} exists already. Choose another name, or pass --force to overwrite it.") from None
+    except OSError as error:
+        raise OSError(f"new: {path!r} cannot be written: {error.strerror}. Choose another path.") from error
+    typer.echo(f"{escape_unprintable(path)}: {TASKS[task]}")
+    for module, extra in _REQUIRED_EXTRAS.get(task, ()):
+        if find_spec(module) is None:
+            typer.echo(f"first:  {install_command(extra)}  ({module} is not installed here)")
+    typer.echo(f"run it: dtrain launch -n 2 --run-dir runs/{file_path.stem} {shlex.quote(path)}")
+    return 0
+
+
+def _check_path(path: str) -> Path:
+    """Return the path of the loop if a loop can be written and run there."""
+    file_path = Path(path)
+    if not _LOOP_NAME.fullmatch(file_path.name):
+        raise ConfigError(
+            f"new: LOOP must be a name of letters, digits, - and _ that ends with .py, got {path!r}. Use loop.py, for example."
+        )
+    if file_path.stem in _RESERVED_NAMES or file_path.stem in sys.stdlib_module_names:
+        raise ConfigError(
+            f"new: LOOP must not shadow the module {file_path.stem!r}, got {path!r}. Use another name, such as loop.py."
+        )
+    if file_path.is_dir():
+        raise ConfigError(f"new: {path!r} is a folder. Name a file in it, as in {path}/loop.py.")
+    if not file_path.parent.is_dir():
+        raise ConfigError(f"new: no such folder: {str(file_path.parent)!r}. Create the folder, or choose another.")
+    return file_path
+
+
+_prove_option = partial(option, "prove", "Runs")
+
+
+def parse_ranks(command: str, name: str, text: str) -> tuple[int, ...]:
+    """Parse numbers of ranks such as ``2,3``.
+
+    Raises:
+        ConfigError: another text, or a number below 2.
+    """
+    words = text.split(",")
+    if not all(re.fullmatch(r"[0-9]{1,3}", word) and int(word) >= 2 for word in words):
+        raise ConfigError(f"{command}: {name} must be numbers of at least 2, got {text!r}. Pass 2,3, for example.")
+    return tuple(map(int, words))
+
+
+def prove(
+    script: Annotated[str, typer.Argument(metavar="SCRIPT", help="A Python file that trains.")],
+    args: Annotated[list[str] | None, typer.Argument(metavar="[ARGS]...", help="Arguments of the script.")] = None,
+    steps: Annotated[int, _prove_option("--steps N", "Steps of each run.  [default: 4]", integer(2))] = 4,
+    ranks: Annotated[
+        Any, _prove_option("--ranks LIST", "Numbers of ranks to compare with one rank.  [default: 2,3]", parse_ranks)
+    ] = (2, 3),
+    keep_precision: Annotated[
+        bool,
+        _prove_option("--keep-precision", "Compute in the script's own dtypes, so that rounding counts as a difference."),
+    ] = False,
+    seed: Annotated[int, _prove_option("--seed N", "Selects the step of the kill.  [default: 0]", integer(0))] = 0,
+    timeout: Annotated[float, _prove_option("--timeout SECONDS", "Longest run.  [default: 300]", number(above=0))] = 300.0,
+    as_json: AsJson = False,
+) -> int:
+    """Run a script in several ways, and compare the runs.
+
+    The script runs for a few steps in float64: twice on one rank, on several ranks with each strategy, with other microbatches,
+    and killed and resumed. The answer names the first difference, and its likely cause.
+
+    Exit codes: 0 all runs agree; 1 a run differs or fails; 2 bad usage.
+
+    Examples:
+        dtrain prove loop.py                       4 steps in each run, on 1, 2 and 3 ranks
+        dtrain prove --steps 6 loop.py --width 32  options after the script belong to the script
+        dtrain prove --json loop.py > proof.json
+    """
+    from dtrain.prove.proof import prove as run_proof
+
+    report = run_proof(
+        script,
+        args or (),
+        steps=steps,
+        world_sizes=ranks,
+        keep_precision=keep_precision,
+        seed=seed,
+        timeout_s=timeout,
+        on_progress=lambda line: typer.echo(f"dtrain: prove: {line}", err=True),
+    )
+    print_json(report.as_dict()) if as_json else typer.echo(report.text())
+    return 0 if report.passed else 1
+
+
 app = typer.Typer(
     name="dtrain",
     cls=PlainGroup,
@@ -68,24 +203,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command(
-    cls=GroupedCommand,
-    epilog=EXAMPLES,
-    # Options after the script belong to the script.
-    context_settings={"allow_interspersed_args": False},
-)(launch)
-app.command(cls=GroupedCommand, epilog=NEW_EXAMPLES)(new)
-app.command(cls=GroupedCommand, epilog=ENV_EXAMPLES)(env)
-app.command(cls=GroupedCommand, epilog=_HANG_EXAMPLES)(hang)
-app.command(cls=GroupedCommand, epilog=PLAN_EXAMPLES)(plan)
-app.command(
-    cls=GroupedCommand,
-    epilog=PROVE_EXAMPLES,
-    # Options after the script belong to the script.
-    context_settings={"allow_interspersed_args": False},
-)(prove)
-app.command(cls=GroupedCommand, epilog=REPORT_EXAMPLES)(report)
-app.command(cls=GroupedCommand, epilog=TOP_EXAMPLES)(top)
+for _command in (launch, new, env, hang, plan, prove, report, top):
+    add_command(app, _command.__name__, _command, has_script=_command in (launch, prove))
 app.add_typer(checkpoints, name="checkpoints")
 app.add_typer(data, name="data")
 app.add_typer(plot, name="plot")
@@ -139,10 +258,8 @@ def _invoke(args: list[str]) -> int:
         return int(typer.main.get_command(app).main(args=args, prog_name="dtrain", standalone_mode=False))
     except ConfigError as error:
         return _print_error(str(error), _USAGE_EXIT_CODE)
-    except DtrainError as error:
-        return _print_error(str(error), _FAILED_EXIT_CODE)
-    # The cause is the machine, such as a full disk or a path that is too long.
-    except OSError as error:
+    # The cause of an OSError is the machine, such as a full disk or a path that is too long.
+    except (DtrainError, OSError) as error:
         return _print_error(str(error), _FAILED_EXIT_CODE)
     except _UsageError as error:
         # The type of an option raised the cause.
@@ -165,26 +282,19 @@ def _show_completion(shell: str) -> int:
 
 def _usage_message(error: Exception, args: list[str]) -> str:
     """Format the parser's exception in one line: the command, the problem, and a reference to the help."""
-    context: typer.Context | None = getattr(error, "ctx", None)
-    # The parser sets no context for an option with a missing or an unexpected value.
-    command = _command_path(args) if context is None else context.command_path
-    problem: str = getattr(error, "format_message", error.__str__)()
-    prefix = "".join(f"{word}: " for word in command.split()[1:])
-    # The parser sets the name of an unknown option.
-    option = getattr(error, "option_name", None)
-    if command == "dtrain launch" and option is not None and (advice := torchrun_advice(option)) is not None:
-        return f"{prefix}{advice}"
-    return f"{prefix}{problem[:1].lower()}{problem[1:].rstrip('.')}. See `{command} --help`."
-
-
-def _command_path(args: list[str]) -> str:
-    """Return the command path at the beginning of an argument list."""
     command, words = typer.main.get_command(app), ["dtrain"]
+    # The parser sets no context for an option with a missing or an unexpected value, so the command is read from the arguments.
     for word in args:
         if (inner := getattr(command, "commands", {}).get(word)) is None:
             break
         command, words = inner, [*words, word]
-    return " ".join(words)
+    problem: str = getattr(error, "format_message", error.__str__)()
+    prefix = "".join(f"{word}: " for word in words[1:])
+    # The parser sets the name of an unknown option.
+    option = getattr(error, "option_name", None)
+    if words == ["dtrain", "launch"] and option is not None and (advice := torchrun_advice(option)) is not None:
+        return f"{prefix}{advice}"
+    return f"{prefix}{problem[:1].lower()}{problem[1:].rstrip('.')}. See `{' '.join(words)} --help`."
 
 
 def _print_error(message: str, code: int) -> int:

@@ -83,23 +83,20 @@ class ByteProgressBar:
         if not self._is_terminal or time.monotonic() < self._draw_at:
             return
         if self._progress is None:
-            self._draw()
+            from rich.console import Console
+            from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+            columns = (
+                TextColumn("{task.description}"),
+                BarColumn(),
+                DownloadColumn(),
+                TransferSpeedColumn(),
+                TimeRemainingColumn(),
+            )
+            self._progress = Progress(*columns, console=Console(file=self._stream), transient=True)
+            self._task = self._progress.add_task(self.label, total=self.total)
+            self._progress.start()
         self._progress.update(self._task, completed=self.done, total=self.total)
-
-    def _draw(self) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            DownloadColumn(),
-            TransferSpeedColumn(),
-            TimeRemainingColumn(),
-        )
-        self._progress = Progress(*columns, console=Console(file=self._stream), transient=True)
-        self._task = self._progress.add_task(self.label, total=self.total)
-        self._progress.start()
 
     def __enter__(self) -> ByteProgressBar:
         return self

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from inspect import cleandoc
 from typing import Annotated, Any, TypeAlias
 
 import typer
@@ -87,6 +88,37 @@ def choice(*choices: str) -> ValueType:
 def size(command: str, name: str, text: str) -> int:
     """Parse a number of bytes, such as ``64MiB``. A type of ``option``."""
     return parse_bytes(f"{command}: {name}", text)
+
+
+def command_group(help: str, **commands: Callable[..., int]) -> typer.Typer:
+    """Return a group of commands by name. Without a command, the group prints its help."""
+    app = typer.Typer()
+
+    @app.callback(invoke_without_command=True, help=help)
+    def group(context: typer.Context) -> int:
+        if context.invoked_subcommand is None:
+            typer.echo(context.get_help())
+        return 0
+
+    for name, function in commands.items():
+        add_command(app, name, function)
+    return app
+
+
+def add_command(app: typer.Typer, name: str, function: Callable[..., int], *, has_script: bool = False) -> None:
+    """Add a command, whose help is the docstring of its function. Examples in the docstring end the help.
+
+    Args:
+        app: group of the command.
+        name: name of the command.
+        function: function whose parameters are the arguments and options.
+        has_script: if True, options after the first argument belong to that script.
+
+    Mutates: ``app``.
+    """
+    text, _, examples = cleandoc(function.__doc__ or "").partition("\n\nExamples:\n")
+    settings = {"allow_interspersed_args": False} if has_script else None
+    app.command(name, cls=GroupedCommand, help=text, epilog=examples, context_settings=settings)(function)
 
 
 class PlainGroup(TyperGroup):

@@ -8,20 +8,20 @@ import re
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dtrain.arguments import format_count
-from dtrain.cli.output import print_json
+from dtrain.arguments import format_bytes, format_count
+from dtrain.cli.output import print_json, print_table
 from dtrain.cli.parameters import choice, integer, number, option, size
-from dtrain.cli.plan_tables import Machine, headline, plan_facts, print_comparison, print_detail, sort_by_speed
 from dtrain.errors import ConfigError, escape_unprintable
 
 if TYPE_CHECKING:
-    from dtrain.planning.estimate import PlanProgress, StrategyEstimate
-    from dtrain.planning.network import Network
+    from dtrain.planning.estimate import LibraryMemory, MemoryEstimate, PlanProgress, StrategyEstimate
+    from dtrain.planning.step_time import Accelerator, Network, StepSeconds
     from dtrain.shard.precision import Precision
 
 
@@ -80,132 +80,88 @@ def parse_precision(name: str) -> Precision | None:
 
 def parse_network(command: str, name: str, text: str) -> Network:
     """Parse the name of a preset, or values such as ``node=8,within=450GB/s,between=400Gb/s``. A type of ``option``."""
-    from dtrain.planning import network
+    from dtrain.planning import step_time
 
-    return network.parse_network(command, name, text)
-
-
-EXAMPLES = """
-dtrain plan model.py:workload --world 512 --memory 80GiB          compare strategies
-dtrain plan model.py:workload --world 512 --strategy full_shard   what one rank holds and sends
-dtrain plan package.model:workload --world 64 --replicate 8 --precision bf16 --arg layers=48
-"""
-
-_NOTHING_FITS_EXIT_CODE = 1
-_LAYOUT_HEADING, _SIZES_HEADING, _QUERY_HEADING = "Layout", "Sizes", "Query"
+    return step_time.parse_network(command, name, text)
 
 
-_option = partial(option, "plan")
-
-World = Annotated[int, _option(_LAYOUT_HEADING, "--world N", "Ranks, from 1 to 4096.", integer(1))]
-Replicate = Annotated[
-    int, _option(_LAYOUT_HEADING, "--replicate N", "dp_replicate of the mesh, for hybrid_shard.  [default: 1]", integer(1))
-]
-ContextParallel = Annotated[
-    int,
-    _option(_LAYOUT_HEADING, "--cp N", "cp of the mesh; the workload must have batch_seq_dims.  [default: 1]", integer(1)),
-]
-TensorParallel = Annotated[
-    int, _option(_LAYOUT_HEADING, "--tp N", "tp of the mesh; the workload must have a tp_plan.  [default: 1]", integer(1))
-]
-NetworkOption = Annotated[
-    Any,
-    _option(
-        _QUERY_HEADING,
-        "--network NAME",
-        "Network, for seconds: a100-hdr200, h100-ndr400, b200-ndr400, pcie4-100gbe, or node=8,within=450GB/s,between=400Gb/s.",
-        parse_network,
-    ),
-]
-Processes = Annotated[
-    int, _option(_QUERY_HEADING, "--processes N", "Layouts to estimate at a time, each in a fork.  [default: 1]", integer(1))
-]
-Strategy = Annotated[
-    str | None, _option(_LAYOUT_HEADING, "--strategy NAME", "Strategy to show in detail, instead of a comparison.")
-]
-PrecisionName = Annotated[
-    str, _option(_LAYOUT_HEADING, "--precision NAME", f"{', '.join(PRECISIONS)}.  [default: fp32]", choice(*PRECISIONS))
-]
-Checkpoint = Annotated[
-    str | None,
-    _option(
-        _LAYOUT_HEADING,
-        "--checkpoint KEEP",
-        "Values that checkpointed blocks keep: nothing, matmuls; none: no checkpointing.",
-        choice("none", "nothing", "matmuls"),
-    ),
-]
-Accumulation = Annotated[
-    str, _option(_LAYOUT_HEADING, "--accumulate HOW", "Gradients between microbatches: local or sharded.  [default: local]")
-]
-Device = Annotated[
-    Any,
-    _option(
-        _LAYOUT_HEADING,
-        "--device NAME",
-        "cuda or cpu; for seconds a100, h100, h200, b200, l40s, mi300x, or flops=400TFLOP/s,bandwidth=2TB/s.  [default: cuda]",
-        parse_device,
-    ),
-]
-Efficiency = Annotated[
-    float | None,
-    _option(
-        _QUERY_HEADING,
-        "--efficiency SHARE",
-        "Share of the device's peak operations that a step is assumed to reach.  [default: 0.4]",
-        number(above=0, maximum=1, advice="Use 0.4, for example."),
-    ),
-]
-Workers = Annotated[
-    int, _option(_QUERY_HEADING, "--workers N", "Loader processes of a rank, for the host's memory.  [default: 0]", integer(0))
-]
-Microbatch = Annotated[
-    int, _option(_SIZES_HEADING, "--microbatch N", "Samples per forward of a rank.  [default: 1]", integer(1))
-]
-Microbatches = Annotated[int, _option(_SIZES_HEADING, "--microbatches N", "Microbatches per step.  [default: 1]", integer(1))]
-SequenceLength = Annotated[str | None, _option(_SIZES_HEADING, "--seq N", "The same as --arg seq=N.")]
-FactoryArguments = Annotated[
-    list[str] | None, _option(_SIZES_HEADING, "--arg NAME=VALUE", "Argument of the factory; may be repeated.")
-]
-Memory = Annotated[
-    int | None,
-    _option(_QUERY_HEADING, "--memory SIZE", "Memory of a device, as in 80GiB: find the largest microbatch.", parse_memory),
-]
-Headroom = Annotated[
-    float,
-    _option(
-        _QUERY_HEADING,
-        "--headroom SHARE",
-        "Share of the memory to leave free.  [default: 0.05]",
-        number(minimum=0, below=1, advice="Use 0.05, for example."),
-    ),
-]
+_layout, _sizes, _query = (partial(option, "plan", heading) for heading in ("Layout", "Sizes", "Query"))
 
 
 def plan(
     target: Annotated[
-        str,
-        typer.Argument(metavar="TARGET", help="file.py:factory or module:factory, which returns a dt.planning.Workload."),
+        str, typer.Argument(metavar="TARGET", help="file.py:factory or module:factory, which returns a dt.planning.Workload.")
     ],
-    world: World,
-    replicate: Replicate = 1,
-    cp: ContextParallel = 1,
-    tp: TensorParallel = 1,
-    strategy: Strategy = None,
-    precision: PrecisionName = "fp32",
-    checkpoint: Checkpoint = None,
-    accumulate: Accumulation = "local",
-    device: Device = ("cuda", None),
-    microbatch: Microbatch = 1,
-    microbatches: Microbatches = 1,
-    seq: SequenceLength = None,
-    arg: FactoryArguments = None,
-    memory: Memory = None,
-    headroom: Headroom = 0.05,
-    network: NetworkOption = None,
-    efficiency: Efficiency = None,
-    workers: Workers = 0,
-    processes: Processes = 1,
+    world: Annotated[int, _layout("--world N", "Ranks, from 1 to 4096.", integer(1))],
+    replicate: Annotated[
+        int, _layout("--replicate N", "dp_replicate of the mesh, for hybrid_shard.  [default: 1]", integer(1))
+    ] = 1,
+    cp: Annotated[
+        int, _layout("--cp N", "cp of the mesh; the workload must have batch_seq_dims.  [default: 1]", integer(1))
+    ] = 1,
+    tp: Annotated[int, _layout("--tp N", "tp of the mesh; the workload must have a tp_plan.  [default: 1]", integer(1))] = 1,
+    strategy: Annotated[str | None, _layout("--strategy NAME", "Strategy to show in detail, instead of a comparison.")] = None,
+    precision: Annotated[
+        str, _layout("--precision NAME", f"{', '.join(PRECISIONS)}.  [default: fp32]", choice(*PRECISIONS))
+    ] = "fp32",
+    checkpoint: Annotated[
+        str | None,
+        _layout(
+            "--checkpoint KEEP",
+            "Values that checkpointed blocks keep: nothing, matmuls; none: no checkpointing.",
+            choice("none", "nothing", "matmuls"),
+        ),
+    ] = None,
+    accumulate: Annotated[
+        str, _layout("--accumulate HOW", "Gradients between microbatches: local or sharded.  [default: local]")
+    ] = "local",
+    device: Annotated[
+        Any,
+        _layout(
+            "--device NAME",
+            "cuda or cpu; for seconds a100, h100, h200, b200, l40s, mi300x, or flops=400TFLOP/s,bandwidth=2TB/s.  "
+            "[default: cuda]",
+            parse_device,
+        ),
+    ] = ("cuda", None),
+    microbatch: Annotated[int, _sizes("--microbatch N", "Samples per forward of a rank.  [default: 1]", integer(1))] = 1,
+    microbatches: Annotated[int, _sizes("--microbatches N", "Microbatches per step.  [default: 1]", integer(1))] = 1,
+    seq: Annotated[str | None, _sizes("--seq N", "The same as --arg seq=N.")] = None,
+    arg: Annotated[list[str] | None, _sizes("--arg NAME=VALUE", "Argument of the factory; may be repeated.")] = None,
+    memory: Annotated[
+        int | None, _query("--memory SIZE", "Memory of a device, as in 80GiB: find the largest microbatch.", parse_memory)
+    ] = None,
+    headroom: Annotated[
+        float,
+        _query(
+            "--headroom SHARE",
+            "Share of the memory to leave free.  [default: 0.05]",
+            number(minimum=0, below=1, advice="Use 0.05, for example."),
+        ),
+    ] = 0.05,
+    network: Annotated[
+        Any,
+        _query(
+            "--network NAME",
+            "Network, for seconds: a100-hdr200, h100-ndr400, b200-ndr400, pcie4-100gbe, or "
+            "node=8,within=450GB/s,between=400Gb/s.",
+            parse_network,
+        ),
+    ] = None,
+    efficiency: Annotated[
+        float | None,
+        _query(
+            "--efficiency SHARE",
+            "Share of the device's peak operations that a step is assumed to reach.  [default: 0.4]",
+            number(above=0, maximum=1, advice="Use 0.4, for example."),
+        ),
+    ] = None,
+    workers: Annotated[
+        int, _query("--workers N", "Loader processes of a rank, for the host's memory.  [default: 0]", integer(0))
+    ] = 0,
+    processes: Annotated[
+        int, _query("--processes N", "Layouts to estimate at a time, each in a fork.  [default: 1]", integer(1))
+    ] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="Print the same as one JSON object.")] = False,
 ) -> int:
     """Estimate the memory and network traffic of a run.
@@ -213,7 +169,19 @@ def plan(
     The command needs no device: it runs a step on tensors without memory. It does not allocate the model, and uses no GPU.
 
     Exit codes: 0 shown; 1 with --memory: no sample fits, or a step of the workload failed; 2 bad usage.
+
+    Examples:
+        dtrain plan model.py:workload --world 512 --memory 80GiB          compare strategies
+        dtrain plan model.py:workload --world 512 --strategy full_shard   what one rank holds and sends
+        dtrain plan package.model:workload --world 64 --replicate 8 --precision bf16 --arg layers=48
     """
+    accelerator = device[1]
+    if efficiency is not None:
+        if accelerator is None:
+            raise ConfigError(f"plan: --efficiency must come with rates of a device, got {efficiency}. Add --device h100.")
+        accelerator = accelerator.replace(efficiency=efficiency)
+    machine = Machine(network=network, accelerator=accelerator, workers=workers)
+    arguments = parse_factory_arguments([*(arg or ()), *([] if seq is None else [f"seq={seq}"])])
     settings: dict[str, Any] = {
         "memory": memory,
         "world_size": world,
@@ -225,11 +193,18 @@ def plan(
         "microbatch_size": microbatch,
         "microbatches": microbatches,
         "headroom": headroom,
+        "processes": processes,
     }
-    arguments = parse_factory_arguments([*(arg or ()), *([] if seq is None else [f"seq={seq}"])])
-    rows = _run_plans(target, arguments, strategy, checkpoint, precision, settings, processes)
-    machine = _machine(network, device[1], efficiency, workers)
-    if machine.accelerator is not None:
+    if strategy is not None:
+        settings |= {"strategies": (strategy,), "checkpoints": (None,)}
+    if checkpoint is not None:
+        settings["checkpoints"] = (None if checkpoint == "none" else checkpoint,)
+    from dtrain.planning.estimate import compare_strategies
+    from dtrain.planning.workload import load_workload
+
+    with load_workload(target, arguments) as workload, contextlib.closing(_Progress()) as progress:
+        rows = compare_strategies(workload, precision=parse_precision(precision), on_progress=progress.show, **settings)
+    if accelerator is not None:
         rows = sort_by_speed(rows, machine)
     if as_json:
         plans = [plan_facts(row, machine) for row in rows]
@@ -238,60 +213,31 @@ def plan(
         typer.echo(f"{escape_unprintable(headline(target, rows[0], precision))}\n")
         print_comparison(rows, machine) if strategy is None else print_detail(rows[0], machine)
     nothing_fits = all(row.largest is not None and not row.largest.microbatch_size for row in rows)
-    return _NOTHING_FITS_EXIT_CODE if nothing_fits else 0
+    return 1 if nothing_fits else 0
 
 
-def _machine(network: Any, accelerator: Any, efficiency: float | None, workers: int) -> Machine:
-    if efficiency is not None:
-        if accelerator is None:
-            raise ConfigError(f"plan: --efficiency must come with rates of a device, got {efficiency}. Add --device h100.")
-        accelerator = accelerator.replace(efficiency=efficiency)
-    return Machine(network=network, accelerator=accelerator, workers=workers)
-
-
-def _run_plans(
-    target: str,
-    arguments: dict[str, Any],
-    strategy: str | None,
-    checkpoint: str | None,
-    precision: str,
-    settings: dict[str, Any],
-    processes: int,
-) -> list[StrategyEstimate]:
-    from dtrain.planning.estimate import compare_strategies, estimate_strategy
-    from dtrain.planning.workload import load_workload
-
-    settings["precision"] = parse_precision(precision)
-    mode: Any = None if checkpoint in (None, "none") else checkpoint
-    with load_workload(target, arguments) as workload, contextlib.closing(_Progress()) as progress:
-        settings["on_progress"] = progress.show
-        if strategy is not None:
-            return [estimate_strategy(workload, strategy=strategy, checkpoint=mode, **settings)]
-        if checkpoint is not None:
-            settings["checkpoints"] = (mode,)
-        return compare_strategies(workload, processes=processes, **settings)
+_PROGRESS_INTERVAL_S = 5.0
 
 
 class _Progress:
     """Progress of a search on standard error: one live line on a terminal, else a line every few seconds and at the end."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic, interval_s: float = 5) -> None:
-        self._clock, self._interval_s = clock, interval_s
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock, self._has_line = clock, False
         self._start = self._last = clock()
-        self._has_line = False
 
     def show(self, progress: PlanProgress) -> None:
         """Show the layouts that are done, and the step that runs."""
         on_terminal, now = sys.stderr.isatty(), self._clock()
         is_last = progress.done == progress.total
-        if not on_terminal and not is_last and now - self._last < self._interval_s:
+        # A plan of one layout has a line for its steps only.
+        if (is_last and progress.total == 1) or not (on_terminal or is_last or now - self._last >= _PROGRESS_INTERVAL_S):
             return
         self._last = now
         text = f"plan: {progress.done} of {format_count(progress.total, 'layout')} in {now - self._start:.0f} s"
         if not is_last:
             config = progress.config
-            layout = f"{config.strategy}, {f'checkpoint {config.checkpoint}' if config.checkpoint else 'no checkpointing'}"
-            text += f": {layout}"
+            text += f": {config.strategy}, {f'checkpoint {config.checkpoint}' if config.checkpoint else 'no checkpointing'}"
             text += "" if progress.microbatch_size is None else f", microbatches of {progress.microbatch_size}"
         typer.echo(f"\r\x1b[K{text}" if on_terminal else text, err=True, nl=not on_terminal)
         self._has_line = on_terminal
@@ -300,3 +246,213 @@ class _Progress:
         """Remove the line from the terminal."""
         if self._has_line:
             typer.echo("\r\x1b[K", err=True, nl=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """Rates and sizes of the machine that the plan is for; None leaves their columns out.
+
+    Args:
+        network: links between ranks.
+        accelerator: rates of a device.
+        workers: loader processes of a rank.
+    """
+
+    network: Network | None = None
+    accelerator: Accelerator | None = None
+    workers: int = 0
+
+    def library(self, estimate: MemoryEstimate) -> LibraryMemory:
+        """Return the memory that dtrain and its backends hold beside the tensors of a step."""
+        from dtrain.planning.estimate import library_memory
+
+        return library_memory(
+            estimate, workers=self.workers, local_world_size=self.network.local_world_size if self.network else 8
+        )
+
+    def seconds(self, estimate: MemoryEstimate) -> StepSeconds | None:
+        """Return the estimated seconds of a step; None without an accelerator."""
+        from dtrain.planning.step_time import step_seconds
+
+        return None if self.accelerator is None else step_seconds(estimate, self.accelerator, self.network)
+
+
+_MEMORY_PARTS = ("parameters", "gradients", "optimizer", "transforms", "gathered", "communication", "activations")
+
+
+def headline(target: str, row: StrategyEstimate, precision: str) -> str:
+    """Describe the plan in one line."""
+    estimate = row.estimate
+    config, largest = estimate.config, row.largest
+    sharded = config.world_size // (config.dp_replicate * config.cp * config.tp)
+    axes = [f"dp_replicate {config.dp_replicate}", f"dp_shard {sharded}"]
+    axes += [f"{name} {size}" for name, size in (("cp", config.cp), ("tp", config.tp)) if size > 1]
+    ranks = f"{format_count(config.world_size, 'rank')} ({' x '.join(axes)})"
+    sizes = f"microbatches of {estimate.microbatch_size}, {estimate.microbatches} to a step"
+    room = f", {_format_size(largest.memory)} each" if largest else ""
+    count = str(estimate.parameter_count)
+    for unit, letter in ((10**3, " k"), (10**6, " M"), (10**9, " G")):
+        if estimate.parameter_count >= unit:
+            count = f"{estimate.parameter_count / unit:.4g}{letter}"
+    return f"{target}: {count} parameters on {ranks}{room}, {precision}, {sizes}"
+
+
+def sort_by_speed(rows: Sequence[StrategyEstimate], machine: Machine) -> list[StrategyEstimate]:
+    """Return the layouts with the most samples per second first, and layouts in which nothing fits last."""
+
+    def speed(row: StrategyEstimate) -> float:
+        if row.largest is not None and not row.largest.microbatch_size:
+            return -1.0
+        seconds = machine.seconds(_shown(row))
+        return seconds.samples_per_second if seconds else 0.0
+
+    return sorted(rows, key=speed, reverse=True)
+
+
+def _shown(row: StrategyEstimate) -> MemoryEstimate:
+    """Return the estimate whose seconds are shown: that of the largest microbatch, if there is one."""
+    return row.largest.estimate if row.largest is not None and row.largest.microbatch_size else row.estimate
+
+
+def print_comparison(rows: Sequence[StrategyEstimate], machine: Machine) -> None:
+    """Print a line for each strategy. The columns of bytes are at the peak, and add up to the peak."""
+    network, accelerator = machine.network, machine.accelerator
+    # Most workloads have no transform with a state.
+    parts = [part for part in _MEMORY_PARTS if part != "transforms" or any(row.estimate.at_peak.transforms for row in rows)]
+    with_memory = rows[0].largest is not None
+    head = ["strategy", "checkpoint", *(["fits"] if with_memory else []), "peak", "in", *parts, "sent per step"]
+    head += ["on the links", "control"] if network else []
+    head += ["step", "samples/s"] if accelerator else []
+    lines = [
+        [
+            row.estimate.config.strategy,
+            row.estimate.config.checkpoint or "-",
+            *([] if row.largest is None else [str(row.largest.microbatch_size or "no")]),
+            _format_size(row.estimate.peak),
+            row.estimate.peak_phase,
+            *(_format_size(getattr(row.estimate.at_peak, part)) for part in parts),
+            _format_size(row.estimate.bytes_sent),
+            *([] if network is None else map(format_seconds, _seconds(row, network))),
+            *(
+                []
+                if (seconds := machine.seconds(_shown(row))) is None
+                else [format_seconds(seconds.total), f"{seconds.samples_per_second:.4g}"]
+            ),
+        ]
+        for row in rows
+    ]
+    print_table(head, lines, right=[index for index, name in enumerate(head) if name not in ("strategy", "checkpoint", "in")])
+    if with_memory:
+        typer.echo("\nfits: the largest microbatch; other columns are for the requested microbatch")
+    if network:
+        typer.echo("on the links: collectives of a step, one after another; control: records of a step")
+    if accelerator:
+        typer.echo(f"step, samples/s: {'for the largest microbatch; ' if with_memory else ''}{_describe_estimate(accelerator)}")
+
+
+def _describe_estimate(accelerator: Accelerator) -> str:
+    return f"an estimate, not measured, which assumes {accelerator.efficiency:.0%} of the peak operations"
+
+
+def _seconds(row: StrategyEstimate, network: Network) -> tuple[float, float]:
+    """Return the seconds of a step's collectives, and of its control records."""
+    from dtrain.planning.step_time import communication_seconds, control_seconds
+
+    estimate = row.estimate
+    return communication_seconds(estimate.traffic, network), control_seconds(estimate.config.world_size, network)
+
+
+def format_seconds(seconds: float) -> str:
+    """Format seconds with three digits and a unit that people read."""
+    for unit, scale in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= scale:
+            return f"{seconds / scale:.3g} {unit}"
+    return f"{seconds / 1e-6:.3g} us"
+
+
+def print_detail(row: StrategyEstimate, machine: Machine) -> None:
+    """Print the memory and the traffic of one rank."""
+    from dtrain.planning.step_time import communication_seconds
+
+    estimate, largest, network = row.estimate, row.largest, machine.network
+    library = machine.library(estimate)
+    lines = [
+        [part, _format_size(getattr(estimate.at_peak, part)), _format_size(getattr(estimate.max_by_part, part))]
+        for part in _MEMORY_PARTS
+    ]
+    lines += [
+        ["together", _format_size(estimate.peak), ""],
+        ["device: library", "", _format_size(library.device)],
+        ["host: library", "", _format_size(library.host)],
+    ]
+    print_table(("part", "at the peak", "at most"), lines, right=(1, 2))
+    phases = ", ".join(f"{phase} {_format_size(peak)}" for phase, peak in estimate.peaks.items())
+    typer.echo(f"\nThe peak is in {estimate.peak_phase}: {phases}.\n")
+    head = ["collective", "ranks", "per step", "bytes", "sent by a rank", *(["apart", "on the links"] if network else [])]
+    traffic = [
+        [
+            *(t.op, str(t.group_size), str(t.count), _format_size(t.bytes), _format_size(t.bytes_sent)),
+            *([str(t.stride), format_seconds(communication_seconds([t], network))] if network else []),
+        ]
+        for t in estimate.traffic
+    ]
+    if traffic:
+        print_table(head, traffic, right=range(1, len(head)))
+    else:
+        typer.echo("Nothing is sent.")
+    if network:
+        links, control = map(format_seconds, _seconds(row, network))
+        typer.echo(f"\nA step spends {links} on the links and {control} in control records, if nothing overlaps.")
+    if machine.accelerator and (seconds := machine.seconds(estimate)):
+        parts = ", ".join(
+            f"{name} {format_seconds(getattr(seconds, name))}" for name in ("compute", "update", "exposed", "control")
+        )
+        speed = f"{format_seconds(seconds.total)} ({parts}), {seconds.samples_per_second:.4g} samples/s"
+        typer.echo(f"\nA step takes {speed}: {_describe_estimate(machine.accelerator)}.")
+    typer.echo(f"\nAn asynchronous save stages {_format_size(library.host_staging)} in the host's memory.")
+    if largest:
+        size, peak, room = largest.microbatch_size, _format_size(largest.estimate.peak), _format_size(largest.memory)
+        result = f"The largest microbatch is {size}:" if size else "Not one sample fits:"
+        typer.echo(f"\n{result} it takes {peak} of {room}.")
+
+
+def _format_size(size: int) -> str:
+    # Rows are compared with each other, so large sizes have four digits.
+    return f"{size / 2**30:.4g} GiB" if size >= 2**30 else format_bytes(size) if size else "-"
+
+
+def _speed_facts(estimate: MemoryEstimate, machine: Machine) -> dict[str, Any] | None:
+    seconds = machine.seconds(estimate)
+    return None if seconds is None else {**asdict(seconds), "total": seconds.total}
+
+
+def plan_facts(row: StrategyEstimate, machine: Machine) -> dict[str, Any]:
+    """Return a plan as plain data; sizes are in bytes, times in seconds."""
+    estimate, largest, network = row.estimate, row.largest, machine.network
+    library = machine.library(estimate)
+    return {
+        **asdict(estimate.config),
+        "microbatch_size": estimate.microbatch_size,
+        "microbatches": estimate.microbatches,
+        "parameters": estimate.parameter_count,
+        "peak": estimate.peak,
+        "peak_in": estimate.peak_phase,
+        "peaks": dict(estimate.peaks),
+        "at_peak": asdict(estimate.at_peak),
+        "most": asdict(estimate.max_by_part),
+        "traffic": [{**asdict(each), "sent": each.bytes_sent} for each in estimate.traffic],
+        "sent": estimate.bytes_sent,
+        "staged": library.host_staging,
+        "library": {**asdict(library), "device": library.device, "host": library.host},
+        "work": asdict(estimate.work),
+        "seconds": None if network is None else dict(zip(("links", "control"), _seconds(row, network), strict=True)),
+        "step_seconds": _speed_facts(estimate, machine),
+        "largest": None
+        if largest is None
+        else {
+            "microbatch_size": largest.microbatch_size,
+            "peak": largest.estimate.peak,
+            "tries": largest.sizes_tried,
+            "step_seconds": _speed_facts(largest.estimate, machine),
+        },
+    }

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dtrain.arguments import check_int
-from dtrain.cli.parameters import GroupedCommand
+from dtrain.cli.parameters import OTHER_HEADING, command_group, option
 from dtrain.errors import ConfigError, StepError, escape_unprintable
 
 if TYPE_CHECKING:
@@ -44,14 +44,15 @@ def draw_text_plot(times: Sequence[float], values: Sequence[float], *, width: in
     """
     low, high = min(values), max(values)
     span = (high - low) or 1.0
-    labels = {line: f"{high - span * line / (height - 1):.4g}" for line in range(height) if _has_label(line, height)}
-    if high == low:
-        labels = {0: f"{high:.4g}"}
+    labeled = {0} if high == low else {*range(0, height, max(height // _TICKS, 1)), height - 1}
+    labels = {line: f"{high - span * line / (height - 1):.4g}" for line in labeled}
     margin = max(len(label) for label in labels.values())
     columns = max(width - margin - 2, _MIN_COLUMNS)
     rows = [[" "] * columns for _ in range(height)]
     for column in range(columns):
-        value = values[_column_index(column, columns, len(values))]
+        # Few values get equal widths; of many values the first and the last are shown.
+        few, count = len(values) <= columns, len(values)
+        value = values[column * count // columns if few else column * (count - 1) // (columns - 1)]
         rows[round((high - value) / span * (height - 1))][column] = "*"
     lines = [f"{labels.get(line, ''):>{margin}} |{''.join(row)}".rstrip() for line, row in enumerate(rows)]
     if high == low:
@@ -60,37 +61,24 @@ def draw_text_plot(times: Sequence[float], values: Sequence[float], *, width: in
     return "\n".join([*lines, f"{'':>{margin}} +{'-' * columns}", f"{'':>{margin}}  {first}{last:>{columns - len(first)}}"])
 
 
-def _column_index(column: int, columns: int, count: int) -> int:
-    """Return the index of a column's value: few values get equal widths; of many values the first and the last are shown."""
-    return column * count // columns if count <= columns else column * (count - 1) // (columns - 1)
-
-
-def _has_label(line: int, height: int) -> bool:
-    return line == height - 1 or line % max(height // _TICKS, 1) == 0
-
-
-EXAMPLES = """
-dtrain plot schedule train.py:schedule --steps 10_000                  a sketch in the terminal
-dtrain plot schedule train.py:schedule --steps 10_000 --output lr.png  a picture
-dtrain plot schedule package.recipe:make_schedules --steps 1e6
-"""
-
 _COMMAND = "plot schedule"
 _TARGET_EXAMPLE = "as in train.py:schedule or package.recipe:schedule"
 _WIDEST, _HEIGHT = 80, 16
 
-app = typer.Typer()
+
+def parse_steps(command: str, name: str, text: str) -> int:
+    """Parse a number of steps, such as ``10_000`` or ``1e6``. A type of ``option``.
+
+    Raises:
+        ConfigError: the text is not a positive integer.
+    """
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    return check_int(command, name, int(number) if number.is_integer() else text, advice="Use 1000, for example.")
 
 
-@app.callback(invoke_without_command=True)
-def plot(context: typer.Context) -> int:
-    """Draw schedules without running the loop."""
-    if context.invoked_subcommand is None:
-        typer.echo(context.get_help())
-    return 0
-
-
-@app.command(cls=GroupedCommand, epilog=EXAMPLES)
 def schedule(
     target: Annotated[
         str,
@@ -99,7 +87,7 @@ def schedule(
         ),
     ],
     steps: Annotated[
-        str, typer.Option("--steps", metavar="N", help="Length of the run, in the schedule's unit.", show_default=False)
+        int, option(_COMMAND, OTHER_HEADING, "--steps N", "Length of the run, in the schedule's unit.", parse_steps)
     ],
     output: Annotated[
         str | None,
@@ -113,9 +101,19 @@ def schedule(
     The file is imported, so a training loop in it belongs under `if __name__ == "__main__":`.
 
     Exit codes: 0 drawn; 1 the schedule failed; 2 bad usage.
+
+    Examples:
+        dtrain plot schedule train.py:schedule --steps 10_000                  a sketch in the terminal
+        dtrain plot schedule train.py:schedule --steps 10_000 --output lr.png  a picture
+        dtrain plot schedule package.recipe:make_schedules --steps 1e6
     """
-    length = _parse_steps(steps)
-    picture = None if output is None else _parse_output(output)
+    picture = None if output is None else Path(output)
+    if picture is not None and picture.suffix not in (".png", ".pdf", ".svg"):
+        raise ConfigError(f"{_COMMAND}: --output must end with .png, .pdf or .svg, got {output!r}. Use lr.png, for example.")
+    if picture is not None and not picture.parent.is_dir():
+        raise ConfigError(
+            f"{_COMMAND}: --output must be in an existing folder, got {output!r}. Create the folder, or choose another."
+        )
     # These modules import torch.
     from dtrain.planning.workload import import_target, summarize_user_errors
     from dtrain.schedules.curves import axis_label, evaluate_at, plot, sample_times
@@ -123,14 +121,14 @@ def schedule(
     with import_target(_COMMAND, target, "schedule", _TARGET_EXAMPLE) as imported:
         schedules = _find_schedules(imported)
         with summarize_user_errors(f"{_COMMAND}: {target!r} failed", StepError):
-            times = sample_times(length, _WIDEST)
+            times = sample_times(steps, _WIDEST)
             curves = {name: evaluate_at(f"{_COMMAND}: {name!r}", function, times) for name, function in schedules.items()}
             if picture is not None:
-                plot(schedules, length).savefig(picture)
+                plot(schedules, steps).savefig(picture)
                 return 0
     width = min(shutil.get_terminal_size().columns, _WIDEST)
     for name, values in curves.items():
-        typer.echo(f"{escape_unprintable(name)}, {axis_label(_COMMAND, schedules[name])} 0 to {length - 1}:")
+        typer.echo(f"{escape_unprintable(name)}, {axis_label(_COMMAND, schedules[name])} 0 to {steps - 1}:")
         typer.echo(draw_text_plot(times, values, width=width, height=_HEIGHT))
     return 0
 
@@ -172,21 +170,4 @@ def _accepts(function: Any, *arguments: float) -> bool:
     return True
 
 
-def _parse_steps(text: str) -> int:
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
-    steps = int(number) if number.is_integer() else text
-    return check_int(_COMMAND, "--steps", steps, advice="Use 1000, for example.")
-
-
-def _parse_output(text: str) -> Path:
-    path = Path(text)
-    if path.suffix not in (".png", ".pdf", ".svg"):
-        raise ConfigError(f"{_COMMAND}: --output must end with .png, .pdf or .svg, got {text!r}. Use lr.png, for example.")
-    if not path.parent.is_dir():
-        raise ConfigError(
-            f"{_COMMAND}: --output must be in an existing folder, got {text!r}. Create the folder, or choose another."
-        )
-    return path
+app = command_group("Draw schedules without running the loop.", schedule=schedule)

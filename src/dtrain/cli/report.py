@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from datetime import datetime
@@ -12,24 +11,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dtrain import __version__
+from dtrain import __version__, storage
 from dtrain.arguments import format_bytes, format_count, format_duration
 from dtrain.cli.parameters import OTHER_HEADING, number, option
 from dtrain.errors import ConfigError, escape_unprintable
 from dtrain.report.results import describe_command, describe_devices, describe_parameters, format_speed, list_results
 
 if TYPE_CHECKING:
-    from dtrain.report.live import LiveRun, RankSnapshot, RunSnapshot
+    from dtrain.report.live import LiveRun, RunSnapshot
     from dtrain.report.model import Report, RunReport
-
-
-REPORT_EXAMPLES = """
-dtrain report runs/gpt                                   writes runs/gpt/report.html
-dtrain report runs/gpt runs/gpt-wide --output two.html   compares them
-dtrain report runs/gpt --json | jq .runs[0].goodput
-"""
-
-_NOTHING_EXIT_CODE = 1
 
 
 def report(
@@ -56,6 +46,11 @@ def report(
     A run may still run, or may have been killed or damaged: the page shows the available data, and lists missing data.
 
     Exit codes: 0 written; 1 nothing in the folder could be read, or a file could not be written; 2 bad usage, or no run.
+
+    Examples:
+        dtrain report runs/gpt                                   writes runs/gpt/report.html
+        dtrain report runs/gpt runs/gpt-wide --output two.html   compares them
+        dtrain report runs/gpt --json | jq .runs[0].goodput
     """
     from dtrain.report.model import to_json
     from dtrain.report.page import render_page
@@ -68,25 +63,21 @@ def report(
     if output is None and not as_json:
         output = str(Path(runs[0] if len(runs) == 1 else ".") / "report.html")
     if output is not None:
-        _write_page(output, render_page(found))
+        _write_page(Path(output), render_page(found))
         lines += [] if as_json else [escape_unprintable(output)]
     for line in lines:
         typer.echo(line)
-    return 0 if any(run.attempts or run.series or run.about for run in found.runs) else _NOTHING_EXIT_CODE
+    return 0 if any(run.attempts or run.series or run.about for run in found.runs) else 1
 
 
-def _write_page(path: str, text: str) -> None:
+def _write_page(path: Path, text: str) -> None:
     """Write a file atomically, because a browser may read the old file, and the disk may be full."""
-    page_path = Path(path)
-    if not page_path.parent.is_dir() or page_path.is_dir():
-        problem = "is a folder" if page_path.is_dir() else "is in a folder that does not exist"
-        raise ConfigError(f"report: --output {problem}, got {path!r}. Name a file in an existing folder.")
-    partial = page_path.with_name(f".{page_path.name[:100]}.{os.getpid()}.partial")
+    if not path.parent.is_dir() or path.is_dir():
+        problem = "is a folder" if path.is_dir() else "is in a folder that does not exist"
+        raise ConfigError(f"report: --output {problem}, got {str(path)!r}. Name a file in an existing folder.")
     try:
-        partial.write_text(text, encoding="utf-8", errors="replace")
-        partial.replace(page_path)
+        storage.replace_file(path, text.encode("utf-8", "replace"))
     except OSError as error:
-        partial.unlink(missing_ok=True)
         raise OSError(f"report: {path}: {error.strerror}. Choose another path with --output.") from error
 
 
@@ -99,7 +90,12 @@ def summarize(report: Report) -> list[str]:
         lines = _run_lines(report.runs[0])
     else:
         runs = report.runs[: _MAX_LINES - 2]
-        lines = [f"{_shorten(run.name)}: {_run_state(run)}{_goodput_text(run, ', ')}{_loss_text(run)}" for run in runs]
+        lines = []
+        for run in runs:
+            goodput = "" if run.goodput is None else f", goodput {run.goodput.share:.1%}"
+            last = run.series["loss"].last if "loss" in run.series else None
+            loss = "" if last is None else f", loss {last:.4g}"
+            lines.append(f"{_shorten(run.name)}: {_run_state(run)}{goodput}{loss}")
         if len(runs) < len(report.runs):
             lines.append(f"and {format_count(len(report.runs) - len(runs), 'more run')}")
     if report.problems:
@@ -111,8 +107,8 @@ def summarize(report: Report) -> list[str]:
 
 def _run_lines(run: RunReport) -> list[str]:
     lines = [f"{_shorten(run.name)}: {_run_state(run)}"]
-    if text := _last_metrics(run):
-        lines.append(f"result: {text}")
+    if results := list_results(run)[:_MAX_METRICS]:
+        lines.append("result: " + ", ".join(f"{_shorten(name)} {result}" for name, result in results))
     parameters = f"{count} parameter{'s' * (count != '1')}" if (count := describe_parameters(run)) else ""
     if run_facts := [fact for fact in (format_speed(run), parameters, describe_devices(run), describe_command(run)) if fact]:
         lines.append(f"run: {', '.join(run_facts)[:200]}")
@@ -149,27 +145,9 @@ def _run_state(run: RunReport) -> str:
     return f"{last_attempt.outcome} at step {last_attempt.last_step:,}, after {format_duration(run.duration_s)} on {ranks}"
 
 
-def _goodput_text(run: RunReport, before: str) -> str:
-    return "" if run.goodput is None else f"{before}goodput {run.goodput.share:.1%}"
-
-
-def _loss_text(run: RunReport) -> str:
-    last = run.series["loss"].last if "loss" in run.series else None
-    return "" if last is None else f", loss {last:.4g}"
-
-
-def _last_metrics(run: RunReport) -> str:
-    return ", ".join(f"{_shorten(name)} {result}" for name, result in list_results(run)[:_MAX_METRICS])
-
-
 def _shorten(name: str) -> str:
     return name if len(name) <= _MAX_NAME_LENGTH else name[: _MAX_NAME_LENGTH - 1] + "…"
 
-
-TOP_EXAMPLES = """
-dtrain top runs/gpt
-dtrain top runs/gpt --once      the current state, as plain text
-"""
 
 _INTERVAL = number(minimum=0.1, maximum=3600, advice="Use 2, for example.")
 _EVENTS, _METRICS, _RANKS = 6, 4, 64
@@ -195,6 +173,10 @@ def top(
     The command only reads the files of the run, so it costs the run nothing. Exit with Ctrl-C; it exits when the run ends.
 
     Exit codes: 0 the run has ended, or was shown once; 2 bad usage, or no such folder; 130 after Ctrl-C.
+
+    Examples:
+        dtrain top runs/gpt
+        dtrain top runs/gpt --once      the current state, as plain text
     """
     from dtrain.report.live import LiveRun
 
@@ -248,7 +230,8 @@ def render_screen(run: str, now: RunSnapshot, at: float, width: int, height: int
     for name in names:
         table.add_column(name, justify="left" if name in ("host", "state") else "right", no_wrap=True, overflow="ellipsis")
     for row, rank in zip(rows[:room], now.ranks, strict=False):
-        table.add_row(*map(Text, row), style=_rank_style(rank))
+        ended_style = "red" if rank.closed == "failed" else "dim" if rank.closed else ""
+        table.add_row(*map(Text, row), style=ended_style or ("yellow" if rank.age_s > _STALE_S else ""))
     parts: list[Any] = [*head]
     if rows:
         parts += [Text(), table]
@@ -256,12 +239,6 @@ def render_screen(run: str, now: RunSnapshot, at: float, width: int, height: int
         parts.append(Text(f"and {format_count(len(rows) - room, 'more rank')}", style="dim"))
     parts += [Text(line, style="dim", no_wrap=True, overflow="ellipsis") for line in events]
     return Group(*parts)
-
-
-def _rank_style(rank: RankSnapshot) -> str:
-    if rank.closed:
-        return "red" if rank.closed == "failed" else "dim"
-    return "yellow" if rank.age_s > _STALE_S else ""
 
 
 def render_text(run: str, now: RunSnapshot, at: float) -> list[str]:
@@ -282,38 +259,27 @@ def head_lines(run: str, now: RunSnapshot, width: int) -> list[str]:
     if not now.attempt:
         first = f"{name}  step {now.step:,}  (no ledger)"
     else:
-        state = _describe_state(now)
+        reasons = {rank.closed for rank in now.ranks}
+        silent_s = min((rank.age_s for rank in now.ranks), default=0.0)
+        state = f"silent for {format_duration(silent_s)}" if silent_s > _STALE_S else "running"
+        if reasons and None not in reasons:
+            state = "stopped" if "stopped" in reasons else "done"
+        if "failed" in reasons:
+            state = "failed"
         first = f"{name}  attempt {now.attempt}  step {now.step:,}  {format_duration(now.seconds)}  {state}"
-    facts = [f"{escape_unprintable(name)} {now.metrics[name]:.4g}" for name in _select_metrics(now.metrics)]
+    # Loss and learning rate are first, then short names, because groups of per-layer metrics have long names.
+    names = sorted(now.metrics, key=lambda name: (name != "loss", name != "lr", "loss" not in name, "/" in name, name))
+    shown = [name for name in names if len(name) <= _MAX_NAME_LENGTH][:_METRICS]
+    facts = [f"{escape_unprintable(name)} {now.metrics[name]:.4g}" for name in shown]
     speeds = (("steps/s", now.steps_per_s), ("samples/s", now.samples_per_s), ("tok/s", now.tokens_per_s))
     facts += [f"{_format_rate(value)} {unit}" for unit, value in speeds if value is not None]
     if now.goodput is not None:
         facts.append(f"goodput {now.goodput:.1%}")
     if now.unreadable:
         facts.append(f"{format_count(now.unreadable, 'line')} unreadable")
-    return [first, *_wrap_facts(facts, width)]
-
-
-def _describe_state(now: RunSnapshot) -> str:
-    reasons = {rank.closed for rank in now.ranks}
-    if "failed" in reasons:
-        return "failed"
-    if None not in reasons and reasons:
-        return "stopped" if "stopped" in reasons else "done"
-    silent_s = min((rank.age_s for rank in now.ranks), default=0.0)
-    return f"silent for {format_duration(silent_s)}" if silent_s > _STALE_S else "running"
-
-
-def _select_metrics(metrics: dict[str, float]) -> list[str]:
-    """Select loss and learning rate first, then short names, because groups of per-layer metrics have long names."""
-    ordered = sorted(metrics, key=lambda name: (name != "loss", name != "lr", "loss" not in name, "/" in name, name))
-    return [name for name in ordered if len(name) <= 40][:_METRICS]
-
-
-def _wrap_facts(facts: list[str], width: int) -> list[str]:
-    lines: list[str] = []
+    lines = [first]
     for fact in facts:
-        if lines and len(lines[-1]) + len(fact) + 2 <= width:
+        if len(lines) > 1 and len(lines[-1]) + len(fact) + 2 <= width:
             lines[-1] += f"  {fact}"
         else:
             lines.append(fact)
@@ -340,16 +306,14 @@ def event_lines(now: RunSnapshot, at: float) -> list[str]:
     """Return the last events, newest last."""
     lines = []
     for when, rank, event in now.events[-_EVENTS:]:
-        fields = " ".join(f"{key}={_format_value(value)}" for key, value in event.items() if key not in _RESERVED_KEYS)
+        fields = " ".join(
+            f"{key}={f'{value:.4g}' if isinstance(value, float) else str(value)[:80]}"
+            for key, value in event.items()
+            if key not in _RESERVED_KEYS
+        )
         clock = datetime.fromtimestamp(when).strftime("%H:%M:%S" if at - when < 86400 else "%Y-%m-%d %H:%M:%S")
         lines.append(escape_unprintable(f"{clock}  rank {rank}  {event['name']}  {fields}".rstrip())[:300])
     return ["", *lines] if lines else []
-
-
-def _format_value(value: object) -> str:
-    if isinstance(value, float):
-        return f"{value:.4g}"
-    return str(value)[:80]
 
 
 def _format_rate(value: float) -> str:

@@ -47,23 +47,6 @@ class MemoryBreakdown:
         return sum(getattr(self, f.name) for f in fields(self))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepMemory:
-    """Memory of one step.
-
-    Args:
-        peaks: most bytes held at once in each phase.
-        at_rest: parts before the step.
-        at_peak: parts at the time of the peak.
-        max_by_part: most bytes of each part, at any time.
-    """
-
-    peaks: dict[StepPhase, int]
-    at_rest: MemoryBreakdown
-    at_peak: MemoryBreakdown
-    max_by_part: MemoryBreakdown
-
-
 _PHASES: tuple[StepPhase, ...] = get_args(StepPhase)
 _PARTS: tuple[MemoryPart, ...] = tuple(f.name for f in fields(MemoryBreakdown))  # type: ignore[misc]
 _PHASE_NUMBERS = {phase: number for number, phase in enumerate(_PHASES)}
@@ -87,8 +70,8 @@ class MemoryTrace:
     labels: np.ndarray[Any, np.dtype[np.int8]]
     changes: np.ndarray[Any, np.dtype[np.int64]]
 
-    def memory(self) -> StepMemory:
-        """Return the peaks of the trace."""
+    def memory(self) -> dict[str, Any]:
+        """Return the fields of ``MemoryEstimate`` that the trace determines: the peaks, and bytes by part."""
         phases, parts, kinds = self.labels.T
         by_part = np.zeros((len(self.changes) + 1, len(_PARTS)), dtype=np.int64)
         by_part[0] = self.at_rest
@@ -102,12 +85,15 @@ class MemoryTrace:
             if len(in_phase):
                 peaks[phase] = int(in_phase.max())
         at_peak = by_part[allocated[totals.argmax()] + 1] if len(totals) else self.at_rest
-        return StepMemory(
-            peaks=peaks,
-            at_rest=_breakdown(self.at_rest),
-            at_peak=_breakdown(at_peak),
-            max_by_part=_breakdown(by_part.max(axis=0)),
-        )
+        peak_phase = max(peaks, key=lambda phase: peaks[phase])
+        return {
+            "peak": peaks[peak_phase],
+            "peak_phase": peak_phase,
+            "peaks": peaks,
+            "at_rest": _breakdown(self.at_rest),
+            "at_peak": _breakdown(at_peak),
+            "max_by_part": _breakdown(by_part.max(axis=0)),
+        }
 
 
 def _breakdown(sizes: np.ndarray[Any, np.dtype[np.int64]]) -> MemoryBreakdown:
@@ -121,7 +107,7 @@ class LinearTrace:
     Example:
         linear = LinearTrace.between({1: trace_of_1, 4: trace_of_4})
         if linear is not None:
-            print(linear.at(64).memory().peaks)
+            print(linear.at(64).memory()["peaks"])
     """
 
     base: MemoryTrace

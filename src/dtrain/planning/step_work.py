@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -65,29 +65,26 @@ class WorkCounter:
         """Count one operation that ran."""
         flops = operation_flops(func, args, kwargs, out)
         if flops:
-            dtype = next(_tensors(args)).dtype
+            dtype = next(iter_tensors(args)).dtype
             self._flops[self._in_update][str(dtype).removeprefix("torch.")] += flops
         if self._in_update and not getattr(func, "is_view", False):
-            self._update_bytes += _bytes_moved(func, args, kwargs, out)
+            # All inputs are read. New results and inputs that change in place are written.
+            inputs = list(iter_tensors((args, kwargs)))
+            read = {id(tensor) for tensor in inputs}
+            moved = [*inputs, *(tensor for tensor in iter_tensors(out) if id(tensor) not in read)]
+            for argument, value in zip(func._schema.arguments, args, strict=False):
+                if argument.alias_info is not None and argument.alias_info.is_write:
+                    moved += iter_tensors(value)
+            self._update_bytes += sum(tensor.nbytes for tensor in moved)
 
 
-def _bytes_moved(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int:
-    """Return the bytes of all inputs, of inputs that are written in place, and of new results."""
-    inputs = list(_tensors((*args, *kwargs.values())))
-    written = {id(tensor) for tensor in inputs}
-    moved = sum(tensor.nbytes for tensor in inputs) + sum(t.nbytes for t in _tensors([out]) if id(t) not in written)
-    for argument, value in zip(func._schema.arguments, args, strict=False):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            moved += sum(tensor.nbytes for tensor in _tensors([value]))
-    return moved
-
-
-def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from _tensors(value)
+def iter_tensors(value: object) -> Iterator[Tensor]:
+    """Yield the tensors of ``value``, at any depth of tuples, lists and dicts."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple, dict)):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from iter_tensors(item)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,17 +21,13 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from dtrain.data.batch import BatchSpec
 from dtrain.errors import ConfigError, DtrainError, StepError
 from dtrain.shard.wrapping import Blocks
 from dtrain.step.transform import Transform
 from dtrain.typing import Batch, LossFn
-
-
-def _adamw(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(params)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -69,7 +65,7 @@ class Workload:
     loss_fn: LossFn
     batch: Callable[[int], Batch]
     blocks: Blocks = ()
-    optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = _adamw
+    optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = torch.optim.AdamW
     transforms: Sequence[Transform] = ()
     shard_args: Mapping[str, Any] = field(default_factory=dict)
     batch_spec: BatchSpec | None = None
@@ -112,7 +108,12 @@ def build_on_meta(workload: Workload, context: AbstractContextManager[Any]) -> n
             f"Workload: model must return a torch.nn.Module, got {type(model).__name__}. Return the model from the function."
         )
     tensors = {id(t): t for module in model.modules() for t in (*module._parameters.values(), *module._buffers.values())}
-    on_meta = {key: _to_meta(tensor) for key, tensor in tensors.items() if tensor is not None}
+    on_meta = {}
+    for key, tensor in tensors.items():
+        if tensor is not None:
+            meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+            is_param = isinstance(tensor, nn.Parameter)
+            on_meta[key] = nn.Parameter(meta, requires_grad=tensor.requires_grad) if is_param else meta
     if is_model:
         try:
             # deepcopy takes the tensors from its memo.
@@ -127,11 +128,6 @@ def build_on_meta(workload: Workload, context: AbstractContextManager[Any]) -> n
                 if tensor is not None:
                     store[name] = on_meta[id(tensor)]  # type: ignore[assignment]
     return model
-
-
-def _to_meta(tensor: Tensor) -> Tensor:
-    meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-    return nn.Parameter(meta, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else meta
 
 
 _EXAMPLE = "as in model.py:workload or package.model:workload"
@@ -235,7 +231,9 @@ def summarize_user_errors(prefix: str, error_class: type[DtrainError]) -> Iterat
     except DtrainError:
         raise
     except (Exception, SystemExit) as error:
-        frames = [f for f in traceback.extract_tb(error.__traceback__) if not _is_library(f.filename)]
+        library = (str(Path(__file__).parent.parent), os.path.dirname(os.__file__), "<")
+        files = [(frame, frame.filename) for frame in traceback.extract_tb(error.__traceback__)]
+        frames = [frame for frame, file in files if not (file.startswith(library) or "site-packages" in file)]
         at = f" (in {os.path.basename(frames[-1].filename)}, line {frames[-1].lineno})" if frames else ""
         text = " ".join(str(error).split())
         raise error_class(f"{prefix}: {type(error).__name__}: {text}{at}. Fix the error there.") from error
@@ -268,8 +266,3 @@ def _import_module(caller: str, source: str, example: str) -> ModuleType:
                 f"{caller}: no module named {source!r} in {os.getcwd()!r} or the environment. Check the name."
             ) from None
         raise
-
-
-def _is_library(file: str) -> bool:
-    own = str(Path(__file__).parent.parent)
-    return file.startswith((own, os.path.dirname(os.__file__), "<")) or "site-packages" in file

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import chain
 from numbers import Real
 from typing import cast
@@ -415,18 +416,18 @@ def make_metric(total: Tensor | float, weight: Tensor | float, device: torch.dev
     return Metric(scalar(total), scalar(weight))
 
 
-_UNIT_WEIGHTS: dict[torch.device, Tensor] = {}
-
-
 def unit_weight(device: torch.device) -> Tensor:
     """Return the weight of a metric that counts once: float64 ``[]``, cached per device, never modified."""
-    weight = _UNIT_WEIGHTS.get(device)
-    if weight is None:
-        weight = torch.ones((), dtype=torch.float64, device=device)
-        # A simulated step makes fake tensors, which must not be cached.
-        if type(weight) is Tensor:
-            _UNIT_WEIGHTS[device] = weight
+    weight = _ones(device)
+    # A simulated step makes fake tensors, which must not be cached.
+    if type(weight) is not Tensor:
+        _ones.cache_clear()
     return weight
+
+
+@cache
+def _ones(device: torch.device) -> Tensor:
+    return torch.ones((), dtype=torch.float64, device=device)
 
 
 def add_metrics(a: Metrics, b: Metrics) -> Metrics:

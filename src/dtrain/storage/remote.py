@@ -104,6 +104,8 @@ class Connections:
             asyn.reset_lock()
 
 
+# An object of the module, because a path is a value, which cannot own a connection, and a new connection takes longer than a
+# small request.
 CONNECTIONS = Connections()
 
 

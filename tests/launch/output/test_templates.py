@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dtrain.cli.launch_options import list_ranks, parse_log_ranks
+from dtrain.cli.launch_options import parse_log_ranks
 from dtrain.errors import ConfigError
 from dtrain.launch.job_output import check_output_plan, fill_template, log_paths
 from dtrain.launch.launch_plan import NodeLayout, OutputPlan
@@ -78,7 +78,6 @@ RANKS = {
 @pytest.mark.parametrize(("text", "expected"), RANKS.values(), ids=RANKS)
 def test_log_ranks_are_global_ranks(text, expected):
     assert parse_log_ranks(text, 16) == expected
-    assert parse_log_ranks(list_ranks(expected), 16) == expected
 
 
 BAD_RANKS = {
@@ -98,8 +97,3 @@ BAD_RANKS = {
 def test_nonexistent_log_ranks_are_refused(text, message):
     with pytest.raises(ConfigError, match=rf"^launch: --log-ranks {message}"):
         parse_log_ranks(text, 16)
-
-
-@pytest.mark.parametrize(("ranks", "text"), [((), "none"), ((3,), "3"), ((0, 1, 2, 8), "0-2,8"), ((5, 0, 4), "0,4-5")])
-def test_list_ranks_formats_given_ranks(ranks, text):
-    assert list_ranks(ranks) == text
