@@ -21,12 +21,9 @@ from dtrain import spans
 from dtrain.dist.init import get_dist_info
 from dtrain.errors import ConfigError, PeerError
 from dtrain.profiling import trace_recorder as window_module
-from dtrain.profiling.driver import schedule
-from dtrain.profiling.profiler import profile, step_profiler
-from dtrain.profiling.trace.analysis import kernel_breakdown, memory_timeline
-from dtrain.profiling.trace.diagnosis import diagnose
-from dtrain.profiling.trace.merge import merge_traces
-from dtrain.profiling.trace.trace_file import read_trace
+from dtrain.profiling.profiler import profile, schedule, step_profiler
+from dtrain.profiling.trace.diagnosis import diagnose, kernel_breakdown, memory_timeline
+from dtrain.profiling.trace.trace_file import merge_traces, read_trace
 from dtrain.profiling.trace_recorder import ClockOffset, ProfileOptions, TraceRecorder, measure_clock_offset
 from dtrain.testing import memory_budget
 from falling import BATCH, LOSS, begin, take, weight

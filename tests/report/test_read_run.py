@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 import runs_made
-from dtrain import run_layout
 from dtrain.errors import ConfigError
 from dtrain.report.model import Report, to_json
 from dtrain.report.page import render_page
 from dtrain.report.read_run import read_report, read_run
+from dtrain.run import run_files
 from runs_made import KILLED_TWICE, Part, write_run
 
 NOW = runs_made.START + 10**6
@@ -157,7 +157,7 @@ def test_resumed_attempt_may_open_before_loading_checkpoint(tmp_path, says):
         done | {"at": at + 14, "seconds": 10.0, "step": 320, "samples": 3200, "spans": {"step": [20, 9.0]}},
         done | {"at": at + 34, "seconds": 20.0, "step": 360, "samples": 3600, "spans": {"step": [40, 19.0]}},
     ]
-    runs_made.append(folder / run_layout.METRICS, [{"step": 310, "loss": 1.0}, {"step": 311, "loss": 2.0}])
+    runs_made.append(folder / run_files.METRICS, [{"step": 310, "loss": 1.0}, {"step": 311, "loss": 2.0}])
     runs_made.append(ledger(folder), [row for row in rows if says == "an event" or row["kind"] != "event"])
     run = read(folder)
     assert [(each.first_step, each.last_step, each.lost_steps) for each in run.attempts] == [(0, 340, 40), (300, 360, 0)]
@@ -198,7 +198,7 @@ def test_killed_rank_is_credited_with_steps_logged_in_metrics(tmp_path):
 
 def test_records_of_one_step_are_merged_by_name(tmp_path):
     rows = [{"step": 10, "time": 5.0, "loss": 2.0, "lr": 0.1}, {"step": 10, "time": 6.0, "eval/loss": 3.0, "lr": 0.2}]
-    runs_made.append(tmp_path / run_layout.METRICS, [*rows, {"step": 20, "time": 9.0, "loss": 1.0, "lr": 0.3}])
+    runs_made.append(tmp_path / run_files.METRICS, [*rows, {"step": 20, "time": 9.0, "loss": 1.0, "lr": 0.3}])
     found = read(tmp_path).series
     assert {name: (each.steps.tolist(), each.values.tolist()) for name, each in found.items()} == {
         "loss": ([10, 20], [2.0, 1.0]),
@@ -228,7 +228,7 @@ def test_many_restarts_keep_report_size_bounded(tmp_path):
 
 
 def ledger(folder, rank=0):
-    return folder / run_layout.LEDGER / run_layout.ledger_name(rank)
+    return folder / run_files.LEDGER / run_files.ledger_name(rank)
 
 
 def cut_short(folder):
@@ -240,19 +240,19 @@ def torn_in_the_middle(folder):
 
 
 def torn_metrics(folder):
-    runs_made.garble(folder / run_layout.METRICS, 3000)
+    runs_made.garble(folder / run_files.METRICS, 3000)
 
 
 def no_ledger(folder):
-    shutil.rmtree(folder / run_layout.LEDGER)
+    shutil.rmtree(folder / run_files.LEDGER)
 
 
 def no_metrics(folder):
-    (folder / run_layout.METRICS).unlink()
+    (folder / run_files.METRICS).unlink()
 
 
 def no_abouts(folder):
-    shutil.rmtree(folder / run_layout.ATTEMPTS)
+    shutil.rmtree(folder / run_files.ATTEMPTS)
 
 
 def a_rank_is_gone(folder):
@@ -265,11 +265,11 @@ def ledger_of_garbage(folder):
 
 
 def metrics_of_garbage(folder):
-    (folder / run_layout.METRICS).write_bytes(bytes(range(256)) * 50)
+    (folder / run_files.METRICS).write_bytes(bytes(range(256)) * 50)
 
 
 def newer(folder):
-    path = folder / run_layout.ATTEMPTS / run_layout.attempt_name(3)
+    path = folder / run_files.ATTEMPTS / run_files.attempt_name(3)
     path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 2, "more": 1}))
     runs_made.append(ledger(folder), [{"kind": "power", "attempt": 3, "at": NOW, "watts": 700}] * 3)
 
@@ -280,11 +280,11 @@ def newer_cause(folder):
 
 
 def broken_about(folder):
-    (folder / run_layout.ATTEMPTS / run_layout.attempt_name(2)).write_text('{"format": 1, "att')
+    (folder / run_files.ATTEMPTS / run_files.attempt_name(2)).write_text('{"format": 1, "att')
 
 
 def texts(folder):
-    runs_made.append(folder / run_layout.METRICS, [{"step": 1001, "phase": "cooldown", "loss": 2.0}])
+    runs_made.append(folder / run_files.METRICS, [{"step": 1001, "phase": "cooldown", "loss": 2.0}])
 
 
 def strange_lines(folder):
@@ -413,7 +413,7 @@ def test_run_without_ledger_detects_restarts_from_metrics(folder):
 
 
 def test_rotated_metrics_are_read_oldest_first(folder):
-    lines = (folder / run_layout.METRICS).read_text().splitlines(keepends=True)
+    lines = (folder / run_files.METRICS).read_text().splitlines(keepends=True)
     third = len(lines) // 3
     for name, part in (("metrics.jsonl.2", lines[:third]), ("metrics.jsonl.1", lines[third : 2 * third]),
                        ("metrics.jsonl", lines[2 * third :])):  # fmt: skip

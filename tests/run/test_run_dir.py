@@ -14,11 +14,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from dtrain import launch_protocol, run_layout, spans
+from dtrain import launch_protocol, spans
 from dtrain.dist.context import Preemption, StopAgreement, current_context
 from dtrain.errors import ConfigError
 from dtrain.run import ledger_writer as ledgers
-from dtrain.run import run_dir
+from dtrain.run import run_dir, run_files
 from dtrain.run.ledger_writer import LedgerWriter
 from dtrain.run.run_dir import Run, open_run, upload_run
 from dtrain.schedules.durations import Duration
@@ -37,12 +37,12 @@ def recorder(monkeypatch):
 
 
 def lines_of(folder, rank=0):
-    text = (Path(folder) / run_layout.LEDGER / run_layout.ledger_name(rank)).read_text()
+    text = (Path(folder) / run_files.LEDGER / run_files.ledger_name(rank)).read_text()
     return [json.loads(line) for line in text.splitlines()]
 
 
 def about_of(folder, attempt=1):
-    return json.loads((Path(folder) / run_layout.ATTEMPTS / run_layout.attempt_name(attempt)).read_text())
+    return json.loads((Path(folder) / run_files.ATTEMPTS / run_files.attempt_name(attempt)).read_text())
 
 
 def kinds(lines):
@@ -172,7 +172,7 @@ def test_later_start_appends_new_attempt_to_same_files(tmp_path):
         run = open_run(tmp_path)
         assert run.attempt == attempt
         leave()
-    assert sorted(os.listdir(tmp_path / run_layout.ATTEMPTS)) == [run_layout.attempt_name(attempt) for attempt in (1, 2, 3)]
+    assert sorted(os.listdir(tmp_path / run_files.ATTEMPTS)) == [run_files.attempt_name(attempt) for attempt in (1, 2, 3)]
     assert [(line["kind"], line["attempt"]) for line in lines_of(tmp_path)] == [
         (kind, attempt) for attempt in (1, 2, 3) for kind in ("open", "sum", "close")
     ]
@@ -181,7 +181,7 @@ def test_later_start_appends_new_attempt_to_same_files(tmp_path):
 def test_partial_line_of_killed_attempt_does_not_damage_later_lines(tmp_path):
     run = open_run(tmp_path)
     leave()
-    path = run.path / run_layout.LEDGER / run_layout.ledger_name(0)
+    path = run.path / run_files.LEDGER / run_files.ledger_name(0)
     path.write_text('{"kind":"open","attempt":1}\n{"kind":"su')
     open_run(tmp_path)
     leave()
@@ -228,10 +228,10 @@ def test_attempt_metadata_is_written_once_without_secrets(tmp_path, monkeypatch)
     monkeypatch.setenv("SHELL_HISTORY", "not of interest")
     monkeypatch.setattr(sys, "argv", ["train.py", "--hub-token", SECRET, "--lr", "0.1", "--note", f"x{SECRET}y"])
     run = open_run(tmp_path, redact=["lab_*"], settings={"lab_id": 9, "note": SECRET})
-    text = (run.path / run_layout.ATTEMPTS / run_layout.attempt_name(1)).read_text()
+    text = (run.path / run_files.ATTEMPTS / run_files.attempt_name(1)).read_text()
     found = json.loads(text)
     assert SECRET not in text
-    assert (found["format"], found["attempt"], found["world_size"]) == (run_layout.FORMAT, 1, 1)
+    assert (found["format"], found["attempt"], found["world_size"]) == (run_files.FORMAT, 1, 1)
     assert found["hosts"] == {os.uname().nodename: [0]}
     assert found["devices"] == {"cpu": [0]}
     assert found["command"] == ["train.py", "--hub-token", "[redacted]", "--lr", "0.1", "--note", "x[redacted]y"]
@@ -275,7 +275,7 @@ def test_git_commit_is_recorded_with_dirty_flag(tmp_path, monkeypatch):
 def test_invalid_arguments_are_refused(tmp_path, given, text):
     with pytest.raises(ConfigError, match=text):
         open_run(tmp_path / "run", **given)
-    assert not (tmp_path / "run" / run_layout.ATTEMPTS).exists()
+    assert not (tmp_path / "run" / run_files.ATTEMPTS).exists()
 
 
 def test_remote_and_uncreatable_folders_are_refused(tmp_path):
@@ -320,7 +320,7 @@ def test_partial_line_on_full_disk_is_ended_by_next_write(tmp_path, monkeypatch)
         steps(1, 1)
     full[0] = False
     steps(2, 2)
-    text = (run.path / run_layout.LEDGER / run_layout.ledger_name(0)).read_text().splitlines()
+    text = (run.path / run_files.LEDGER / run_files.ledger_name(0)).read_text().splitlines()
     assert text[1] == '{"kind":"'
     assert [json.loads(line)["kind"] for line in text[2:]] == ["event", "sum"]
 
@@ -427,7 +427,7 @@ def test_folder_unwritable_on_one_rank_is_refused_on_all_ranks(ranks, tmp_path):
     assert first == second
     assert first.startswith("open_run: cannot write ")
     assert first.endswith("All ranks must be able to write. (rank 1, 1 of 2 ranks)")
-    assert os.listdir(tmp_path / "run" / run_layout.ATTEMPTS) == []
+    assert os.listdir(tmp_path / "run" / run_files.ATTEMPTS) == []
 
 
 def test_different_folders_on_ranks_are_refused(ranks, tmp_path):
@@ -561,7 +561,7 @@ def test_disk_full_at_start_is_refused_without_new_attempt(tmp_path, monkeypatch
         patched.setattr(run_dir, "json", SimpleNamespace(dumps=full))
         with pytest.raises(ConfigError, match=r"open_run: cannot write .*: No space left on device"):
             open_run(tmp_path)
-    assert os.listdir(tmp_path / run_layout.ATTEMPTS) == []
+    assert os.listdir(tmp_path / run_files.ATTEMPTS) == []
     assert open_run(tmp_path).attempt == 1
 
 

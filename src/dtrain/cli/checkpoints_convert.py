@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dtrain import run_layout, storage
+from dtrain import storage
 from dtrain.arguments import format_bytes, format_count, parse_bytes
 from dtrain.cli.output import ByteProgressBar, prefix_errors, print_json, print_table
 from dtrain.cli.parameters import OTHER_HEADING, AsJson, integer, option
 from dtrain.errors import CheckpointError, ConfigError
+from dtrain.run import run_files
 from dtrain.storage import AnyPath
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ def find_folder(path: str, command: str) -> AnyPath:
 
 def enter_run(folder: AnyPath) -> AnyPath:
     """Return the folder of a run's checkpoints if ``folder`` is a run and has no steps of its own, else ``folder``."""
-    inside = folder / run_layout.CHECKPOINTS
+    inside = folder / run_files.CHECKPOINTS
     return inside if _has_steps(inside) and not is_step_folder(folder) and not _has_steps(folder) else folder
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import io
 import json
-import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from time import time
@@ -14,9 +13,19 @@ from typing import Any
 from dtrain import storage
 from dtrain.arguments import check_int
 from dtrain.errors import ConfigError
-from dtrain.loggers.logger import FaultTolerantLogger, Logger, Ranks, is_writer, null_logger, rank_path
-from dtrain.loggers.sanitize import UniqueNames, decode_nonfinite, encode_nonfinite, to_plain_value
-from dtrain.run_layout import STEP, TIME, is_rewind, step_from_record
+from dtrain.loggers.logger import (
+    FaultTolerantLogger,
+    Logger,
+    Ranks,
+    UniqueNames,
+    decode_nonfinite,
+    encode_nonfinite,
+    is_writer,
+    null_logger,
+    rank_path,
+    to_plain_value,
+)
+from dtrain.run.run_files import STEP, TIME, JsonlReader, is_rewind, rotated_files, step_from_record
 
 RESERVED_KEYS = (STEP, TIME)
 """Reserved keys of a record. A metric with a reserved name is written as ``metric/<name>``."""
@@ -81,21 +90,11 @@ class _JsonlWriter:
 
     def _rotate(self) -> None:
         """Increment the number of each rotated file, the highest number first, so that a kill loses no file."""
-        for number, part in sorted(_rotated_files(self._path), reverse=True):
-            if self._keep is not None and number >= self._keep:
+        for number, part in rotated_files(self._path):
+            if number and self._keep is not None and number >= self._keep:
                 storage.remove_file(part)
             else:
                 storage.rename(part, self._path.with_name(f"{self._path.name}.{number + 1}"))
-        storage.rename(self._path, self._path.with_name(f"{self._path.name}.1"))
-
-
-def _rotated_files(path: Path) -> list[tuple[int, Path]]:
-    pattern = re.compile(re.escape(path.name) + r"\.([1-9]\d*)")
-    try:
-        names = storage.list_names(path.parent)
-    except FileNotFoundError:
-        return []
-    return [(int(match[1]), path.with_name(name)) for name in names if (match := pattern.fullmatch(name))]
 
 
 def read_jsonl(path: str | Path) -> dict[int, dict[str, Any]]:
@@ -120,15 +119,9 @@ def read_jsonl(path: str | Path) -> dict[int, dict[str, Any]]:
         FileNotFoundError: neither the file nor a rotated file exists.
     """
     merged, file = _RecordsByStep(), Path(path)
-    rotated = [part for _, part in sorted(_rotated_files(file), reverse=True)]
-    for part in [*rotated, file] if file.exists() or not rotated else rotated:
-        for line in part.read_text(encoding="utf-8", errors="replace").split("\n"):
-            try:
-                record = json.loads(line)
-            # A kill may leave a partial line.
-            except (ValueError, RecursionError):
-                continue
-            if isinstance(record, dict):
+    for part in [part for _, part in rotated_files(file)] or [file]:
+        for records in JsonlReader(part).read_batches(whole_file=True):
+            for record in records:
                 merged.add(record)
     return dict(sorted(merged.by_step.items()))
 

@@ -21,8 +21,7 @@ from dtrain import launch_protocol, spans, storage
 from dtrain.arguments import check_int, check_number, format_bytes
 from dtrain.device import counts_memory, started_accelerator
 from dtrain.errors import ConfigError
-from dtrain.loggers.logger import FaultTolerantLogger, Logger, Ranks, is_writer, null_logger, rank_path
-from dtrain.loggers.sanitize import to_plain_value
+from dtrain.loggers.logger import FaultTolerantLogger, Logger, Ranks, is_writer, null_logger, rank_path, to_plain_value
 from dtrain.monitors.hardware import process_memory
 from dtrain.schedules.durations import Duration
 

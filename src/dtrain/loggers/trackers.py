@@ -16,11 +16,19 @@ from typing import Any
 from dtrain import storage
 from dtrain.arguments import check_number
 from dtrain.errors import ConfigError
-from dtrain.loggers.logger import BackgroundLogger, Logger, MetricRecord, Ranks, null_logger, rank_path, report_failure
-from dtrain.loggers.sanitize import UniqueNames, to_plain_value
+from dtrain.loggers.logger import (
+    BackgroundLogger,
+    Logger,
+    MetricRecord,
+    Ranks,
+    UniqueNames,
+    null_logger,
+    rank_path,
+    report_failure,
+    to_plain_value,
+)
 from dtrain.packages import missing_extra_error
-from dtrain.run.metadata import settings_to_plain
-from dtrain.run.redact import make_redactor
+from dtrain.run.metadata import make_redactor, settings_to_plain
 
 # W&B uploads at the end, and a local store of MLflow may still have to create tables.
 _CLOSE_TIMEOUT_S = 30.0

@@ -21,7 +21,7 @@ from dtrain.device import backend_function, counts_memory, is_accelerator
 from dtrain.dist.collectives import all_gather_numbers
 from dtrain.dist.init import get_dist_info
 from dtrain.memory.device_memory import get_device_memory
-from dtrain.monitors.meter import Meter
+from dtrain.monitors.meters import Meter
 from dtrain.state import TrainState
 
 PROC, SYS = Path("/proc"), Path("/sys")

@@ -9,14 +9,12 @@ from pathlib import Path
 
 import numpy as np
 
-from dtrain import run_layout
 from dtrain.report.attempts import ALL_RANK_EVENTS
-from dtrain.report.jsonl_reader import JsonlReader
 from dtrain.report.ledger import AT, CAUSE_COLUMN, CAUSES, SAMPLES, STEP, TOKENS, AttemptLedger, RankLedger
 from dtrain.report.metric_table import to_number
-from dtrain.report.model import Column, Row
-from dtrain.report.read_run import ledger_files
-from dtrain.run_layout import TIME, step_from_record
+from dtrain.report.model import Column
+from dtrain.run import run_files
+from dtrain.run.run_files import TIME, JsonlReader, Row, ledger_files, step_from_record
 
 # window of current rates: a few ledger lines
 _WINDOW_S = 60.0
@@ -89,7 +87,7 @@ class LiveRun:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._ledgers: dict[int, tuple[RankLedger, JsonlReader]] = {}
-        self._metrics: JsonlReader = JsonlReader(folder / run_layout.METRICS)
+        self._metrics: JsonlReader = JsonlReader(folder / run_files.METRICS)
         self._metrics_inode: int | None = None
         self._latest_metrics: dict[str, float] = {}
         self._step, self._step_at = 0, math.nan
@@ -123,7 +121,7 @@ class LiveRun:
             for row in rows:
                 if (step := step_from_record(row)) is not None:
                     self._step, self._step_at = step, to_number(row.get(TIME)) or math.nan
-                named = ((name, to_number(value)) for name, value in row.items() if name not in (run_layout.STEP, TIME))
+                named = ((name, to_number(value)) for name, value in row.items() if name not in (run_files.STEP, TIME))
                 self._latest_metrics |= {name: value for name, value in named if value is not None}
 
     def _snapshot(self, now: float) -> RunSnapshot:

@@ -11,8 +11,8 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from dtrain.report.model import Column, MetricSeries, Row
-from dtrain.run_layout import STEP, TIME, is_rewind, step_from_record
+from dtrain.report.model import Column, MetricSeries
+from dtrain.run.run_files import STEP, TIME, Row, is_rewind, step_from_record
 
 # metrics, and characters of a name
 _MAX_NAMES, _MAX_NAME_LENGTH = 2000, 200

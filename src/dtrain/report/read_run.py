@@ -3,40 +3,39 @@
 from __future__ import annotations
 
 import gc
-import json
 import math
-import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from time import time
 from typing import Any
 
-from dtrain import run_layout
 from dtrain.arguments import format_count
 from dtrain.errors import ConfigError
 from dtrain.report.attempts import (
     MergedAttempt,
     attempt_reports,
     checkpoint_reports,
+    gauge_series,
+    goodput,
     merge_attempts,
+    rank_reports,
     run_events,
+    slice_edges,
+    slowest_ranks,
     step_moments,
+    timeline,
     trim_data,
     world_size,
 )
-from dtrain.report.goodput import gauge_series, goodput, rank_reports, slice_edges, slowest_ranks, timeline
-from dtrain.report.jsonl_reader import JsonlReader
 from dtrain.report.ledger import RankLedger
 from dtrain.report.metric_table import MetricTable, make_series, points_per_series
-from dtrain.report.model import MetricSeries, Report, Row, RunReport
+from dtrain.report.model import MetricSeries, Report, RunReport
+from dtrain.run.run_files import FORMAT, JsonlReader, Row, attempt_files, ledger_files, metrics_files, read_attempt
 
-_METRICS_FILE = re.compile(r"(metrics[^/]*\.jsonl)(?:\.(\d{1,9}))?")
 _MAX_HINTS = 5
 # lines of one kind
 _MAX_PROBLEMS = 12
-_MAX_FILE_BYTES = 4 << 20
 _MAX_DIFFERENCES = 200
 _TIME_FIELDS = ("format", "attempt", "pid", "started_at", "time", "at")
 _MAX_METADATA_DEPTH = 6
@@ -79,17 +78,11 @@ def read_run(folder: str | Path, *, now: float) -> RunReport:
     """
     path = Path(folder)
     _check_is_run(path, str(folder))
-    with _gc_paused():
-        return _read_run(path, str(folder), now)
-
-
-@contextmanager
-def _gc_paused() -> Iterator[None]:
-    """Pause the garbage collector: collection would take a fifth of the time, and the millions of objects have no cycles."""
+    # Collection would take a fifth of the time, and the millions of objects have no cycles.
     was_enabled = gc.isenabled()
     gc.disable()
     try:
-        yield
+        return _read_run(path, str(folder), now)
     finally:
         if was_enabled:
             gc.enable()
@@ -158,26 +151,8 @@ def _check_is_run(path: Path, name: str) -> None:
     raise ConfigError(f"{prefix} has no ledger, no metrics.jsonl and no attempts. {hint}")
 
 
-def ledger_files(folder: Path) -> dict[int, Path]:
-    """Return the ledgers by rank."""
-    paths = [path for path in (folder / run_layout.LEDGER).glob("*.jsonl") if path.is_file()]
-    ranks = [(run_layout.parse_rank(path.name), path) for path in paths]
-    return dict(sorted((rank, path) for rank, path in ranks if rank is not None))
-
-
-def metrics_files(folder: Path) -> dict[str, list[Path]]:
-    """Return the metrics files, each with its rotated files, oldest first. The file of the loop comes first."""
-    parts: dict[str, list[tuple[int, Path]]] = {}
-    for path in folder.glob("metrics*.jsonl*"):
-        if (match := _METRICS_FILE.fullmatch(path.name)) and path.is_file():
-            parts.setdefault(match[1], []).append((-int(match[2] or 0), path))
-    names = sorted(parts, key=lambda name: (name != run_layout.METRICS, name))
-    return {name: [path for _, path in sorted(parts[name])] for name in names}
-
-
 def _is_run(folder: Path) -> bool:
-    abouts = (run_layout.parse_attempt(path.name) is not None for path in (folder / run_layout.ATTEMPTS).glob("*.json"))
-    return bool(ledger_files(folder) or metrics_files(folder) or any(abouts))
+    return bool(ledger_files(folder) or metrics_files(folder) or attempt_files(folder))
 
 
 def _read_file(path: Path, folder: Path, into: RankLedger | MetricTable, kind: str) -> list[str]:
@@ -185,9 +160,8 @@ def _read_file(path: Path, folder: Path, into: RankLedger | MetricTable, kind: s
     lines, malformed, name = JsonlReader(path), into.malformed, path.relative_to(folder).as_posix()
     problems = []
     try:
-        for rows in lines.read_batches():
+        for rows in lines.read_batches(whole_file=True):
             into.add(rows)
-        into.add(lines.read_last_line())
     except OSError as error:
         problems.append(f"{path.name}: cannot be read: {error.strerror or error}")
     if lines.unreadable:
@@ -272,24 +246,16 @@ def _read_attempt_files(folder: Path) -> tuple[dict[int, Row], list[str]]:
     """Read the files of attempts by number, and list the problems."""
     contents: dict[int, Row] = {}
     problems = []
-    for path in sorted((folder / run_layout.ATTEMPTS).glob("*.json")):
-        number, where = run_layout.parse_attempt(path.name), f"{run_layout.ATTEMPTS}/{path.name[:100]}"
-        if number is None:
-            continue
+    for number, path in attempt_files(folder).items():
+        where = path.relative_to(folder).as_posix()[:100]
         try:
-            if path.stat().st_size > _MAX_FILE_BYTES:
-                raise ValueError(f"it has more than {_MAX_FILE_BYTES >> 20} MiB")
-            about = json.loads(path.read_bytes())
-            if not isinstance(about, dict):
-                raise ValueError("it is no object")
-        except (OSError, ValueError, RecursionError) as error:
+            about = read_attempt(path)
+        except (OSError, ValueError) as error:
             problems.append(f"{where}: cannot be read: {' '.join(str(error).split())[:200]}")
             continue
         version = about.get("format")
-        if isinstance(version, int) and version > run_layout.FORMAT:
-            problems.append(
-                f"{where}: written by a newer version (format {version}, this reads {run_layout.FORMAT}): there may be more"
-            )
+        if isinstance(version, int) and version > FORMAT:
+            problems.append(f"{where}: written by a newer version (format {version}, this reads {FORMAT}): there may be more")
         contents[number] = trim_data(about, _MAX_METADATA_DEPTH)
     return contents, problems
 

@@ -14,16 +14,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-from dtrain import __version__, launch_protocol, run_layout, spans, storage
+from dtrain import __version__, launch_protocol, spans, storage
 from dtrain.arguments import format_error_line
 from dtrain.device import device_name
 from dtrain.dist.collectives import all_gather_json
 from dtrain.dist.context import current_context, exit_exception, register_shutdown_hook
 from dtrain.dist.init import DistInfo, get_dist_info
 from dtrain.errors import ConfigError
+from dtrain.run import run_files
 from dtrain.run.ledger_writer import LedgerWriter
-from dtrain.run.metadata import attempt_metadata, settings_to_plain
-from dtrain.run.redact import Redactor, make_redactor
+from dtrain.run.metadata import Redactor, attempt_metadata, make_redactor, settings_to_plain
 from dtrain.schedules.durations import Duration
 from dtrain.storage import AnyPath, RemotePath
 from dtrain.typing import Plain
@@ -159,7 +159,7 @@ def open_run(
 
 
 def _attempt_path(folder: Path, attempt: int) -> Path:
-    return folder / run_layout.ATTEMPTS / run_layout.attempt_name(attempt)
+    return folder / run_files.ATTEMPTS / run_files.attempt_name(attempt)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,8 +205,8 @@ def _prepare_folder(
         raise ConfigError(f"open_run: path must be a local folder, got {folder}. Pass the server as upload=.")
     if upload is not None:
         storage.resolve_path(upload)
-    (folder / run_layout.LEDGER).mkdir(parents=True, exist_ok=True)
-    ledger_path = folder / run_layout.LEDGER / run_layout.ledger_name(info.rank)
+    (folder / run_files.LEDGER).mkdir(parents=True, exist_ok=True)
+    ledger_path = folder / run_files.LEDGER / run_files.ledger_name(info.rank)
     handle = os.open(ledger_path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     os.close(handle)
     attempt = _claim_attempt(folder, started_at) if info.rank == 0 else 0
@@ -222,14 +222,14 @@ def _prepare_folder(
 
 def _claim_attempt(folder: Path, started_at: float) -> int:
     """Claim the number of this attempt with a file that must not exist yet, so that no other process gets the number."""
-    (folder / run_layout.ATTEMPTS).mkdir(exist_ok=True)
-    attempt = max((run_layout.parse_attempt(name) or 0 for name in os.listdir(folder / run_layout.ATTEMPTS)), default=0)
+    (folder / run_files.ATTEMPTS).mkdir(exist_ok=True)
+    attempt = max(run_files.attempt_files(folder), default=0)
     while True:
         attempt += 1
         path = _attempt_path(folder, attempt)
         try:
             with path.open("x", encoding="utf-8") as file:
-                file.write(json.dumps({"format": run_layout.FORMAT, "attempt": attempt, "started_at": started_at}))
+                file.write(json.dumps({"format": run_files.FORMAT, "attempt": attempt, "started_at": started_at}))
         except FileExistsError:
             continue
         # After a failed write the attempt must not exist.
@@ -259,7 +259,7 @@ def _check_ranks_agree(all_ranks: list[dict[str, Any]]) -> None:
 
 
 def _start_ledger(run: Run, setup: _RunSetup) -> None:
-    path = run.path / run_layout.LEDGER / run_layout.ledger_name(run.rank)
+    path = run.path / run_files.LEDGER / run_files.ledger_name(run.rank)
     ledger = LedgerWriter(path, attempt=run.attempt, interval=setup.interval, redact=setup.redactor.redact_data)
     _OPEN_RUN.run, _OPEN_RUN.ledger, _OPEN_RUN.setup = run, ledger, setup
     ledger.open(
@@ -376,16 +376,16 @@ def upload_run(run: Run, root: str | Path) -> int:
 
 def _iter_files(run: Run) -> Iterator[Path]:
     """Yield the files that this rank copies, without copies inside the folder itself."""
-    ledger = run.path / run_layout.LEDGER
+    ledger = run.path / run_files.LEDGER
     excluded = {ledger, run.path / _EXCLUDED_FOLDER, *(Path(root) / _TARGET_FOLDER for root in run._uploaded)}
     if run.rank == 0:
         for folder, subfolders, names in os.walk(run.path):
             parent = Path(folder)
             subfolders[:] = sorted(each for each in subfolders if parent / each not in excluded)
             yield from (parent / name for name in sorted(names) if (parent / name).is_file())
-    own_ledger = ledger / run_layout.ledger_name(run.rank)
+    own_ledger = ledger / run_files.ledger_name(run.rank)
     if own_ledger.is_file():
         yield own_ledger
     if run.rank == 0:
         ranks = get_dist_info().world_size
-        yield from (path for path in sorted(ledger.iterdir()) if (run_layout.parse_rank(path.name) or 0) >= ranks)
+        yield from (path for rank, path in run_files.ledger_files(run.path).items() if rank >= ranks)
