@@ -12,7 +12,8 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from functools import cache
+from typing import NamedTuple, TypeAlias
 
 import torch
 
@@ -27,32 +28,130 @@ from dtrain.schedules.durations import Duration
 from dtrain.spans import SpanTime
 from dtrain.state import TrainState
 
+Meter: TypeAlias = Callable[[TrainState], Mapping[str, float]]
+"""Meter: function from a training state to numbers by name. Memory between calls is not part of the training state."""
+
+
+def collect(state: TrainState, *sources: Mapping[str, float] | Meter) -> dict[str, float]:
+    """Merge the numbers of all ``sources`` into one dict, in order, for a logger.
+
+    Args:
+        state: training state after the step; passed to the meters.
+        sources: mappings of numbers, such as the result of ``reduce_metrics``, and meters, such as ``throughput()``,
+            ``memory_stats`` or any function of a state.
+
+    Collective: those of the meters.
+
+    Example:
+        >>> import dtrain as dt
+        >>> dt.monitors.collect(None, {"loss": 2.5}, lambda state: {"lr": 0.1})
+        {'loss': 2.5, 'lr': 0.1}
+
+    Raises:
+        ConfigError: two sources return the same name, a source is neither a mapping nor a function, or a meter returns no
+            mapping.
+    """
+    merged: dict[str, float] = {}
+    for position, source in enumerate(sources, start=1):
+        numbers = source(state) if callable(source) else source
+        if not isinstance(numbers, Mapping):
+            meter = getattr(source, "__qualname__", type(source).__name__)
+            origin = f" from the meter {meter}" if callable(source) else ""
+            raise ConfigError(
+                f"collect: source {position} must be or return a mapping of numbers, got {type(numbers).__name__}{origin}. "
+                "Pass a dict, or a meter such as dt.monitors.throughput()."
+            )
+        duplicate = next((name for name in numbers if name in merged), None)
+        if duplicate is not None:
+            raise ConfigError(
+                f"collect: names must be unique, got {duplicate!r} from source {position} and an earlier source. "
+                "Rename the number."
+            )
+        merged.update(numbers)
+    return merged
+
+
+def learning_rates(state: TrainState, *, extra_options: Sequence[str] = ()) -> dict[str, float]:
+    """Return the learning rate of each parameter group: ``lr``, or ``lr/<name>`` with several groups (or ``lr/<index>``).
+
+    The numbers are the values of the groups between steps. ``scale_lr`` and ``set_option`` change an option only during an
+    update and add the metric ``lr`` to the step. The numbers here are then called ``base_lr`` and ``base_lr/<name>``, so that
+    ``collect`` can merge both. The same holds for other scheduled options.
+
+    Args:
+        state: training state with the optimizer.
+        extra_options: further options of the groups, such as ``("weight_decay", "momentum", "betas")``; a pair such as
+            ``betas`` becomes ``betas0`` and ``betas1``. Groups without the option are skipped. For a meter, use
+            ``functools.partial(dt.monitors.learning_rates, extra_options=...)``.
+
+    Host sync: none; one for each option that is a tensor on a device.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> import dtrain as dt
+        >>> weight = torch.nn.Parameter(torch.ones(1))
+        >>> state = SimpleNamespace(
+        ...     optimizer=torch.optim.Adam([weight], lr=0.5), transform_states={}
+        ... )
+        >>> dt.monitors.learning_rates(state, extra_options=("betas",))
+        {'lr': 0.5, 'betas0': 0.9, 'betas1': 0.999}
+
+    Raises:
+        ConfigError: no group has a number with the name.
+    """
+    groups = state.optimizer.param_groups
+    labels = [str(group.get("name", index)) for index, group in enumerate(groups)]
+    if len(set(labels)) < len(labels):
+        labels = [str(index) for index in range(len(groups))]
+    # Transform states have the names of all transforms of the step.
+    scheduled = {
+        option for option in ("lr", *extra_options) if {f"scale_{option}", f"set_{option}"} & set(state.transform_states)
+    }
+    rates: dict[str, float] = {}
+    for option in ("lr", *extra_options):
+        labeled = [(label, group[option]) for label, group in zip(labels, groups, strict=True) if option in group]
+        if not labeled:
+            known = ", ".join(sorted({name for group in groups for name in group} - {"params", "name"}))
+            raise ConfigError(
+                f"learning_rates: extra_options must be options of {type(state.optimizer).__name__} ({known}), got {option!r}. "
+                "Choose from these options."
+            )
+        for label, value in labeled:
+            values = {f"{option}{index}": each for index, each in enumerate(value)} if isinstance(value, tuple | list) else {}
+            for name, each in (values or {option: value}).items():
+                metric = f"base_{name}" if option in scheduled else name
+                rates[metric if len(groups) == 1 else f"{metric}/{label}"] = _to_number(option, each)
+    return rates
+
+
+def _to_number(option: str, value: object) -> float:
+    try:
+        return float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        raise ConfigError(f"learning_rates: option {option!r} must be a number, got {value!r}. Remove the option.") from None
+
+
+def run_identity(state: TrainState) -> tuple[int, str | None]:
+    """Return an identifier that changes if a state belongs to another run or to a newly loaded checkpoint."""
+    # The id avoids a reference to the object, which would keep the checkpoint's folder locked.
+    return id(state._run_context), state._run_context.lineage.resumed_from
+
+
 # samples per window: the window length is exact to 1/100, however often a loop logs
 _SAMPLES_PER_WINDOW = 100
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WindowTotals:
-    """Totals between two calls.
+class WindowTotals(NamedTuple):
+    """Totals of a run, or between two calls: steps; samples and tokens of all ranks; and seconds.
 
-    Args:
-        steps: number of steps; ``samples`` and ``tokens`` are global.
-        seconds: wall time by the clock, the same on all ranks.
-        compute_s: seconds of this rank in spans of category ``compute``.
-        span_s: seconds of this rank in all spans; slightly more than ``seconds``, which end at the start of a step.
+    ``seconds`` is wall time by the clock, the same on all ranks. ``compute_s`` is the time of this rank in spans of category
+    ``compute``, and ``span_s`` in all spans, slightly more than ``seconds``, which end at the start of a step.
     """
 
     steps: int
     samples: int
     tokens: int
     seconds: float
-    compute_s: float
-    span_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _WindowSample:
-    clock: Clock
     compute_s: float
     span_s: float
 
@@ -77,7 +176,8 @@ class MovingWindow:
                 f"{caller}: window must be a length such as '100ba' or '60sec', got {length!r}, a part of the run. "
                 "Give it in steps, samples, tokens or seconds."
             )
-        self._samples: deque[_WindowSample] = deque()
+        # count of the clock in the unit of the length, and totals
+        self._samples: deque[tuple[float, WindowTotals]] = deque()
         self._run: tuple[int, str | None] | None = None
 
     def update(self, state: TrainState) -> WindowTotals | None:
@@ -85,43 +185,24 @@ class MovingWindow:
 
         Mutates: the samples of the window.
         """
-        now, run = _take_sample(state.clock), run_identity(state)
+        clock, run = state.clock, run_identity(state)
+        seconds = spans.seconds_by_category(spans.totals())
+        now = WindowTotals(clock.step, clock.samples, clock.tokens, clock.seconds, seconds["compute"], sum(seconds.values()))
+        count, samples = clock.count(self._length.unit), self._samples
         # A new run may have the same identity if its object has the same address, so the step is compared, too.
-        if run != self._run or (self._samples and now.clock.step < self._samples[-1].clock.step):
+        if run != self._run or (samples and now.steps < samples[-1][1].steps):
             self._run = run
-            self._samples.clear()
-        since = self._window_start(now)
+            samples.clear()
+        # The window starts at the last sample at least one length ago, or at the first sample.
+        while len(samples) > 1 and count - samples[1][0] >= self._length.value:
+            samples.popleft()
+        since = samples[0][1] if samples else None
         # The clock counts no time for the first step of a process, so step 0 is no sample.
-        if now.clock.step and (
-            not self._samples or self._distance(self._samples[-1], now) >= self._length.value / _SAMPLES_PER_WINDOW
-        ):
-            self._samples.append(now)
-        if since is None or now.clock.step == since.clock.step:
+        if clock.step and (not samples or count - samples[-1][0] >= self._length.value / _SAMPLES_PER_WINDOW):
+            samples.append((count, now))
+        if since is None or now.steps == since.steps:
             return None
-        return WindowTotals(
-            steps=now.clock.step - since.clock.step,
-            samples=now.clock.samples - since.clock.samples,
-            tokens=now.clock.tokens - since.clock.tokens,
-            seconds=now.clock.seconds - since.clock.seconds,
-            compute_s=now.compute_s - since.compute_s,
-            span_s=now.span_s - since.span_s,
-        )
-
-    def _window_start(self, now: _WindowSample) -> _WindowSample | None:
-        """Return the last sample at least one window length ago, or the first sample. Mutates: drops earlier samples."""
-        while len(self._samples) > 1 and self._distance(self._samples[1], now) >= self._length.value:
-            self._samples.popleft()
-        return self._samples[0] if self._samples else None
-
-    def _distance(self, sample: _WindowSample, now: _WindowSample) -> float:
-        unit = self._length.unit
-        return now.clock.count(unit) - sample.clock.count(unit)
-
-
-def _take_sample(clock: Clock) -> _WindowSample:
-    totals = spans.totals()
-    compute = spans.seconds_by_category(totals)["compute"]
-    return _WindowSample(clock=clock, compute_s=compute, span_s=sum(total.seconds for total in totals.values()))
+        return WindowTotals(*(last - first for first, last in zip(since, now, strict=True)))
 
 
 def throughput(window: Duration | int | str = "100ba", *, devices: int | None = None) -> Meter:
@@ -227,7 +308,11 @@ def mfu(
             ``devices`` below 1, an unknown dtype or an invalid window; in a call, ``flops_per_token`` in a run without a token
             count.
     """
-    flops = _require_one(flops_per_token, flops_per_sample)
+    if (flops_per_token is None) is (flops_per_sample is None):
+        raise ConfigError(
+            f"mfu: exactly one of flops_per_token and flops_per_sample must be given, got {flops_per_token=}, "
+            f"{flops_per_sample=}. Use dt.monitors.transformer_flops or dt.monitors.count_flops."
+        )
     for name, value in (("flops_per_token", flops_per_token), ("flops_per_sample", flops_per_sample), ("peak", peak)):
         if value is not None:
             check_number("mfu", name, value, above=0)
@@ -235,10 +320,21 @@ def mfu(
         check_int("mfu", "devices", devices)
     # Raise for an unknown dtype.
     peak_flops("", dtype)
-    moving_window, device_peak = MovingWindow(window, caller="mfu"), _DevicePeak(peak, dtype)
+    moving_window = MovingWindow(window, caller="mfu")
+
+    @cache
+    def find_peak(device: torch.device) -> float | None:
+        rate = peak_flops(name := device_name(device), dtype)
+        if rate is None and get_dist_info().rank == 0:
+            warnings.warn(
+                f"mfu: peak must be given for an unknown device, got {name!r} in {dtype}. speed/mfu is left out. "
+                "Pass mfu(peak=...), operations per second of one device.",
+                stacklevel=3,
+            )
+        return rate
 
     def meter_fn(state: TrainState) -> dict[str, float]:
-        peak_rate = device_peak.lookup(state.device)
+        peak_rate = find_peak(state.device) if peak is None else peak
         totals = moving_window.update(state)
         if totals is None:
             return {}
@@ -247,7 +343,7 @@ def mfu(
                 "mfu: flops_per_token must be used in a run with a token count, got no tokens. Name the token axis in the "
                 "step's batch_spec, or pass flops_per_sample."
             )
-        total_flops = flops * (totals.samples if flops_per_token is None else totals.tokens)
+        total_flops = (flops_per_token or 0.0) * totals.tokens + (flops_per_sample or 0.0) * totals.samples
         num_devices = devices or get_dist_info().world_size
         rates: dict[str, float] = {}
         if totals.seconds > 0:
@@ -259,149 +355,6 @@ def mfu(
         return rates
 
     return meter_fn
-
-
-def _require_one(flops_per_token: float | None, flops_per_sample: float | None) -> float:
-    values = [value for value in (flops_per_token, flops_per_sample) if value is not None]
-    if len(values) != 1:
-        raise ConfigError(
-            f"mfu: exactly one of flops_per_token and flops_per_sample must be given, got {flops_per_token=}, "
-            f"{flops_per_sample=}. Use dt.monitors.transformer_flops or dt.monitors.count_flops."
-        )
-    return values[0]
-
-
-class _DevicePeak:
-    """Peak rate of a device, looked up once."""
-
-    def __init__(self, peak: float | None, dtype: ComputeDtype | torch.dtype) -> None:
-        self._peak, self._dtype = peak, dtype
-        self._known = peak is not None
-
-    def lookup(self, device: torch.device) -> float | None:
-        if not self._known:
-            self._known = True
-            name = device_name(device)
-            self._peak = peak_flops(name, self._dtype)
-            if self._peak is None and get_dist_info().rank == 0:
-                warnings.warn(
-                    f"mfu: peak must be given for an unknown device, got {name!r} in {self._dtype}. speed/mfu is left out. "
-                    "Pass mfu(peak=...), operations per second of one device.",
-                    stacklevel=3,
-                )
-        return self._peak
-
-
-Meter: TypeAlias = Callable[[TrainState], Mapping[str, float]]
-"""Meter: function from a training state to numbers by name. Memory between calls is not part of the training state."""
-
-
-def collect(state: TrainState, *sources: Mapping[str, float] | Meter) -> dict[str, float]:
-    """Merge the numbers of all ``sources`` into one dict, in order, for a logger.
-
-    Args:
-        state: training state after the step; passed to the meters.
-        sources: mappings of numbers, such as the result of ``reduce_metrics``, and meters, such as ``throughput()``,
-            ``memory_stats`` or any function of a state.
-
-    Collective: those of the meters.
-
-    Example:
-        >>> import dtrain as dt
-        >>> dt.monitors.collect(None, {"loss": 2.5}, lambda state: {"lr": 0.1})
-        {'loss': 2.5, 'lr': 0.1}
-
-    Raises:
-        ConfigError: two sources return the same name, a source is neither a mapping nor a function, or a meter returns no
-            mapping.
-    """
-    merged: dict[str, float] = {}
-    for position, source in enumerate(sources, start=1):
-        numbers = source(state) if callable(source) else source
-        if not isinstance(numbers, Mapping):
-            origin = f" from the meter {_name_of(source)}" if callable(source) else ""
-            raise ConfigError(
-                f"collect: source {position} must be or return a mapping of numbers, got {type(numbers).__name__}{origin}. "
-                "Pass a dict, or a meter such as dt.monitors.throughput()."
-            )
-        duplicate = next((name for name in numbers if name in merged), None)
-        if duplicate is not None:
-            raise ConfigError(
-                f"collect: names must be unique, got {duplicate!r} from source {position} and an earlier source. "
-                "Rename the number."
-            )
-        merged.update(numbers)
-    return merged
-
-
-def _name_of(source: object) -> str:
-    return str(getattr(source, "__qualname__", type(source).__name__))
-
-
-def learning_rates(state: TrainState, *, extra_options: Sequence[str] = ()) -> dict[str, float]:
-    """Return the learning rate of each parameter group: ``lr``, or ``lr/<name>`` with several groups (or ``lr/<index>``).
-
-    The numbers are the values of the groups between steps. ``scale_lr`` and ``set_option`` change an option only during an
-    update and add the metric ``lr`` to the step. The numbers here are then called ``base_lr`` and ``base_lr/<name>``, so that
-    ``collect`` can merge both. The same holds for other scheduled options.
-
-    Args:
-        state: training state with the optimizer.
-        extra_options: further options of the groups, such as ``("weight_decay", "momentum", "betas")``; a pair such as
-            ``betas`` becomes ``betas0`` and ``betas1``. Groups without the option are skipped. For a meter, use
-            ``functools.partial(dt.monitors.learning_rates, extra_options=...)``.
-
-    Host sync: none; one for each option that is a tensor on a device.
-
-    Example:
-        >>> from types import SimpleNamespace
-        >>> import dtrain as dt
-        >>> weight = torch.nn.Parameter(torch.ones(1))
-        >>> state = SimpleNamespace(
-        ...     optimizer=torch.optim.Adam([weight], lr=0.5), transform_states={}
-        ... )
-        >>> dt.monitors.learning_rates(state, extra_options=("betas",))
-        {'lr': 0.5, 'betas0': 0.9, 'betas1': 0.999}
-
-    Raises:
-        ConfigError: no group has a number with the name.
-    """
-    groups = state.optimizer.param_groups
-    labels = [str(group.get("name", index)) for index, group in enumerate(groups)]
-    if len(set(labels)) < len(labels):
-        labels = [str(index) for index in range(len(groups))]
-    # Transform states have the names of all transforms of the step.
-    scheduled = {
-        option for option in ("lr", *extra_options) if {f"scale_{option}", f"set_{option}"} & set(state.transform_states)
-    }
-    rates: dict[str, float] = {}
-    for option in ("lr", *extra_options):
-        labeled = [(label, group[option]) for label, group in zip(labels, groups, strict=True) if option in group]
-        if not labeled:
-            known = ", ".join(sorted({name for group in groups for name in group} - {"params", "name"}))
-            raise ConfigError(
-                f"learning_rates: extra_options must be options of {type(state.optimizer).__name__} ({known}), got {option!r}. "
-                "Choose from these options."
-            )
-        for label, value in labeled:
-            values = {f"{option}{index}": each for index, each in enumerate(value)} if isinstance(value, tuple | list) else {}
-            for name, each in (values or {option: value}).items():
-                metric = f"base_{name}" if option in scheduled else name
-                rates[metric if len(groups) == 1 else f"{metric}/{label}"] = _to_number(option, each)
-    return rates
-
-
-def _to_number(option: str, value: object) -> float:
-    try:
-        return float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
-        raise ConfigError(f"learning_rates: option {option!r} must be a number, got {value!r}. Remove the option.") from None
-
-
-def run_identity(state: TrainState) -> tuple[int, str | None]:
-    """Return an identifier that changes if a state belongs to another run or to a newly loaded checkpoint."""
-    # The id avoids a reference to the object, which would keep the checkpoint's folder locked.
-    return id(state._run_context), state._run_context.lineage.resumed_from
 
 
 # largest number of samples; beyond, every second sample is dropped
@@ -589,7 +542,9 @@ class _RunHistory:
         for name, (_, seconds) in totals.items():
             category = spans.category_of(name)
             if category in _RECURRING_CATEGORIES:
-                self._add_interruption(name, done, seconds)
+                spent = seconds - self._last_totals.get(name, SpanTime(0, 0.0)).seconds
+                if spent > 0 and name not in _ONE_TIME_SPANS:
+                    self._interruptions.setdefault(name, Interruption(first=done, last=done)).add(done, spent)
             elif category not in _ONE_TIME_CATEGORIES and name not in _ONE_TIME_SPANS:
                 training += seconds
         self._last_totals = totals
@@ -597,9 +552,3 @@ class _RunHistory:
         if len(self._samples) > _MAX_SAMPLES:
             del self._samples[1::2]
         return estimate_seconds_left(self._samples, self._interruptions, total)
-
-    def _add_interruption(self, name: str, done: float, seconds: float) -> None:
-        before = self._last_totals.get(name)
-        spent = seconds - (before.seconds if before is not None else 0.0)
-        if spent > 0 and name not in _ONE_TIME_SPANS:
-            self._interruptions.setdefault(name, Interruption(first=done, last=done)).add(done, spent)
