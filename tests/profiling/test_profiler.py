@@ -271,7 +271,7 @@ def test_active_allocation_history_is_not_disabled(tmp_path, monkeypatch, on, sw
     monkeypatch.setattr(window_module, "get_dist_info", lambda: cuda)
     monkeypatch.setattr(torch._C, "_cuda_isHistoryEnabled", lambda: on, raising=False)
     monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda enabled=True, **_: calls.append(enabled))
-    window.start(3)
+    window.begin_step(3)
     window.write()
     assert calls == switched
 

@@ -8,13 +8,12 @@ from __future__ import annotations
 import atexit
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, TypeAlias, TypeVar
+from typing import Literal, TypeAlias
 
 import torch
 
@@ -282,25 +281,6 @@ def _make_driver(path: str | Path, schedule: PhaseSchedule, ranks: RankSelection
     return ProfilerDriver(ProfileOptions(folder=folder, **options), schedule, None if ranks == "all" else frozenset(ranks))
 
 
-T = TypeVar("T")
-
-
-@dataclass(slots=True, eq=False)
-class _ActiveProfiler:
-    """Driver that owns the only profiler of this process. The weak reference lets a dropped step be freed."""
-
-    holder_ref: weakref.ref[ProfilerDriver] | None = None
-    registered: bool = False
-
-    @property
-    def holder(self) -> ProfilerDriver | None:
-        return None if self.holder_ref is None else self.holder_ref()
-
-
-# torch allows one profiler per process, so its owner is a fact of the process.
-_ACTIVE = _ActiveProfiler()
-
-
 class ProfilerDriver:
     """Driver of the profiler, shared by ``profile`` and ``step_profiler``.
 
@@ -308,55 +288,39 @@ class ProfilerDriver:
         options: recording options.
         schedule: phase of each step, by index since the driver was created.
         ranks: recording ranks; None for all ranks.
-    """
 
-    __slots__ = (
-        "__weakref__",
-        "_broken",
-        "_in_step_fn",
-        "_index",
-        "_options",
-        "_phase",
-        "_ranks",
-        "_recorder",
-        "_schedule",
-        "_step",
-    )
+    Attributes:
+        step: step in progress; None before the first step.
+    """
 
     def __init__(self, options: ProfileOptions, schedule: PhaseSchedule, ranks: frozenset[int] | None) -> None:
         self._options, self._schedule, self._ranks = options, schedule, ranks
+        self.step: int | None = None
         self._index = 0
         self._phase: ProfilerPhase = "skip"
-        # step in progress, None before the first step
-        self._step: int | None = None
         self._in_step_fn = False
         self._recorder: TraceRecorder | None = None
         # True after a failure on this rank, which ends profiling
         self._broken = False
 
-    @property
-    def step(self) -> int | None:
-        """Step in progress; None before the first step."""
-        return self._step
-
     def begin(self, step: int) -> None:
         """Begin the first step, with number ``step``."""
-        self._step = step
+        self.step = step
         self._apply_phase(step)
 
     def advance(self, step: int) -> None:
         """End a step and begin ``step``."""
         if self._recorder is not None:
             self._recorder.end_step(done=True)
-        self._index, self._step, self._in_step_fn = self._index + 1, step, False
+        self._index, self.step, self._in_step_fn = self._index + 1, step, False
         self._apply_phase(step)
 
     def enter_step_fn(self, step: int) -> None:
         """Enter the step function of ``step``, several times if a transform recomputes the gradient."""
-        if self._step is None:
+        if self.step is None:
             self.begin(step)
         # The last update was skipped, or the caller caught its error.
-        elif self._in_step_fn and self._step != step:
+        elif self._in_step_fn and self.step != step:
             self.advance(step)
         if not self._in_step_fn and self._recorder is not None and self._phase in ("active", "save"):
             self._recorder.enter_step_fn()
@@ -372,8 +336,11 @@ class ProfilerDriver:
         """Stop and write the recorded steps. Without a recording, do nothing."""
         recorder, self._recorder = self._recorder, None
         if recorder is not None:
-            self._run_guarded(partial(_write_trace, recorder))
-        self._release()
+            with self._guard():
+                path = recorder.write()
+                if path is not None:
+                    spans.record_event("profiled", step=recorder.first_step, path=str(path))
+        _ACTIVE.discard(self)
 
     def __del__(self) -> None:
         # A step may be dropped during a recording, as in a notebook.
@@ -390,102 +357,74 @@ class ProfilerDriver:
             PeerError: another profiler is running on another rank.
         """
         recording, error = self._recording_ranks(), None
-        if get_dist_info().rank in recording and not self._broken:
-            try:
-                self._acquire()
-            except ConfigError as claim_error:
-                error = claim_error
+        if get_dist_info().rank in recording and not self._broken and self not in _ACTIVE:
+            if _ACTIVE or torch.autograd._profiler_enabled():
+                other = "another dt.profiling.profile or dt.profiling.step_profiler" if _ACTIVE else "a profiler of torch's own"
+                error = ConfigError(
+                    f"profile: only one profiler can run per process, got {other}. End the running profiler first."
+                )
+            else:
+                _ACTIVE.add(self)
+                atexit.unregister(_close_active)
+                atexit.register(_close_active, None)
+                register_shutdown_hook("profile", _close_active)
         try:
             if len(recording) > 1:
                 raise_if_any_failed(error, caller="profile")
             elif error is not None:
                 raise error
         except BaseException:
-            self._release()
+            _ACTIVE.discard(self)
             raise
-
-    def _acquire(self) -> None:
-        if _ACTIVE.holder is self:
-            return
-        if _ACTIVE.holder is not None or torch.autograd._profiler_enabled():
-            other = (
-                "another dt.profiling.profile or dt.profiling.step_profiler"
-                if _ACTIVE.holder is not None
-                else "a profiler of torch's own"
-            )
-            raise ConfigError(f"profile: only one profiler can run per process, got {other}. End the running profiler first.")
-        _ACTIVE.holder_ref = weakref.ref(self)
-        if not _ACTIVE.registered:
-            _ACTIVE.registered = True
-            atexit.register(_close_active, None)
-        register_shutdown_hook("profile", _close_active)
 
     def _recording_ranks(self) -> frozenset[int]:
         return frozenset(range(get_dist_info().world_size)) if self._ranks is None else self._ranks
 
-    def _release(self) -> None:
-        if _ACTIVE.holder is self:
-            _ACTIVE.holder_ref = None
-
     def _apply_phase(self, step: int) -> None:
         """Apply the phase of the step that begins."""
-        phase = self._schedule(self._index)
-        before, self._phase = self._phase, phase
-        if phase in ("skip", "wait"):
-            if before not in ("skip", "wait"):
-                self.close()
-            return
-        if before == "save":
+        before, self._phase = self._phase, self._schedule(self._index)
+        is_idle = self._phase in ("skip", "wait")
+        if before == "save" or (is_idle and before not in ("skip", "wait")):
             self.close()
+        if is_idle:
+            return
         if before in ("skip", "wait", "save"):
             self.claim()
             self._open_recorder()
-        recorder = self._recorder
-        if recorder is not None and phase != "warmup":
-            self._run_guarded(partial(_mark_step, recorder, step))
+        if self._recorder is not None and self._phase != "warmup":
+            with self._guard():
+                self._recorder.begin_step(step)
 
     def _open_recorder(self) -> None:
         """Open a recorder on the recording ranks. The remaining ranks only compare clocks."""
         recording = self._recording_ranks()
         offset = measure_clock_offset() if len(recording) > 1 else ClockOffset(0, 0)
         if get_dist_info().rank in recording and not self._broken:
-            self._recorder = self._run_guarded(partial(TraceRecorder, options=self._options, offset=offset))
+            with self._guard():
+                self._recorder = TraceRecorder(options=self._options, offset=offset)
 
-    def _run_guarded(self, action: Callable[[], T]) -> T | None:
-        """Run ``action``. After an error, end profiling on this rank with a warning, so that training continues."""
+    @contextmanager
+    def _guard(self) -> Iterator[None]:
+        """Count the time as the profiler's own. After an error, end profiling on this rank, so that training continues."""
         try:
-            with _profiler_span():
-                return action()
+            with spans.span("profile", "other"):
+                yield
         except Exception as error:  # noqa: BLE001 - for example a full disk, or a device without profiler
             self._broken, self._recorder = True, None
             spans.record_event("dropped", logger="profile", error=f"{type(error).__name__}: {error}")
-            self._release()
+            _ACTIVE.discard(self)
             warnings.warn(f"profile: {type(error).__name__}: {error}. This rank writes no more traces.", stacklevel=2)
-            return None
 
 
-def _profiler_span() -> AbstractContextManager[None]:
-    """Open the span for the cost of the profiler, which belongs neither to the loader nor to the step."""
-    return spans.span("profile", "other")
-
-
-def _mark_step(recorder: TraceRecorder, step: int) -> None:
-    if recorder.first_step is None:
-        recorder.start(step)
-    recorder.begin_step(step)
-
-
-def _write_trace(recorder: TraceRecorder) -> None:
-    path = recorder.write()
-    if path is not None:
-        spans.record_event("profiled", step=recorder.first_step, path=str(path))
+# The driver that owns the profiler, if any: a fact of the process, because torch allows one profiler per process. The reference
+# is weak, so that a dropped step is freed.
+_ACTIVE: weakref.WeakSet[ProfilerDriver] = weakref.WeakSet()
 
 
 def _close_active(error: BaseException | None) -> None:
     """Close the active profiler, at the end of ``init_dist``'s block and of the process."""
-    holder = _ACTIVE.holder
-    if holder is not None:
-        holder.close()
+    for driver in list(_ACTIVE):
+        driver.close()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -531,28 +470,30 @@ def snapshot_on_oom(path: str | Path) -> OomSnapshotTransform:
 
     def grad(inner: GradFn) -> GradFn:
         def grad_fn(state: TrainState, batch: Batch, *, microbatch_size: int | None = None) -> tuple[TrainState, Metrics]:
-            try:
+            with _snapshot_after_oom(folder, state.step):
                 return inner(state, batch, microbatch_size=microbatch_size)
-            except BaseException as error:
-                _write_snapshot_if_oom(error, folder, state.step)
-                raise
 
         return grad_fn
 
     def update(inner: UpdateFn) -> UpdateFn:
         def update_fn(state: TrainState, metrics: Metrics) -> tuple[TrainState, Metrics]:
-            step = state.step
-            try:
+            with _snapshot_after_oom(folder, state.step):
                 return inner(state, metrics)
-            except BaseException as error:
-                _write_snapshot_if_oom(error, folder, step)
-                raise
 
         return update_fn
 
     return OomSnapshotTransform(
         name="snapshot_on_oom", grad=grad, update=update, uses_grad=False, read_only=True, folder=folder
     )
+
+
+@contextmanager
+def _snapshot_after_oom(folder: storage.AnyPath, step: int) -> Iterator[None]:
+    try:
+        yield
+    except BaseException as error:
+        _write_snapshot_if_oom(error, folder, step)
+        raise
 
 
 def _write_snapshot_if_oom(error: BaseException, folder: storage.AnyPath, step: int) -> None:

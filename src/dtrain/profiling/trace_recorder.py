@@ -80,7 +80,7 @@ class ProfileOptions:
 
 @dataclass(slots=True, eq=False)
 class TraceRecorder:
-    """Recorder of one trace: ``start`` after the warm-up, ``begin_step`` at the start of each step, ``write`` at the end.
+    """Recorder of one trace: ``begin_step`` at the start of each step after the warm-up, ``write`` at the end.
 
     Args:
         options: recording options.
@@ -112,16 +112,14 @@ class TraceRecorder:
         )
         self._profiler.prepare_trace()
 
-    def start(self, step: int) -> None:
-        """Start recording before ``step`` begins."""
-        if self.options.memory and get_dist_info().device.type == "cuda" and not torch._C._cuda_isHistoryEnabled():
-            torch.cuda.memory._record_memory_history(stacks="python")
-            self._records_history = True
-        self._profiler.start_trace()
-        self.first_step = step
-
     def begin_step(self, step: int) -> None:
-        """Mark the start of ``step``."""
+        """Mark the start of ``step``. The first step starts the recording."""
+        if self.first_step is None:
+            if self.options.memory and get_dist_info().device.type == "cuda" and not torch._C._cuda_isHistoryEnabled():
+                torch.cuda.memory._record_memory_history(stacks="python")
+                self._records_history = True
+            self._profiler.start_trace()
+            self.first_step = step
         self._steps.append({"step": step, "done": False, "spans": {}})
         self._last_totals = spans.totals()
         self._open(f"ProfilerStep#{step}")

@@ -14,8 +14,6 @@ from typing import Any, NamedTuple, cast
 from dtrain import storage
 from dtrain.errors import ConfigError, DataError
 
-# version of the metadata of dtrain in a trace
-TRACE_FORMAT = 1
 _TRACE_NAME = re.compile(r"trace-rank-(\d{5,})-step-(\d+)\.pt\.trace\.json(\.gz)?")
 _STEP = re.compile(r"ProfilerStep#(\d+)")
 _KEPT_CATEGORIES = {"cpu_op", "user_annotation", "kernel", "gpu_memcpy", "gpu_memset"}
