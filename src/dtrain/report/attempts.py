@@ -30,8 +30,21 @@ from dtrain.spans import TIME_CATEGORIES
 _SKEW_S = 5.0
 # A run writes at the first step after ten seconds, but a long evaluation is one step.
 _SILENT_S = 120.0
-# characters
-_MAX_ERROR_LENGTH = 500
+MAX_CHECKPOINTS, MAX_EVENTS = 1000, 1000
+# events that every rank records
+ALL_RANK_EVENTS = {"save", "committed", "resumed", "evaluated", "stop", "desync", "early_stop"}
+# event that every rank records, several at one step
+_MODEL = "model"
+_STANDARD_KEYS = {"kind", "attempt", "at", "name", "step"}
+# characters, fields of an event, depth of data
+_MAX_TEXT, _MAX_FIELDS, _MAX_DEPTH = 500, 20, 3
+MAX_SLICES = 400
+_MAX_SLOW_RANKS = 8
+_MAX_SPANS = 100
+# smallest wait: seconds, and fraction of the time
+_MIN_WAIT_S, _MIN_WAIT_SHARE = 1.0, 0.01
+_RESTART = CAUSE_COLUMN["restart"]
+_COMPUTE = CAUSE_COLUMN["compute"]
 
 
 @dataclass(slots=True)
@@ -151,32 +164,35 @@ def attempt_reports(
     merged: list[MergedAttempt], abouts: dict[int, Row], *, started_at: float, now: float
 ) -> list[AttemptReport]:
     """Convert merged attempts to the report model."""
-    return [_attempt_report(each, abouts.get(each.number, {}), started_at, now, each is merged[-1]) for each in merged]
-
-
-def _attempt_report(each: MergedAttempt, about: Row, started_at: float, now: float, is_last: bool) -> AttemptReport:
-    ranks = each.ranks.values()
-    kept = each.kept_totals()
-    lost_s = float((each.totals() - kept)[CAUSES:].sum())
-    resumed = (event["path"] for lines in ranks for event in lines.events if event["name"] == "resumed" and "path" in event)
-    resumed_from = next((path for path in resumed if isinstance(path, str)), None)
-    return AttemptReport(
-        number=each.number,
-        at=each.begin - started_at,
-        ended_at=each.end - started_at,
-        outcome=_outcome(each, now if is_last else None),
-        error=_first_error(each),
-        first_step=each.first_step,
-        last_step=each.last_step,
-        resumed_from=resumed_from and resumed_from[:_MAX_ERROR_LENGTH],
-        world_size=world_size(each, about),
-        hosts=sorted({lines.host for lines in ranks} - {""}),
-        setup_s=mean(lines.opened_at - lines.began_at for lines in ranks),
-        lost_steps=each.last_step - each.lost_from,
-        lost_s=mean(lines.ended_at - each.lost_since(lines) for lines in ranks),
-        down_s=each.down_s,
-        by_cause=causes_of(kept) | ({"restart": lost_s} if lost_s > 0 else {}),
-    )
+    reports = []
+    for each in merged:
+        ranks, kept = each.ranks.values(), each.kept_totals()
+        lost_s = float((each.totals() - kept)[CAUSES:].sum())
+        paths = [event.get("path") for lines in ranks for event in lines.events if event["name"] == "resumed"]
+        failures = [
+            (lines.ended_at, rank, " ".join(str(lines.closed.get("error") or "no text").split())[:_MAX_TEXT])
+            for rank, lines in each.ranks.items()
+            if lines.closed and lines.closed.get("reason") == "failed"
+        ]
+        report = AttemptReport(
+            number=each.number,
+            at=each.begin - started_at,
+            ended_at=each.end - started_at,
+            outcome=_outcome(each, now if each is merged[-1] else None),
+            error="rank {1}: {2}".format(*min(failures)) if failures else None,
+            first_step=each.first_step,
+            last_step=each.last_step,
+            resumed_from=next((path[:_MAX_TEXT] for path in paths if isinstance(path, str)), None),
+            world_size=world_size(each, abouts.get(each.number, {})),
+            hosts=sorted({lines.host for lines in ranks} - {""}),
+            setup_s=mean(lines.opened_at - lines.began_at for lines in ranks),
+            lost_steps=each.last_step - each.lost_from,
+            lost_s=mean(lines.ended_at - each.lost_since(lines) for lines in ranks),
+            down_s=each.down_s,
+            by_cause=causes_of(kept) | ({"restart": lost_s} if lost_s > 0 else {}),
+        )
+        reports.append(report)
+    return reports
 
 
 def _outcome(each: MergedAttempt, now: float | None) -> AttemptOutcome:
@@ -188,18 +204,6 @@ def _outcome(each: MergedAttempt, now: float | None) -> AttemptOutcome:
         longest = float(np.diff(each.first.points[:, AT]).max(initial=0.0))
         return "running" if now is not None and now - each.end < max(_SILENT_S, 3 * longest) else "killed"
     return "stopped" if "stopped" in reasons else "done"
-
-
-def _first_error(each: MergedAttempt) -> str | None:
-    failed = [
-        (lines.ended_at, rank, str(lines.closed.get("error") or "no text"))
-        for rank, lines in each.ranks.items()
-        if lines.closed and lines.closed.get("reason") == "failed"
-    ]
-    if not failed:
-        return None
-    _, rank, text = min(failed)
-    return f"rank {rank}: {' '.join(text.split())[:_MAX_ERROR_LENGTH]}"
 
 
 def world_size(each: MergedAttempt, about: Row) -> int:
@@ -217,15 +221,6 @@ def step_moments(merged: Sequence[MergedAttempt], steps: Column) -> tuple[Column
         times[own] = each.first.at_steps(steps[own])
         tokens[own] = each.first.at_steps(steps[own], TOKENS)
     return times, np.where(tokens > 0, tokens, np.nan)
-
-
-MAX_CHECKPOINTS, MAX_EVENTS = 1000, 1000
-# events that every rank records
-ALL_RANK_EVENTS = {"save", "committed", "resumed", "evaluated", "stop", "desync", "early_stop"}
-# events that every rank records, several at one step
-_MODEL = "model"
-_STANDARD_KEYS = {"kind", "attempt", "at", "name", "step"}
-_MAX_TEXT, _MAX_FIELDS, _MAX_DEPTH = 500, 20, 3
 
 
 def checkpoint_reports(merged: Sequence[MergedAttempt], *, started_at: float) -> tuple[list[Row], int]:
@@ -304,15 +299,6 @@ def trim_data(value: Any, depth: int = _MAX_DEPTH) -> Any:
     return value
 
 
-MAX_SLICES = 400
-_MAX_SLOW_RANKS = 8
-_MAX_SPANS = 100
-# smallest wait: seconds, and fraction of the time
-_MIN_WAIT_S, _MIN_WAIT_SHARE = 1.0, 0.01
-_RESTART = CAUSE_COLUMN["restart"]
-_COMPUTE = CAUSE_COLUMN["compute"]
-
-
 def slice_edges(merged: Sequence[MergedAttempt], most: int = MAX_SLICES) -> list[Column]:
     """Divide each attempt into slices of about equal length, ``most`` in all, each with at least one ledger line.
 
@@ -388,27 +374,23 @@ def _attempt_slices(each: MergedAttempt, edges: Column) -> Column:
 
 def gauge_series(merged: Sequence[MergedAttempt], edges: Sequence[Column], *, started_at: float) -> dict[str, GaugeSeries]:
     """Return the gauges over time: in each slice, the maximum over ranks and the rank with the maximum."""
-    names = sorted({name for each in merged for lines in each.ranks.values() for name in lines.gauges})
     series = {}
-    for name in names:
-        rows = np.vstack([_gauge_rows(name, each, own) for each, own in zip(merged, edges, strict=True)])
+    for name in sorted({name for each in merged for lines in each.ranks.values() for name in lines.gauges}):
+        columns: list[Column] = []
+        for each, own in zip(merged, edges, strict=True):
+            maxima = np.full((len(each.ranks), len(own) - 1), -np.inf)
+            for index, lines in enumerate(each.ranks.values()):
+                times, values = np.array(lines.gauges.get(name, ())).reshape(-1, 2).T
+                np.fmax.at(maxima[index], np.clip(np.searchsorted(own, times, side="right") - 1, 0, len(own) - 2), values)
+            ranks = np.array(list(each.ranks))[maxima.argmax(axis=0)]
+            columns.append(np.column_stack([(own[:-1] + own[1:]) / 2, maxima.max(axis=0), ranks]))
+        rows = np.vstack(columns)
         rows = rows[np.isfinite(rows[:, 1])]
         rows = rows[:: -(-len(rows) // MAX_SLICES) or 1]
         if len(rows):
-            ranks = rows[:, 2].astype(int).tolist()
-            series[name[:200]] = GaugeSeries(times=rows[:, 0] - started_at, values=rows[:, 1], ranks=ranks)
+            ranks_of_rows = rows[:, 2].astype(int).tolist()
+            series[name[:200]] = GaugeSeries(times=rows[:, 0] - started_at, values=rows[:, 1], ranks=ranks_of_rows)
     return series
-
-
-def _gauge_rows(name: str, each: MergedAttempt, edges: Column) -> Column:
-    """Return middle, maximum and rank of each slice of an attempt; -inf without a value."""
-    maxima = np.full((len(each.ranks), len(edges) - 1), -np.inf)
-    for index, lines in enumerate(each.ranks.values()):
-        times, values = np.array(lines.gauges.get(name, ())).reshape(-1, 2).T
-        slices = np.clip(np.searchsorted(edges, times, side="right") - 1, 0, len(edges) - 2)
-        np.fmax.at(maxima[index], slices, values)
-    ranks = np.array(list(each.ranks))[maxima.argmax(axis=0)]
-    return np.column_stack([(edges[:-1] + edges[1:]) / 2, maxima.max(axis=0), ranks])
 
 
 def goodput(merged: Sequence[MergedAttempt]) -> GoodputReport | None:

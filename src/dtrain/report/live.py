@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from dtrain.report.attempts import ALL_RANK_EVENTS
-from dtrain.report.ledger import AT, CAUSE_COLUMN, CAUSES, SAMPLES, STEP, TOKENS, AttemptLedger, RankLedger
+from dtrain.report.ledger import AT, CAUSE_COLUMN, CAUSES, SAMPLES, STEP, TOKENS, WIDTH, AttemptLedger, RankLedger
 from dtrain.report.metric_table import to_number
 from dtrain.report.model import Column
 from dtrain.run import run_files
@@ -141,8 +141,12 @@ class LiveRun:
         # Metrics may be newer than the ledger, which is written at intervals.
         logged = [self._step] if not current or self._step_at >= begin else []
         ended = bool(current) and all(lines.closed for lines in current.values())
-        minutes = {rank: _last_minute(lines) for rank, lines in current.items()}
-        rates = _rates(next(iter(minutes.values()))) if minutes else (None, None, None)
+        changes = {}
+        for rank, lines in current.items():
+            before, after = lines.totals_at([max(lines.ended_at - _WINDOW_S, lines.began_at), lines.ended_at])
+            changes[rank] = np.asarray(after - before)
+        first_change = next(iter(changes.values()), np.zeros(WIDTH))
+        seconds, steps, samples, tokens = first_change[[AT, STEP, SAMPLES, TOKENS]].tolist()
         spent = [lines.totals[CAUSES:] for lines in current.values()]
         shares = [float(each[CAUSE_COLUMN["compute"] - CAUSES] / each.sum()) for each in spent if each.sum() > 0]
         return RunSnapshot(
@@ -150,12 +154,12 @@ class LiveRun:
             step=max([*logged, *(lines.last_step for lines in current.values())], default=0),
             seconds=max(0.0, (ends if ended else now) - begin),
             metrics=dict(self._latest_metrics),
-            steps_per_s=rates[0],
-            samples_per_s=rates[1],
-            tokens_per_s=rates[2],
+            steps_per_s=steps / seconds if seconds > 0 else None,
+            samples_per_s=samples / seconds if seconds > 0 and samples > 0 else None,
+            tokens_per_s=tokens / seconds if seconds > 0 and tokens > 0 else None,
             goodput=sum(shares) / len(shares) if shares else None,
-            ranks=[_rank_snapshot(rank, lines, minutes[rank], now) for rank, lines in current.items()],
-            events=sorted(self._events, key=lambda each: each[0]),
+            ranks=[_rank_snapshot(rank, lines, changes[rank], now) for rank, lines in current.items()],
+            events=sorted(self._events, key=lambda event: event[0]),
             unreadable=self._metrics.unreadable + sum(lines.unreadable for _, lines in self._ledgers.values()),
         )
 
@@ -166,21 +170,6 @@ def _read_new_rows(lines: JsonlReader) -> list[list[Row]]:
     # The file may not exist yet, or no longer.
     except OSError:
         return []
-
-
-def _last_minute(lines: AttemptLedger) -> Column:
-    """Return the change of all totals in the last minute."""
-    end = lines.ended_at
-    before, after = lines.totals_at([max(end - _WINDOW_S, lines.began_at), end])
-    return np.asarray(after - before)
-
-
-def _rates(change: Column) -> tuple[float | None, float | None, float | None]:
-    """Return steps, samples and tokens per second; None without a count."""
-    seconds, steps, samples, tokens = change[[AT, STEP, SAMPLES, TOKENS]].tolist()
-    if seconds <= 0:
-        return None, None, None
-    return steps / seconds, samples / seconds if samples > 0 else None, tokens / seconds if tokens > 0 else None
 
 
 def _rank_snapshot(rank: int, lines: AttemptLedger, change: Column, now: float) -> RankSnapshot:

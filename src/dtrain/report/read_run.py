@@ -90,7 +90,10 @@ def read_run(folder: str | Path, *, now: float) -> RunReport:
 
 def _read_run(path: Path, folder: str, now: float) -> RunReport:
     abouts, missing = _read_attempt_files(path)
-    ledgers, ledger_problems = _read_ledgers(path)
+    ledgers, ledger_problems = [], list[str]()
+    for rank, file in ledger_files(path).items():
+        ledgers.append(RankLedger(rank))
+        ledger_problems += _read_file(file, path, ledgers[-1], "line of a ledger")
     resumes = [lines.first_step for ledger in ledgers[:1] for lines in ledger.attempts.values() if lines.has_lines]
     metrics, metrics_problems = _read_metrics(path, [step for step in resumes if step > 0], has_ledger=bool(ledgers))
     merged, anomalies = merge_attempts(ledgers, [end for each in metrics.values() for end in each.ends_before_resume])
@@ -98,13 +101,20 @@ def _read_run(path: Path, folder: str, now: float) -> RunReport:
     if not abouts:
         missing.append("no file about an attempt: settings, versions and the command are not known")
     missing += metrics_problems
-    started_at = min((each.begin for each in merged), default=None)
-    if started_at is None:
-        started_at = _guess_start_time(metrics, abouts)
+    starts = [each.begin for each in merged]
+    # Without a ledger, the first record of metrics is close to the start.
+    if not starts:
+        starts = [about.get("started_at") for about in abouts.values()]
+        starts += [float(rows[0, 1]) for table in metrics.values() for rows in table.columns().values()]
+        starts = [at for at in starts if isinstance(at, int | float) and math.isfinite(at) and at > 0]
+    started_at = float(min(starts)) if starts else None
     origin = started_at or 0.0
     series = _build_series(metrics, merged, origin)
     ends = [each.end - origin for each in merged] + [float(each.times[-1]) for each in series.values() if len(each.times)]
     edges, ranks = slice_edges(merged), rank_reports(merged)
+    facts = {number: dict(_flatten(about)) for number, about in abouts.items()}
+    names = sorted({name for each in facts.values() for name in each})
+    changed = [name for name in names if len({repr(each.get(name)) for each in facts.values()}) > 1]
     checkpoints, checkpoint_count = checkpoint_reports(merged, started_at=origin)
     events, counts = run_events(merged, started_at=origin)
     return RunReport(
@@ -124,7 +134,7 @@ def _read_run(path: Path, folder: str, now: float) -> RunReport:
         events=events,
         event_counts=counts,
         about=abouts,
-        differences=_attempt_differences(abouts),
+        differences={name: {number: each.get(name) for number, each in facts.items()} for name in changed[:_MAX_DIFFERENCES]},
         missing=missing,
     )
 
@@ -169,15 +179,6 @@ def _read_file(path: Path, folder: Path, into: RankLedger | MetricTable, kind: s
     if malformed := into.malformed - malformed:
         problems.append(f"{name}: {format_count(malformed, 'line')} {'is' if malformed == 1 else 'are'} no {kind}")
     return problems
-
-
-def _read_ledgers(folder: Path) -> tuple[list[RankLedger], list[str]]:
-    ledgers: list[RankLedger] = []
-    problems: list[str] = []
-    for rank, path in ledger_files(folder).items():
-        ledgers.append(RankLedger(rank))
-        problems += _read_file(path, folder, ledgers[-1], "line of a ledger")
-    return ledgers, problems
 
 
 def _read_metrics(folder: Path, resumes: list[int], *, has_ledger: bool) -> tuple[dict[str, MetricTable], list[str]]:
@@ -260,15 +261,8 @@ def _read_attempt_files(folder: Path) -> tuple[dict[int, Row], list[str]]:
     return contents, problems
 
 
-def _attempt_differences(abouts: Mapping[int, Row]) -> dict[str, dict[int, Any]]:
-    """Return the facts that differ between attempts, without times and process ids."""
-    flat = {number: dict(_flatten(about)) for number, about in abouts.items()}
-    names = sorted({name for each in flat.values() for name in each})
-    changed = [name for name in names if len({repr(each.get(name)) for each in flat.values()}) > 1]
-    return {name: {number: each.get(name) for number, each in flat.items()} for name in changed[:_MAX_DIFFERENCES]}
-
-
 def _flatten(value: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the facts of an attempt by dotted name, without times and process ids."""
     for name, each in value.items():
         if name in _TIME_FIELDS or name.endswith("_at"):
             continue
@@ -276,13 +270,6 @@ def _flatten(value: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, 
             yield from _flatten(each, f"{before}{name}.")
         else:
             yield f"{before}{name}", each
-
-
-def _guess_start_time(metrics: dict[str, MetricTable], abouts: dict[int, Row]) -> float | None:
-    """Guess the start of a run without a ledger."""
-    times = [about.get("started_at") for about in abouts.values()]
-    times += [float(rows[0, 1]) for table in metrics.values() for rows in table.columns().values()]
-    return min((float(at) for at in times if isinstance(at, int | float) and math.isfinite(at) and at > 0), default=None)
 
 
 def _build_series(metrics: dict[str, MetricTable], merged: list[MergedAttempt], origin: float) -> dict[str, MetricSeries]:
