@@ -247,14 +247,13 @@ def test_attempt_metadata_is_written_once_without_secrets(tmp_path, monkeypatch)
     }  # fmt: skip
 
 
-def test_git_commit_is_recorded_with_dirty_flag(tmp_path, monkeypatch):
+def test_git_commit_is_recorded_with_dirty_flag(tmp_path):
     from dtrain.run import metadata
 
     git = ["git", "-c", "user.name=a", "-c", "user.email=a@b", "-C", str(tmp_path)]
     (tmp_path / "loop.py").write_text("1")
     for words in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "x"]):
         subprocess.run([*git, *words], check=True, capture_output=True)
-    monkeypatch.setattr(metadata, "_script_folder", lambda: tmp_path)
     clean = metadata._git_info(tmp_path)
     (tmp_path / "loop.py").write_text("2")
     assert clean["dirty"] is False

@@ -7,7 +7,6 @@ import hashlib
 import json
 import math
 import shlex
-from collections.abc import Mapping
 from datetime import UTC, datetime
 from functools import partial
 from importlib.resources import files
@@ -35,6 +34,7 @@ from dtrain.report.results import (
     list_results,
     metric_label,
 )
+from dtrain.run.run_files import flatten
 
 # characters of a setting, and rows of a table
 _MAX_TEXT, _MAX_ROWS = 300, 400
@@ -176,7 +176,7 @@ def list_events(run: RunReport) -> list[list[str]]:
 
 def list_settings(run: RunReport) -> dict[str, str]:
     """Return the settings of the last attempt."""
-    return flatten_mapping(run.about[max(run.about)].get("settings", {})) if run.about else {}
+    return format_facts(run.about[max(run.about)].get("settings", {})) if run.about else {}
 
 
 def list_environment(run: RunReport) -> list[tuple[str, str]]:
@@ -184,7 +184,7 @@ def list_environment(run: RunReport) -> list[tuple[str, str]]:
     about = {name: value for name, value in run.about[max(run.about)].items() if name != "settings"}
     if isinstance(started_at := about.get("started_at"), int | float):
         about["started_at"] = f"{format_moment(started_at)} UTC"
-    return list(flatten_mapping(about).items())
+    return list(format_facts(about).items())
 
 
 def format_moment(seconds: float | None) -> str:
@@ -214,14 +214,9 @@ def format_setting(value: Any) -> str:
     return text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]}…"
 
 
-def flatten_mapping(settings: Any, name: str = "") -> dict[str, str]:
-    """Flatten nested settings into dotted names."""
-    if name.endswith("command") and isinstance(settings, list):
-        return {name: format_setting(shlex.join(map(str, settings)))}
-    if isinstance(settings, Mapping) and settings:
-        return {
-            key: text
-            for part, inner in settings.items()
-            for key, text in flatten_mapping(inner, f"{name}.{part}" if name else str(part)).items()
-        }
-    return {name: format_setting(settings)} if name else {}
+def format_facts(facts: Any) -> dict[str, str]:
+    """Format nested facts by dotted name."""
+    return {
+        name: format_setting(shlex.join(map(str, value)) if name.endswith("command") and isinstance(value, list) else value)
+        for name, value in flatten(facts)
+    }

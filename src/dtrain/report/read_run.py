@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import gc
 import math
+import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from time import time
-from typing import Any
 
 from dtrain.arguments import format_count
 from dtrain.errors import ConfigError
@@ -31,13 +31,14 @@ from dtrain.report.attempts import (
 from dtrain.report.ledger import RankLedger
 from dtrain.report.metric_table import MetricTable, make_series, points_per_series
 from dtrain.report.model import MetricSeries, Report, RunReport
-from dtrain.run.run_files import FORMAT, JsonlReader, Row, attempt_files, ledger_files, metrics_files, read_attempt
+from dtrain.run.run_files import FORMAT, JsonlReader, Row, attempt_files, flatten, ledger_files, metrics_files, read_attempt
 
 _MAX_HINTS = 5
 # lines of one kind
 _MAX_PROBLEMS = 12
 _MAX_DIFFERENCES = 200
-_TIME_FIELDS = ("format", "attempt", "pid", "started_at", "time", "at")
+# facts that differ between all attempts
+_TIMES = re.compile(r"(^|\.)(format|attempt|pid|time|at|[^.]*_at)(\.|$)")
 _MAX_METADATA_DEPTH = 6
 
 
@@ -112,7 +113,10 @@ def _read_run(path: Path, folder: str, now: float) -> RunReport:
     series = _build_series(metrics, merged, origin)
     ends = [each.end - origin for each in merged] + [float(each.times[-1]) for each in series.values() if len(each.times)]
     edges, ranks = slice_edges(merged), rank_reports(merged)
-    facts = {number: dict(_flatten(about)) for number, about in abouts.items()}
+    facts = {
+        number: {name: value for name, value in flatten(about) if value != {} and not _TIMES.search(name)}
+        for number, about in abouts.items()
+    }
     names = sorted({name for each in facts.values() for name in each})
     changed = [name for name in names if len({repr(each.get(name)) for each in facts.values()}) > 1]
     checkpoints, checkpoint_count = checkpoint_reports(merged, started_at=origin)
@@ -259,17 +263,6 @@ def _read_attempt_files(folder: Path) -> tuple[dict[int, Row], list[str]]:
             problems.append(f"{where}: written by a newer version (format {version}, this reads {FORMAT}): there may be more")
         contents[number] = trim_data(about, _MAX_METADATA_DEPTH)
     return contents, problems
-
-
-def _flatten(value: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the facts of an attempt by dotted name, without times and process ids."""
-    for name, each in value.items():
-        if name in _TIME_FIELDS or name.endswith("_at"):
-            continue
-        if isinstance(each, dict):
-            yield from _flatten(each, f"{before}{name}.")
-        else:
-            yield f"{before}{name}", each
 
 
 def _build_series(metrics: dict[str, MetricTable], merged: list[MergedAttempt], origin: float) -> dict[str, MetricSeries]:

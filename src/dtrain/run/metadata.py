@@ -67,10 +67,6 @@ def to_plain_data(value: Any, depth: int = _MAX_DEPTH) -> Plain:
         return {field.name: to_plain_data(getattr(value, field.name, None), depth - 1) for field in fields(value)}
     if depth and isinstance(value, list | tuple | Set):
         return [to_plain_data(each, depth - 1) for each in list(value)[:_MAX_LENGTH]]
-    return _to_text(value)
-
-
-def _to_text(value: Any) -> str:
     try:
         return str(value)[:_MAX_LENGTH]
     except Exception:  # noqa: BLE001 - an error in the user's class must not stop training
@@ -91,7 +87,18 @@ def attempt_metadata(
         settings: plain data without secrets.
         redactor: redactor for the remaining entries.
     """
-    folder = _working_dir()
+    try:
+        folder = os.getcwd()
+    # The folder was deleted.
+    except OSError:
+        folder = ""
+    script = getattr(sys.modules.get("__main__"), "__file__", None)
+    versions: dict[str, Plain] = {**package_versions()}
+    versions |= {name: version for name, version in (("cuda", torch.version.cuda), ("hip", torch.version.hip)) if version}
+    with suppress(OSError, UnicodeDecodeError):
+        versions["driver"] = _DRIVER_VERSION.read_text(encoding="utf-8").strip()
+    restarts = os.environ.get(launch_protocol.RESTART_COUNT, "")
+    restart_count = int(restarts) if restarts.isascii() and restarts.isdecimal() else 0
     return {
         "format": run_files.FORMAT,
         "attempt": attempt,
@@ -103,10 +110,10 @@ def attempt_metadata(
         "python": sys.executable,
         "folder": folder,
         "settings": settings,
-        "git": _git_info(_script_folder() or Path(folder)),
-        "versions": _collect_versions(),
+        "git": _git_info(Path(script).absolute().parent if script else Path(folder)),
+        "versions": versions,
         "environment": dict(redactor.redact_variables(recorded_variables(os.environ))),
-        "launch": _launch_info(info),
+        "launch": None if info.run_dir is None else {"folder": str(info.run_dir), "restarts": restart_count},
     }
 
 
@@ -119,50 +126,17 @@ def _ranks_by(key: str, all_ranks: Sequence[Mapping[str, Any]]) -> Plain:
     return ranks_by_value
 
 
-def _collect_versions() -> dict[str, Plain]:
-    versions: dict[str, Plain] = dict(package_versions())
-    if torch.version.cuda:
-        versions["cuda"] = torch.version.cuda
-    if torch.version.hip:
-        versions["hip"] = torch.version.hip
-    with suppress(OSError, UnicodeDecodeError):
-        versions["driver"] = _DRIVER_VERSION.read_text(encoding="utf-8").strip()
-    return versions
-
-
-def _launch_info(info: DistInfo) -> Plain:
-    if info.run_dir is None:
-        return None
-    text = os.environ.get(launch_protocol.RESTART_COUNT, "")
-    return {"folder": str(info.run_dir), "restarts": int(text) if text.isascii() and text.isdecimal() else 0}
-
-
 def _git_info(folder: Path) -> Plain:
+    """Return the commit, and True if tracked files have changes, None if git is missing or slow."""
     commit = git_commit(folder)
-    return None if commit is None else {"commit": commit, "dirty": _has_uncommitted_changes(folder)}
-
-
-def _has_uncommitted_changes(folder: Path) -> bool | None:
-    """Return True if tracked files have changes; None if git is missing or slow."""
-    command = ["git", "--no-optional-locks", "-C", str(folder), "status", "--porcelain", "--untracked-files=no"]
-    try:
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_GIT_S, check=False)
-    except (OSError, subprocess.SubprocessError):
+    if commit is None:
         return None
-    return bool(done.stdout.strip()) if done.returncode == 0 else None
-
-
-def _script_folder() -> Path | None:
-    script = getattr(sys.modules.get("__main__"), "__file__", None)
-    return Path(script).absolute().parent if script else None
-
-
-def _working_dir() -> str:
-    try:
-        return os.getcwd()
-    # The folder was deleted.
-    except OSError:
-        return ""
+    command = ["git", "--no-optional-locks", "-C", str(folder), "status", "--porcelain", "--untracked-files=no"]
+    dirty = None
+    with suppress(OSError, subprocess.SubprocessError):
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_GIT_S, check=False)
+        dirty = bool(done.stdout.strip()) if done.returncode == 0 else None
+    return {"commit": commit, "dirty": dirty}
 
 
 REDACTED = "[redacted]"

@@ -222,3 +222,16 @@ def is_rewind(step: int, names: Iterable[str], logged: Iterable[tuple[Collection
     """
     metrics = set(names) - {STEP, TIME}
     return any(last > step and not metrics.isdisjoint(known) for known, last in logged)
+
+
+def flatten(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the values of nested settings by dotted name. An empty mapping is a value.
+
+    >>> dict(flatten({"lr": 0.1, "model": {"width": 64}}))
+    {'lr': 0.1, 'model.width': 64}
+    """
+    if isinstance(value, Mapping) and value:
+        for key, inner in value.items():
+            yield from flatten(inner, f"{name}.{key}" if name else str(key))
+    elif name:
+        yield name, value
