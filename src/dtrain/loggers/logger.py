@@ -2,6 +2,7 @@
 
 A failing logger never stops training. ``FaultTolerantLogger`` calls a logger directly and drops the logger with one warning.
 ``BackgroundLogger`` calls a writer in a thread with a bounded queue and a timeout, so that a slow server blocks no training.
+``to_plain_value`` and ``UniqueNames`` make the values and names that all loggers write.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from dtrain.arguments import check_number, format_count
 from dtrain.dist.context import exit_exception, register_shutdown_hook
 from dtrain.dist.init import get_dist_info
 from dtrain.errors import ConfigError
+from dtrain.run.run_files import NON_FINITE
 
 # Further records are skipped while the queue is full.
 MAX_QUEUED = 1000
@@ -32,6 +34,8 @@ MAX_QUEUED = 1000
 CLOSE_TIMEOUT_S = 10.0
 
 Ranks = Literal[0, "all"]
+# limit for nested lists; a list that contains itself would recurse forever
+_MAX_DEPTH = 8
 
 
 @runtime_checkable
@@ -453,11 +457,6 @@ def rank_path(path: str | Path, ranks: Ranks, caller: str) -> Path | None:
     return Path(text.replace("{rank}", str(get_dist_info().rank)).replace("{time}", now))
 
 
-# limit for nested lists; a list that contains itself would recurse forever
-_MAX_DEPTH = 8
-_NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
-
-
 def to_plain_value(value: Any, _depth: int = 0) -> Any:
     """Convert a value to plain JSON data: scalar tensors and NumPy scalars become numbers.
 
@@ -491,7 +490,7 @@ def encode_nonfinite(value: Any) -> Any:
 
 def decode_nonfinite(value: Any) -> Any:
     """Replace the texts of ``encode_nonfinite`` by non-finite numbers."""
-    return _map_leaves(value, lambda leaf: _NON_FINITE.get(leaf, leaf) if type(leaf) is str else leaf)
+    return _map_leaves(value, lambda leaf: NON_FINITE.get(leaf, leaf) if type(leaf) is str else leaf)
 
 
 def _map_leaves(value: Any, convert: Callable[[Any], Any]) -> Any:

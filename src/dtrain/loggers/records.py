@@ -118,42 +118,18 @@ def read_jsonl(path: str | Path) -> dict[int, dict[str, Any]]:
     Raises:
         FileNotFoundError: neither the file nor a rotated file exists.
     """
-    merged, file = _RecordsByStep(), Path(path)
+    file, by_step, last_steps = Path(path), dict[int, dict[str, Any]](), dict[str, int]()
     for part in [part for _, part in rotated_files(file)] or [file]:
-        for records in JsonlReader(part).read_batches(whole_file=True):
-            for record in records:
-                merged.add(record)
-    return dict(sorted(merged.by_step.items()))
-
-
-class _RecordsByStep:
-    """Merged records by step, without the records of steps that a resumed run repeated."""
-
-    def __init__(self) -> None:
-        self.by_step: dict[int, dict[str, Any]] = {}
-        # last step of each metric
-        self._last_steps: dict[str, int] = {}
-        # upper bound of ``_last_steps``
-        self._max_step = -1
-
-    def add(self, record: dict[str, Any]) -> None:
-        """Add the next record in writing order."""
-        step = step_from_record(record)
-        if step is None:
-            return
-        if step < self._max_step and is_rewind(step, record, (((name,), last) for name, last in self._last_steps.items())):
-            self._forget_from(step)
-        self._max_step = max(step, self._max_step)
-        self.by_step.setdefault(step, {}).update(decode_nonfinite(record))
-        self._last_steps |= {name: max(step, self._last_steps.get(name, step)) for name in record if name not in RESERVED_KEYS}
-
-    def _forget_from(self, step: int) -> None:
-        """Drop the records of ``step`` and later steps."""
-        self._max_step = step
-        self.by_step = {known: record for known, record in self.by_step.items() if known < step}
-        self._last_steps = {}
-        for known, record in sorted(self.by_step.items()):
-            self._last_steps |= dict.fromkeys(record.keys() - set(RESERVED_KEYS), known)
+        for record in (record for records in JsonlReader(part).read_batches(whole_file=True) for record in records):
+            step = step_from_record(record)
+            if step is None:
+                continue
+            if is_rewind(step, record, last_steps):
+                by_step = {before: numbers for before, numbers in by_step.items() if before < step}
+                last_steps = {name: before for before, numbers in sorted(by_step.items()) for name in numbers}
+            by_step.setdefault(step, {}).update(decode_nonfinite(record))
+            last_steps |= {name: max(step, last_steps.get(name, step)) for name in record}
+    return dict(sorted(by_step.items()))
 
 
 def csv_file(path: str | Path, *, ranks: Ranks = 0) -> Logger:

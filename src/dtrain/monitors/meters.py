@@ -30,6 +30,20 @@ from dtrain.state import TrainState
 
 Meter: TypeAlias = Callable[[TrainState], Mapping[str, float]]
 """Meter: function from a training state to numbers by name. Memory between calls is not part of the training state."""
+# largest number of samples; beyond, every second sample is dropped
+_MAX_SAMPLES = 128
+# fraction of an interval
+_ROUNDING = 1e-6
+# number of recent costs in the mean of each span
+_MAX_COSTS = 16
+# categories of spans that recur
+_RECURRING_CATEGORIES = ("evaluation", "checkpoint")
+# categories of spans that happen once
+_ONE_TIME_CATEGORIES = ("compile", "restart", "setup")
+# spans that happen once, in categories that recur
+_ONE_TIME_SPANS = ("search", "load")
+# samples per window: the window length is exact to 1/100, however often a loop logs
+_SAMPLES_PER_WINDOW = 100
 
 
 def collect(state: TrainState, *sources: Mapping[str, float] | Meter) -> dict[str, float]:
@@ -135,10 +149,6 @@ def run_identity(state: TrainState) -> tuple[int, str | None]:
     """Return an identifier that changes if a state belongs to another run or to a newly loaded checkpoint."""
     # The id avoids a reference to the object, which would keep the checkpoint's folder locked.
     return id(state._run_context), state._run_context.lineage.resumed_from
-
-
-# samples per window: the window length is exact to 1/100, however often a loop logs
-_SAMPLES_PER_WINDOW = 100
 
 
 class WindowTotals(NamedTuple):
@@ -355,20 +365,6 @@ def mfu(
         return rates
 
     return meter_fn
-
-
-# largest number of samples; beyond, every second sample is dropped
-_MAX_SAMPLES = 128
-# fraction of an interval
-_ROUNDING = 1e-6
-# number of recent costs in the mean of each span
-_MAX_COSTS = 16
-# categories of spans that recur
-_RECURRING_CATEGORIES = ("evaluation", "checkpoint")
-# categories of spans that happen once
-_ONE_TIME_CATEGORIES = ("compile", "restart", "setup")
-# spans that happen once, in categories that recur
-_ONE_TIME_SPANS = ("search", "load")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

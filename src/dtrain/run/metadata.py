@@ -30,6 +30,36 @@ from dtrain.typing import Plain
 _MAX_DEPTH = 20
 # entries of a list, characters of a text
 _MAX_LENGTH = 1000
+_GIT_S = 2.0
+_DRIVER_VERSION = Path("/sys/module/nvidia/version")
+REDACTED = "[redacted]"
+
+_NON_ALNUM = re.compile(r"[^a-z0-9]+")
+_CAMEL_BOUNDARY = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
+_SECRET_WORDS = re.compile(
+    r"password|passwd|passphrase|secret|credential|api_?keys?|private_key|access_keys?|authorization|bearer|cookie"
+)
+_SECRET_TEXT_WORDS = {"token", "auth", "pwd", "pass", "pat", "sas", "sig", "signature", "dsn", "webhook", "jwt"}
+"""Words of names with a secret text as value, besides ``key`` as the last word. Numbers are shown, such as ``pad_token_id``.
+"""
+
+_NUMBER = re.compile(r"[+-]?(\d[\d_]*(\.\d*)?|\.\d+)([eE][+-]?\d+)?|true|false|none|null|yes|no", re.IGNORECASE)
+# Each pattern starts at a word boundary, so that a long text is scanned once.
+_URL_USER = re.compile(r"""((?<![\w+.-])[a-zA-Z][\w+.-]*://)([^\s/?#@:'"]*)(:(?!\d+/)[^\s'"]{0,2000})?@""")
+_ASSIGNMENT = re.compile(r"""(?<![\w.-])([\w.-]+)["']?\s*[=:]\s*""")
+_ASSIGNED_VALUE = re.compile(r""""[^"]*"|'[^']*'|[^\s"',;&}\])]+""")
+_OPTION_NAME = re.compile(r"[-+~]*[\w.-]+")
+_AUTH_HEADER = re.compile(r"\b(bearer|basic)(\s+)[\w.~+/=-]{8,}", re.IGNORECASE)
+_TOKEN_FORMATS = re.compile(
+    r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(-----END [A-Z ]*PRIVATE KEY-----|$)"
+    r"|\b(AKIA|ASIA)[0-9A-Z]{16}\b"
+    r"|\b(gh[opsur]_|hf_|npm_|[spr]k_(live|test)_)[A-Za-z0-9]{20,}"
+    r"|\b(github_pat_|glpat-|sk-|xox[abeprs]-|pypi-|AIza)(?=[\w-]*\d)[\w-]{20,}"
+    r"|\beyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*",
+    re.DOTALL,
+)
+# characters of a secret from the environment that is searched in texts
+_MIN_SECRET_LENGTH = 8
 
 
 def settings_to_plain(settings: Any) -> dict[str, Plain] | None:
@@ -71,10 +101,6 @@ def to_plain_data(value: Any, depth: int = _MAX_DEPTH) -> Plain:
         return str(value)[:_MAX_LENGTH]
     except Exception:  # noqa: BLE001 - an error in the user's class must not stop training
         return f"<{type(value).__name__}>"
-
-
-_GIT_S = 2.0
-_DRIVER_VERSION = Path("/sys/module/nvidia/version")
 
 
 def attempt_metadata(
@@ -137,36 +163,6 @@ def _git_info(folder: Path) -> Plain:
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_GIT_S, check=False)
         dirty = bool(done.stdout.strip()) if done.returncode == 0 else None
     return {"commit": commit, "dirty": dirty}
-
-
-REDACTED = "[redacted]"
-
-_NON_ALNUM = re.compile(r"[^a-z0-9]+")
-_CAMEL_BOUNDARY = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
-_SECRET_WORDS = re.compile(
-    r"password|passwd|passphrase|secret|credential|api_?keys?|private_key|access_keys?|authorization|bearer|cookie"
-)
-_SECRET_TEXT_WORDS = {"token", "auth", "pwd", "pass", "pat", "sas", "sig", "signature", "dsn", "webhook", "jwt"}
-"""Words of names with a secret text as value, besides ``key`` as the last word. Numbers are shown, such as ``pad_token_id``.
-"""
-
-_NUMBER = re.compile(r"[+-]?(\d[\d_]*(\.\d*)?|\.\d+)([eE][+-]?\d+)?|true|false|none|null|yes|no", re.IGNORECASE)
-# Each pattern starts at a word boundary, so that a long text is scanned once.
-_URL_USER = re.compile(r"""((?<![\w+.-])[a-zA-Z][\w+.-]*://)([^\s/?#@:'"]*)(:(?!\d+/)[^\s'"]{0,2000})?@""")
-_ASSIGNMENT = re.compile(r"""(?<![\w.-])([\w.-]+)["']?\s*[=:]\s*""")
-_ASSIGNED_VALUE = re.compile(r""""[^"]*"|'[^']*'|[^\s"',;&}\])]+""")
-_OPTION_NAME = re.compile(r"[-+~]*[\w.-]+")
-_AUTH_HEADER = re.compile(r"\b(bearer|basic)(\s+)[\w.~+/=-]{8,}", re.IGNORECASE)
-_TOKEN_FORMATS = re.compile(
-    r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(-----END [A-Z ]*PRIVATE KEY-----|$)"
-    r"|\b(AKIA|ASIA)[0-9A-Z]{16}\b"
-    r"|\b(gh[opsur]_|hf_|npm_|[spr]k_(live|test)_)[A-Za-z0-9]{20,}"
-    r"|\b(github_pat_|glpat-|sk-|xox[abeprs]-|pypi-|AIza)(?=[\w-]*\d)[\w-]{20,}"
-    r"|\beyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*",
-    re.DOTALL,
-)
-# characters of a secret from the environment that is searched in texts
-_MIN_SECRET_LENGTH = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -38,9 +38,10 @@ from __future__ import annotations
 
 import glob
 import json
+import math
 import os
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -54,6 +55,8 @@ CHECKPOINTS = "checkpoints"
 METRICS = "metrics.jsonl"
 STEP, TIME = "step", "time"
 """Keys of a metrics record that are not metrics."""
+NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+"""Numbers by their text in a metrics record, since JSON has no numbers that are not finite."""
 
 Row = dict[str, Any]
 """JSON object: a line of a ledger, a record of metrics, or the file of an attempt."""
@@ -209,7 +212,7 @@ def step_from_record(record: Mapping[str, object]) -> int | None:
     return step if type(step) is int and 0 <= step < _MAX_STEP else None
 
 
-def is_rewind(step: int, names: Iterable[str], logged: Iterable[tuple[Collection[str], float]]) -> bool:
+def is_rewind(step: int, names: Iterable[str], last_steps: Mapping[str, float]) -> bool:
     """Return True if a record at ``step`` comes from a run that was resumed at an earlier step.
 
     A metric of the record was logged at a later step before. A metric without earlier records may come late, for example from
@@ -218,10 +221,9 @@ def is_rewind(step: int, names: Iterable[str], logged: Iterable[tuple[Collection
     Args:
         step: step of the record.
         names: keys of the record.
-        logged: names of metrics, and the last step at which they were logged.
+        last_steps: last step at which each metric was logged.
     """
-    metrics = set(names) - {STEP, TIME}
-    return any(last > step and not metrics.isdisjoint(known) for known, last in logged)
+    return any(last_steps.get(name, step) > step for name in names if name not in (STEP, TIME))
 
 
 def flatten(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:

@@ -20,6 +20,28 @@ from dtrain.errors import ConfigError, DataError
 from dtrain.profiling.trace.trace_file import ProfilerTrace, TraceEvent, TraceStep, find_traces, read_trace
 
 Intervals: TypeAlias = list[tuple[float, float]]
+# largest fraction of a step spent waiting for data
+DATA_WAIT = 0.10
+# largest fraction of a step in collectives without compute
+EXPOSED_COMMUNICATION = 0.20
+# largest idle fraction of a step on a GPU, without data wait
+HOST_BOUND = 0.20
+# largest ratio of a rank's work to the work of other ranks, and smallest difference as a fraction of a step
+STRAGGLER = 1.25
+STRAGGLER_MARGIN = 0.05
+# largest ratio of peak and median memory
+MEMORY_SPIKE = 2.0
+# Smaller peaks are ignored.
+MEMORY_SPIKE_MIN_BYTES = 64 * 2**20
+TOP_OPERATIONS = 10
+_COMMUNICATION_KERNEL = re.compile(r"nccl|rccl", re.IGNORECASE)
+# Threads of a backend mark the duration of a collective.
+_BACKEND_MARKS = ("gloo:", "mpi:", "ucc:")
+# operations that start or wait for a collective
+_COLLECTIVE_PREFIXES = ("c10d::", "_c10d_functional::", "record_param_comms")
+_LOADER_MARKS = ("enumerate(DataLoader)", "data")
+# A loader other than dtrain's may run in these spans.
+_UNNAMED_SPANS = {"data", "other"}
 
 
 def union(parts: Iterable[tuple[float, float]]) -> Intervals:
@@ -71,17 +93,6 @@ def intersect(first: Intervals, second: Intervals) -> Intervals:
 def total_length(intervals: Intervals) -> float:
     """Return the total length of the intervals."""
     return sum(end - start for start, end in intervals)
-
-
-TOP_OPERATIONS = 10
-_COMMUNICATION_KERNEL = re.compile(r"nccl|rccl", re.IGNORECASE)
-# Threads of a backend mark the duration of a collective.
-_BACKEND_MARKS = ("gloo:", "mpi:", "ucc:")
-# operations that start or wait for a collective
-_COLLECTIVE_PREFIXES = ("c10d::", "_c10d_functional::", "record_param_comms")
-_LOADER_MARKS = ("enumerate(DataLoader)", "data")
-# A loader other than dtrain's may run in these spans.
-_UNNAMED_SPANS = {"data", "other"}
 
 
 class OperationTime(NamedTuple):
@@ -319,21 +330,6 @@ def peak_and_median(timeline: list[MemorySample]) -> tuple[int, int]:
         if remaining <= 0:
             return peak, size
     return peak, peak
-
-
-# largest fraction of a step spent waiting for data
-DATA_WAIT = 0.10
-# largest fraction of a step in collectives without compute
-EXPOSED_COMMUNICATION = 0.20
-# largest idle fraction of a step on a GPU, without data wait
-HOST_BOUND = 0.20
-# largest ratio of a rank's work to the work of other ranks, and smallest difference as a fraction of a step
-STRAGGLER = 1.25
-STRAGGLER_MARGIN = 0.05
-# largest ratio of peak and median memory
-MEMORY_SPIKE = 2.0
-# Smaller peaks are ignored.
-MEMORY_SPIKE_MIN_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
