@@ -211,15 +211,18 @@ class Settings:
     [
         (None, None),
         ({"lr": 0.1, "path": Path("x"), "inf": float("inf"), 3: {1}}, {"lr": 0.1, "path": "x", "inf": "inf", "3": [1]}),
-        (argparse.Namespace(lr=0.1, api_key=SECRET), {"lr": 0.1, "api_key": "[redacted]"}),
+        (
+            argparse.Namespace(lr=0.1, api_key=SECRET, internal=1),
+            {"lr": 0.1, "api_key": "[redacted]", "internal": "[redacted]"},
+        ),
         (Settings(), {"lr": 0.1, "token": "[redacted]", "shape": [1, 2]}),
         ({"dtype": torch.bfloat16, "unit": Duration(3, "ep")}, {"dtype": "torch.bfloat16", "unit": {"value": 3, "unit": "ep"}}),
     ],
     ids=["none", "mapping", "argparse", "dataclass", "objects"],
 )
-def test_settings_are_stored_as_plain_data(tmp_path, settings, shown):
-    run = open_run(tmp_path, settings=settings)
-    assert about_of(run.path)["settings"] == shown
+def test_settings_are_stored_as_plain_data_without_secrets(tmp_path, settings, shown):
+    run = open_run(tmp_path, settings=settings, redact=["inter*"])
+    assert run.settings == about_of(run.path)["settings"] == shown
 
 
 def test_attempt_metadata_is_written_once_without_secrets(tmp_path, monkeypatch):
@@ -227,7 +230,7 @@ def test_attempt_metadata_is_written_once_without_secrets(tmp_path, monkeypatch)
     monkeypatch.setenv("NCCL_DEBUG", "WARN")
     monkeypatch.setenv("SHELL_HISTORY", "not of interest")
     monkeypatch.setattr(sys, "argv", ["train.py", "--hub-token", SECRET, "--lr", "0.1", "--note", f"x{SECRET}y"])
-    run = open_run(tmp_path, redact=["lab_*"], settings={"lab_id": 9, "note": SECRET})
+    run = open_run(tmp_path, redact="lab_*", settings={"lab_id": 9, "note": SECRET})
     text = (run.path / run_files.ATTEMPTS / run_files.attempt_name(1)).read_text()
     found = json.loads(text)
     assert SECRET not in text
@@ -512,15 +515,6 @@ def test_failed_upload_warns_once(tmp_path):
     with pytest.warns(RuntimeWarning, match=r"upload_run: cannot copy .* Training continues"):
         assert upload_run(run, tmp_path / "file" / "root") == 0
     assert lines_of(run.path)[-1]["logger"] == "upload"
-
-
-def test_run_settings_contain_no_secrets(tmp_path):
-    settings = argparse.Namespace(lr=0.1, hub_token=SECRET, internal=1)
-    run = open_run(tmp_path, settings=settings, redact="inter*")
-    assert run.settings == {"lr": 0.1, "hub_token": "[redacted]", "internal": "[redacted]"}
-    assert run.settings == about_of(tmp_path)["settings"]
-    leave()
-    assert open_run(tmp_path).settings is None
 
 
 def test_events_contain_no_secrets(tmp_path):

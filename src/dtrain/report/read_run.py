@@ -105,10 +105,10 @@ def _read_run(path: Path, folder: str, now: float) -> RunReport:
     starts = [each.begin for each in merged]
     # Without a ledger, the first record of metrics is close to the start.
     if not starts:
-        starts = [about.get("started_at") for about in abouts.values()]
-        starts += [float(rows[0, 1]) for table in metrics.values() for rows in table.columns().values()]
-        starts = [at for at in starts if isinstance(at, int | float) and math.isfinite(at) and at > 0]
-    started_at = float(min(starts)) if starts else None
+        times: list[Any] = [about.get("started_at") for about in abouts.values()]
+        times += [float(rows[0, 1]) for table in metrics.values() for rows in table.columns().values()]
+        starts = [float(at) for at in times if isinstance(at, int | float) and math.isfinite(at) and at > 0]
+    started_at = min(starts, default=None)
     origin = started_at or 0.0
     series = _build_series(metrics, merged, origin)
     ends = [each.end - origin for each in merged] + [float(each.times[-1]) for each in series.values() if len(each.times)]
