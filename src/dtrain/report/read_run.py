@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from time import time
+from typing import Any
 
 from dtrain.arguments import format_count
 from dtrain.errors import ConfigError
