@@ -18,7 +18,7 @@ import pytest
 
 import runs_made
 from dtrain.cli.report import _follow, render_screen, render_text
-from dtrain.report.live import LiveRun
+from dtrain.report.read_run import LiveRun
 from dtrain.run import run_files
 from runs_made import KILLED_TWICE, Part, write_run
 

@@ -20,11 +20,18 @@ import dtrain as dt
 from dtrain import spans
 from dtrain.dist.init import get_dist_info
 from dtrain.errors import ConfigError, PeerError
-from dtrain.profiling import trace_recorder as window_module
-from dtrain.profiling.profiler import profile, schedule, step_profiler
+from dtrain.profiling import profiler
+from dtrain.profiling.profiler import (
+    ClockOffset,
+    ProfileOptions,
+    TraceRecorder,
+    measure_clock_offset,
+    profile,
+    schedule,
+    step_profiler,
+)
 from dtrain.profiling.trace.diagnosis import diagnose, kernel_breakdown, memory_timeline
 from dtrain.profiling.trace.trace_file import merge_traces, read_trace
-from dtrain.profiling.trace_recorder import ClockOffset, ProfileOptions, TraceRecorder, measure_clock_offset
 from dtrain.testing import memory_budget
 from falling import BATCH, LOSS, begin, take, weight
 
@@ -268,7 +275,7 @@ def test_active_allocation_history_is_not_disabled(tmp_path, monkeypatch, on, sw
     what = ProfileOptions(folder=tmp_path, record_shapes=False, memory=True, stacks=False, flops=False, compress=False)
     window, calls = TraceRecorder(options=what, offset=ClockOffset(0, 0)), []
     cuda = SimpleNamespace(device=torch.device("cuda"), rank=0, world_size=1)
-    monkeypatch.setattr(window_module, "get_dist_info", lambda: cuda)
+    monkeypatch.setattr(profiler, "get_dist_info", lambda: cuda)
     monkeypatch.setattr(torch._C, "_cuda_isHistoryEnabled", lambda: on, raising=False)
     monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda enabled=True, **_: calls.append(enabled))
     window.begin_step(3)

@@ -17,10 +17,8 @@ import torch
 from dtrain import launch_protocol, spans
 from dtrain.dist.context import Preemption, StopAgreement, current_context
 from dtrain.errors import ConfigError
-from dtrain.run import ledger_writer as ledgers
 from dtrain.run import run_dir, run_files
-from dtrain.run.ledger_writer import LedgerWriter
-from dtrain.run.run_dir import Run, open_run, upload_run
+from dtrain.run.run_dir import LedgerWriter, Run, open_run, upload_run
 from dtrain.schedules.durations import Duration
 from places import servers
 
@@ -299,7 +297,7 @@ def test_full_disk_warns_once_and_later_writes_catch_up(tmp_path, monkeypatch):
             raise OSError(28, "No space left on device")
         return real(handle, data)
 
-    monkeypatch.setattr(ledgers.os, "write", write)
+    monkeypatch.setattr(run_dir.os, "write", write)
     with pytest.warns(RuntimeWarning, match=r"open_run: cannot write .*No space left.*Training continues") as seen:
         steps(1, 3)
     spans.record_event("save", step=3)
@@ -317,7 +315,7 @@ def test_full_disk_warns_once_and_later_writes_catch_up(tmp_path, monkeypatch):
 def test_partial_line_on_full_disk_is_ended_by_next_write(tmp_path, monkeypatch):
     run, full = open_run(tmp_path, every=1), [True]
     real = os.write
-    monkeypatch.setattr(ledgers.os, "write", lambda handle, data: real(handle, data[:9] if full[0] else data))
+    monkeypatch.setattr(run_dir.os, "write", lambda handle, data: real(handle, data[:9] if full[0] else data))
     with pytest.warns(RuntimeWarning, match="only a part of a line"):
         steps(1, 1)
     full[0] = False

@@ -19,8 +19,8 @@ from dtrain.errors import ConfigError, escape_unprintable
 from dtrain.report.results import describe_command, describe_devices, describe_parameters, format_speed, list_results
 
 if TYPE_CHECKING:
-    from dtrain.report.live import LiveRun, RankSnapshot, RunSnapshot
     from dtrain.report.model import Report, RunReport
+    from dtrain.report.read_run import LiveRun, RankSnapshot, RunSnapshot
 
 
 REPORT_EXAMPLES = """
@@ -196,7 +196,7 @@ def top(
 
     Exit codes: 0 the run has ended, or was shown once; 2 bad usage, or no such folder; 130 after Ctrl-C.
     """
-    from dtrain.report.live import LiveRun
+    from dtrain.report.read_run import LiveRun
 
     folder = Path(run)
     if not folder.is_dir():
