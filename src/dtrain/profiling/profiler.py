@@ -1,7 +1,7 @@
 """Run torch's profiler in selected steps, as a context manager (``profile``) or a transform (``step_profiler``).
 
-``schedule`` selects the steps. ``ProfilerDriver`` switches a ``TraceRecorder`` on and off, which writes one trace per cycle. Ranks
-compare their clocks, so that traces can be merged. ``snapshot_on_oom`` writes a memory snapshot after an out-of-memory error.
+``schedule`` selects the steps. ``ProfilerDriver`` switches a ``TraceRecorder`` on and off, which writes one trace per cycle.
+Ranks compare their clocks, so that traces can be merged. ``snapshot_on_oom`` writes a snapshot after an out-of-memory error.
 """
 
 from __future__ import annotations
