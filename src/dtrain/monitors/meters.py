@@ -212,7 +212,7 @@ class MovingWindow:
             samples.append((count, now))
         if since is None or now.steps == since.steps:
             return None
-        return WindowTotals(*(last - first for first, last in zip(since, now, strict=True)))
+        return WindowTotals._make(last - first for first, last in zip(since, now, strict=True))
 
 
 def throughput(window: Duration | int | str = "100ba", *, devices: int | None = None) -> Meter:
