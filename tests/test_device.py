@@ -50,7 +50,7 @@ USES_OF_CUDA = {
 # Comparisons with the device type "cuda" and reads of ``is_cuda``.
 COMPARISONS_WITH_CUDA = {
     "memory/device_memory.py": (2, "the snapshot of allocations is a format of the CUDA allocator"),
-    "planning/library.py": (1, "NCCL's buffers and batches in device memory exist on CUDA"),
+    "planning/estimate.py": (1, "NCCL's buffers and batches in device memory exist on CUDA"),
     "planning/simulate.py": (2, "the plan simulates CUDA or a CPU"),
     "profiling/profiler.py": (1, "the history of allocations exists on CUDA"),
     "shard/fsdp.py": (1, "symmetric memory exists on CUDA"),

@@ -10,7 +10,7 @@ from torch import nn
 from dtrain import spans
 from dtrain.checkpoint.load import load_sharded
 from dtrain.checkpoint.save import save_sharded
-from dtrain.data.build_loader import build_loader
+from dtrain.data.loader import build_loader
 from dtrain.dist.collectives import all_gather_json
 from dtrain.dist.context import current_context
 from dtrain.dist.mesh import build_mesh

@@ -23,7 +23,7 @@ from dtrain.errors import ConfigError
 from dtrain.fqn import compile_patterns, modules_by_fqn
 from dtrain.schedules.durations import Duration
 from dtrain.state import TrainState
-from dtrain.step.metrics import unit_weight
+from dtrain.step.normalization import unit_weight
 from dtrain.step.transform import GradStep, Transform
 from dtrain.typing import Batch, LossFn, LossSum, Metric, Metrics
 

@@ -14,7 +14,7 @@ from dtrain.dist.dtensor import all_reduce_partial_scalars_, local_norms, to_loc
 from dtrain.errors import ConfigError
 from dtrain.schedules.durations import Duration
 from dtrain.state import TrainState
-from dtrain.step.metrics import unit_weight
+from dtrain.step.normalization import unit_weight
 from dtrain.step.step_clock import ends_interval
 from dtrain.step.transform import Transform, UpdateFn
 from dtrain.typing import Metric, Metrics, Params, index_tensor
