@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 import dtrain as dt
 from dtrain import spans
-from dtrain.run.ledger_writer import LedgerWriter
+from dtrain.run.run_dir import LedgerWriter
 from measure import Figure, compare, interleaved, machine, verdict_line
 
 QUIET_US, LOGGING_US, LEDGER_US = 50.0, 500.0, 5.0

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dtrain import run_layout
+from dtrain.run import run_files
 
 START = 1_760_000_000.0  # seconds since 1970
 SHARES = {"step": 0.82, "data": 0.06, "agree": 0.05, "reduce": 0.02, "save": 0.0, "evaluate": 0.02, "other": 0.03}
@@ -85,19 +85,19 @@ def write_run(
         if ledger:
             for rank in range(part.ranks):
                 rows = ledger_rows(number, part, rank, opened, step_s, per_line, save_every, straggler)
-                append(folder / run_layout.LEDGER / run_layout.ledger_name(rank), rows)
+                append(folder / run_files.LEDGER / run_files.ledger_name(rank), rows)
         if metrics and log_every:
             lines.append(records(part, opened, step_s, log_every, evaluate_every, random.Random(seed * 1000 + number)))
         now = opened + (part.end - part.begin) * step_s
     for each in lines:
-        append(folder / run_layout.METRICS, each)
+        append(folder / run_files.METRICS, each)
     return folder
 
 
 def write_about(folder: Path, number: int, part: Part, *, started_at: float, name: str) -> None:
     """Write the file that describes an attempt, as rank 0 does."""
     about = {
-        "format": run_layout.FORMAT,
+        "format": run_files.FORMAT,
         "attempt": number,
         "started_at": started_at,
         "world_size": part.ranks,
@@ -112,7 +112,7 @@ def write_about(folder: Path, number: int, part: Part, *, started_at: float, nam
         "environment": {"OMP_NUM_THREADS": "1"},
         "launch": None,
     }  # fmt: skip
-    path = folder / run_layout.ATTEMPTS / run_layout.attempt_name(number)
+    path = folder / run_files.ATTEMPTS / run_files.attempt_name(number)
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps(about, indent=1))
 

@@ -44,7 +44,7 @@ USES_OF_CUDA = {
     "cli/torch_probe.py": (4, "`dtrain env` compares torch's build for CUDA, and its NCCL, with NVIDIA's driver"),
     "dist/rng.py": (2, "a variable of cuBLAS"),
     "memory/device_memory.py": (1, "the snapshot of allocations is a format of the CUDA allocator"),
-    "profiling/trace_recorder.py": (2, "the history of allocations exists on CUDA"),
+    "profiling/profiler.py": (2, "the history of allocations exists on CUDA"),
     "shard/precision.py": (2, "compute capability is a number of NVIDIA's GPUs"),
 }
 # Comparisons with the device type "cuda" and reads of ``is_cuda``.
@@ -52,7 +52,7 @@ COMPARISONS_WITH_CUDA = {
     "memory/device_memory.py": (2, "the snapshot of allocations is a format of the CUDA allocator"),
     "planning/estimate.py": (1, "NCCL's buffers and batches in device memory exist on CUDA"),
     "planning/simulate.py": (2, "the plan simulates CUDA or a CPU"),
-    "profiling/trace_recorder.py": (1, "the history of allocations exists on CUDA"),
+    "profiling/profiler.py": (1, "the history of allocations exists on CUDA"),
     "shard/fsdp.py": (1, "symmetric memory exists on CUDA"),
     "surgery/normalization.py": (1, "torch's fused norms exist on CUDA"),
 }

@@ -153,6 +153,21 @@ def check_choice(caller: str, name: str, value: object, choices: Iterable[Choice
     raise ConfigError(f"{caller}: {name} must be {join_or(map(repr, values))}, got {value!r}.{advice}")
 
 
+def check_choices(caller: str, name: str, values: Sequence[Choice], choices: Iterable[object]) -> tuple[Choice, ...]:
+    """Return ``values``, a list with at least one of ``choices``.
+
+    Raises:
+        ConfigError: ``values`` is a text, empty, or contains another value.
+    """
+    known = list(choices)
+    if isinstance(values, str) or not values or any(value not in known for value in values):
+        raise ConfigError(
+            f"{caller}: {name} must be a list of names from {', '.join(map(str, known))}, got {values!r}. "
+            "Choose from these names."
+        )
+    return tuple(values)
+
+
 def join_or(words: Iterable[str]) -> str:
     """Join words for a sentence: ``"a"``, ``"a or b"``, ``"a, b or c"``."""
     *rest, last = words

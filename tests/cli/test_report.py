@@ -17,9 +17,9 @@ from fcntl import ioctl
 import pytest
 
 import runs_made
-from dtrain import run_layout
 from dtrain.cli.report import _follow, render_screen, render_text
-from dtrain.report.live import LiveRun
+from dtrain.report.read_run import LiveRun
+from dtrain.run import run_files
 from runs_made import KILLED_TWICE, Part, write_run
 
 
@@ -143,14 +143,14 @@ def test_live_run_is_updated_as_it_grows(tmp_path):
     assert render_text("gpt", now, END + 5)[0] == "gpt  attempt 1  step 100  1 m 03 s  running"
     assert render_text("gpt", live.refresh(END + 90), END + 90)[0].endswith("silent for 1 m 30 s")
     line = {"kind": "close", "attempt": 1, "at": END + 6, "reason": "failed", "error": "boom"}
-    ledger = folder / run_layout.LEDGER
+    ledger = folder / run_files.LEDGER
     half = json.dumps(line) + "\n"
-    with (ledger / run_layout.ledger_name(0)).open("a") as file:
+    with (ledger / run_files.ledger_name(0)).open("a") as file:
         file.write(half[:20])
     assert not live.refresh(END + 7).has_ended
-    with (ledger / run_layout.ledger_name(0)).open("a") as file:
+    with (ledger / run_files.ledger_name(0)).open("a") as file:
         file.write(half[20:])
-    runs_made.append(ledger / run_layout.ledger_name(1), [line | {"reason": "stopped"}])
+    runs_made.append(ledger / run_files.ledger_name(1), [line | {"reason": "stopped"}])
     now = live.refresh(END + 7)
     assert now.has_ended
     assert render_text("gpt", now, END + 7)[0].endswith("1 m 04 s  failed")
@@ -158,7 +158,7 @@ def test_live_run_is_updated_as_it_grows(tmp_path):
 
 
 def test_rotated_metrics_are_followed(tmp_path):
-    path = tmp_path / run_layout.METRICS
+    path = tmp_path / run_files.METRICS
     runs_made.append(path, [{"step": 1, "loss": 1.0}])
     live = LiveRun(tmp_path)
     assert live.refresh(END).metrics == {"loss": 1.0}
@@ -171,12 +171,12 @@ def test_step_is_last_logged_step_of_current_attempt(tmp_path):
     folder, live = tmp_path / "gpt", LiveRun(tmp_path / "gpt")
     write_run(folder, [Part(begin=0, end=100, reason=None)])
     record = {"step": 130, "time": END + 10, "loss": 1.0}
-    runs_made.append(folder / run_layout.METRICS, [record])
+    runs_made.append(folder / run_files.METRICS, [record])
     assert live.refresh(END + 11).step == 130
     opened = {"kind": "open", "attempt": 2, "at": END + 20, "rank": 0, "host": "a", "pid": 1, "setup_s": 1.0, "step": 0}
-    runs_made.append(folder / run_layout.LEDGER / run_layout.ledger_name(0), [opened])
+    runs_made.append(folder / run_files.LEDGER / run_files.ledger_name(0), [opened])
     assert live.refresh(END + 21).step == 0
-    runs_made.append(folder / run_layout.METRICS, [record | {"step": 101, "time": END + 25}])
+    runs_made.append(folder / run_files.METRICS, [record | {"step": 101, "time": END + 25}])
     assert live.refresh(END + 26).step == 101
 
 

@@ -13,8 +13,7 @@ from contextlib import suppress
 
 import pytest
 
-from dtrain.loggers.logger import close, failed_loggers
-from dtrain.loggers.sanitize import UniqueNames
+from dtrain.loggers.logger import UniqueNames, close, failed_loggers
 from dtrain.loggers.trackers import mlflow, mlflow_name
 
 PATIENCE_S = 90.0

@@ -15,7 +15,7 @@ from dtrain.errors import ConfigError
 from dtrain.loggers.logger import failed_loggers
 from dtrain.loggers.records import csv_file, in_memory, jsonl, read_jsonl
 from dtrain.report.metric_table import MetricTable
-from dtrain.report.read_run import metrics_files
+from dtrain.run.run_files import metrics_files
 from dtrain.testing import inject_fault
 
 

@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 import dtrain as dt
-from dtrain import spans
 from dtrain.checkpoint.load import load_sharded
 from dtrain.checkpoint.save import save_sharded
 from dtrain.dist.init import get_dist_info
@@ -130,33 +129,15 @@ def test_threshold_stop_triggers_at_threshold(values, options, answers):
     assert [stop.decide(value) for value in values] == answers
 
 
-class Listener:
-    """Hears what goes into the run's ledger."""
-
-    def __init__(self):
-        self.heard = []
-
-    def on_step(self):
-        spans.schedule_next_check(step=10**12, in_s=1e6)
-
-    def on_event(self, event):
-        if event["name"] != "model":
-            self.heard.append({key: value for key, value in event.items() if key != "at"})
-
-
-def test_stop_is_recorded_in_ledger():
-    listener, (_, state) = Listener(), begun()
-    spans.set_listener(listener)
-    try:
-        assert threshold_stop("loss", 2)(state, {"loss": 1.5})
-        assert threshold_stop("loss", 2, stop_on_nan=True)(state, {"loss": NAN})
-        stop = early_stop("loss", patience=1)
-        assert not stop(state, {"loss": 1.0})
-        step, state = begun()
-        assert stop(step(state, torch.ones(2, 1))[0], {"loss": 1.0})
-    finally:
-        spans.set_listener(None)
-    assert listener.heard == [
+def test_stop_is_recorded_in_ledger(events):
+    _, state = begun()
+    assert threshold_stop("loss", 2)(state, {"loss": 1.5})
+    assert threshold_stop("loss", 2, stop_on_nan=True)(state, {"loss": NAN})
+    stop = early_stop("loss", patience=1)
+    assert not stop(state, {"loss": 1.0})
+    step, state = begun()
+    assert stop(step(state, torch.ones(2, 1))[0], {"loss": 1.0})
+    assert events == [
         {"name": "threshold_stop", "step": 0, "metric": "loss", "value": 1.5},
         {"name": "threshold_stop", "step": 0, "metric": "loss", "value": "nan"},
         {"name": "early_stop", "step": 1, "metric": "loss", "best": 1.0},

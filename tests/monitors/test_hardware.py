@@ -81,7 +81,8 @@ def test_reset_counter_gives_no_negative_rate(machine):
 def test_container_counts_all_interfaces_except_loopback(machine):
     machine.say(busy=1, idle=1, received=1000, sent=10, read=0, written=0)
     (hardware.SYS / "class" / "net" / "eth0" / "device").rmdir()
-    assert hardware.read_counters()[2:4] == (2000.0, 20.0)
+    counters = hardware.read_counters()
+    assert (counters["received"], counters["sent"]) == (2000.0, 20.0)
 
 
 def test_unreadable_counters_are_omitted(machine):
@@ -89,7 +90,7 @@ def test_unreadable_counters_are_omitted(machine):
     assert meter(CPU) == {}
     machine.now += 1.0
     assert meter(CPU) == {}
-    assert hardware.read_counters() == hardware.HostCounters()
+    assert hardware.read_counters() == {}
 
 
 def test_real_machine_gives_readings():

@@ -10,10 +10,8 @@ from dtrain.checkpoint.load import load_sharded
 from dtrain.checkpoint.save import save_sharded
 from dtrain.losses import mean_loss
 from dtrain.monitors.hardware import memory_stats, system_metrics
-from dtrain.monitors.meter import collect, learning_rates
+from dtrain.monitors.meters import collect, eta, learning_rates, mfu, throughput
 from dtrain.monitors.reduce_metrics import reduce_metrics
-from dtrain.monitors.speed import mfu, throughput
-from dtrain.monitors.time_estimate import eta
 from dtrain.step.compose import compose_step
 from dtrain.transforms.hyperparameters import scale_lr
 

@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 import dtrain as dt
-from dtrain import spans
 from dtrain.checkpoint.load import load_sharded
 from dtrain.checkpoint.save import save_sharded
 from dtrain.dist.init import get_dist_info
@@ -38,24 +37,6 @@ def run(step, state, values):
     for value in values:
         state, _ = step(state, torch.full((2, 1), value, dtype=torch.float64))
     return state
-
-
-@pytest.fixture
-def events():
-    """Return the events in the run's ledger."""
-    heard = []
-
-    class Listener:
-        def on_step(self):
-            spans.schedule_next_check(step=10**12, in_s=1e6)
-
-        def on_event(self, event):
-            if event["name"] != "model":
-                heard.append({key: value for key, value in event.items() if key != "at"})
-
-    spans.set_listener(Listener())
-    yield heard
-    spans.set_listener(None)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])

@@ -9,7 +9,7 @@ import torch
 
 import dtrain as dt
 from dtrain.errors import ConfigError
-from dtrain.monitors.meter import collect, learning_rates
+from dtrain.monitors.meters import collect, learning_rates
 from dtrain.testing import count_host_syncs
 
 

@@ -12,7 +12,7 @@ from dtrain.dist.init import get_dist_info
 from dtrain.errors import ConfigError
 from dtrain.losses import mean_loss
 from dtrain.monitors.flops import _PEAKS, peak_flops
-from dtrain.monitors.speed import MovingWindow, mfu, throughput
+from dtrain.monitors.meters import MovingWindow, mfu, throughput
 from dtrain.step.compose import compose_step
 from dtrain.testing import count_host_syncs
 from moments import Run, fake_spans

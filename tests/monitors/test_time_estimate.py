@@ -6,7 +6,7 @@ import pytest
 
 from dtrain import spans
 from dtrain.errors import ConfigError
-from dtrain.monitors.time_estimate import Interruption, ProgressSample, estimate_seconds_left, eta, run_progress
+from dtrain.monitors.meters import Interruption, ProgressSample, estimate_seconds_left, eta, run_progress
 from dtrain.schedules.clock import Clock
 from dtrain.schedules.durations import Duration, RunLength
 from moments import Run, fake_spans

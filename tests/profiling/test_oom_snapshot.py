@@ -8,7 +8,7 @@ from torch import nn
 
 import dtrain as dt
 from dtrain.errors import OutOfMemoryError
-from dtrain.profiling.oom_snapshot import snapshot_on_oom
+from dtrain.profiling.profiler import snapshot_on_oom
 from dtrain.testing import memory_budget
 from falling import begin, take
 

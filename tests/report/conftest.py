@@ -62,76 +62,28 @@ def timeline(edges: Sequence[float], attempts: int, steps: int) -> model.Timelin
     )
 
 
+def attempt(number, times, steps, ranks, outcome, *, lost=(0, 0.0), error=None, down_s=0.0, **by_cause) -> model.AttemptReport:
+    return model.AttemptReport(
+        number=number, at=times[0], ended_at=times[1], outcome=outcome, error=error, first_step=steps[0], last_step=steps[1],
+        resumed_from=f"checkpoints/step-{steps[0]:08d}" if steps[0] else None, world_size=ranks, hosts=["node-0"],
+        setup_s=by_cause["setup"], lost_steps=lost[0], lost_s=lost[1], down_s=down_s, by_cause=by_cause,
+    )  # fmt: skip
+
+
 def run_report(name: str = "gpt", *, steps: int = 1000, ranks: int = 8, seed: int = 0, points: int = 500) -> model.RunReport:
     noise = random.Random(seed)
     every, length = max(1, steps // points), steps * 0.5 + 90
     count = steps // every
     loss = [8 / math.sqrt(1 + number * every / 50) + 1.5 + 0.2 * noise.random() + 0.2 * seed for number in range(count)]
+    error = "rank 3: RuntimeError: CUDA error: device-side assert"
     attempts = [
-        model.AttemptReport(
-            number=1,
-            at=0.0,
-            ended_at=178.0,
-            outcome="killed",
-            error=None,
-            first_step=0,
-            last_step=340,
-            resumed_from=None,
-            world_size=ranks,
-            hosts=["node-0"],
-            setup_s=8.0,
-            lost_steps=40,
-            lost_s=20.0,
-            down_s=0.0,
-            by_cause={"compute": 140.0, "restart": 20.0, "setup": 8.0, "data": 10.0},
-        ),
-        model.AttemptReport(
-            number=2,
-            at=215.0,
-            ended_at=430.0,
-            outcome="failed",
-            error="rank 3: RuntimeError: CUDA error: device-side assert",
-            first_step=300,
-            last_step=720,
-            resumed_from="checkpoints/step-00000300",
-            world_size=ranks,
-            hosts=["node-0"],
-            setup_s=8.0,
-            lost_steps=20,
-            lost_s=10.0,
-            down_s=37.0,
-            by_cause={"compute": 180.0, "communication": 10.0, "restart": 10.0, "setup": 8.0},
-        ),
-        model.AttemptReport(
-            number=3,
-            at=450.0,
-            ended_at=length,
-            outcome="done",
-            error=None,
-            first_step=700,
-            last_step=steps,
-            resumed_from="checkpoints/step-00000700",
-            world_size=ranks,
-            hosts=["node-0"],
-            setup_s=9.5,
-            lost_steps=0,
-            lost_s=0.0,
-            down_s=20.0,
-            by_cause={"compute": 100.0, "communication": 5.0, "setup": 9.5},
-        ),
-    ]
-    causes = {
-        "compute": 0.7,
-        "data": 0.06,
-        "stall": 0.05,
-        "communication": 0.03,
-        "checkpoint": 0.02,
-        "evaluation": 0.02,
-        "compile": 0.01,
-        "restart": 0.08,
-        "setup": 0.01,
-        "other": 0.02,
-    }
+        attempt(1, (0.0, 178.0), (0, 340), ranks, "killed", lost=(40, 20.0), compute=140.0, restart=20.0, setup=8.0, data=10.0),
+        attempt(2, (215.0, 430.0), (300, 720), ranks, "failed", lost=(20, 10.0), error=error, down_s=37.0, compute=180.0,
+                communication=10.0, restart=10.0, setup=8.0),
+        attempt(3, (450.0, length), (700, steps), ranks, "done", down_s=20.0, compute=100.0, communication=5.0, setup=9.5),
+    ]  # fmt: skip
+    causes = {"compute": 0.7, "data": 0.06, "stall": 0.05, "communication": 0.03, "checkpoint": 0.02, "evaluation": 0.02,
+              "compile": 0.01, "restart": 0.08, "setup": 0.01, "other": 0.02}  # fmt: skip
     by_cause = {cause: share * length for cause, share in causes.items()}
     rows = [
         model.RankReport(
@@ -170,13 +122,7 @@ def run_report(name: str = "gpt", *, steps: int = 1000, ranks: int = 8, seed: in
             "mfu": series([0.41 + 0.02 * noise.random() for _ in range(count)], every=every),
             "speed/tokens_per_s": series([520_000 + 9000 * noise.random() for _ in range(count)], every=every),
         },
-        gauges={
-            "rss_bytes": model.GaugeSeries(
-                times=np.array(cuts),
-                values=2.1e9 + 3e6 * np.arange(121),
-                ranks=[3] * 121,
-            )
-        },
+        gauges={"rss_bytes": model.GaugeSeries(times=np.array(cuts), values=2.1e9 + 3e6 * np.arange(121), ranks=[3] * 121)},
         checkpoints=[
             {
                 "step": step,
@@ -224,7 +170,7 @@ def run_report(name: str = "gpt", *, steps: int = 1000, ranks: int = 8, seed: in
         },
         differences={"settings.lr": {1: 3e-4, 2: 3e-4, 3: 2e-4}},
         missing=[],
-    )
+    )  # fmt: skip
 
 
 def report_of(*runs: model.RunReport, problems: Sequence[str] = (), title: str = "Run gpt") -> model.Report:

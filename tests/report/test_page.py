@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from dtrain.report import charts
-from dtrain.report.page import flatten_mapping, render_page
+from dtrain.report.page import format_facts, render_page
 from dtrain.spans import TIME_CATEGORIES
 
 ATTACK = """</script><script>alert("1")</script><img src=x onerror='alert(2)'>&amp;"""
@@ -286,9 +286,9 @@ def test_zero_length_run_is_drawable(made):
     assert "<dt>goodput</dt><dd>0.0%" in render_page(made.report(run))
 
 
-def test_flatten_mapping_limits_texts():
-    assert flatten_mapping({"a": {"b": 1, "c": {}}, "d": ["x"]}) == {"a.b": "1", "a.c": "{}", "d": '["x"]'}
-    assert len(flatten_mapping({"a": "x" * 1000})["a"]) == 301
+def test_format_facts_limits_texts():
+    assert format_facts({"a": {"b": 1, "c": {}}, "d": ["x"]}) == {"a.b": "1", "a.c": "{}", "d": '["x"]'}
+    assert len(format_facts({"a": "x" * 1000})["a"]) == 301
 
 
 def _luminance(colour):

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 import runs_made
-from dtrain import run_layout
 from dtrain.errors import ConfigError
 from dtrain.report.model import Report, to_json
 from dtrain.report.page import render_page
 from dtrain.report.read_run import read_report, read_run
+from dtrain.run import run_files
 from runs_made import KILLED_TWICE, Part, write_run
 
 NOW = runs_made.START + 10**6
@@ -157,7 +157,7 @@ def test_resumed_attempt_may_open_before_loading_checkpoint(tmp_path, says):
         done | {"at": at + 14, "seconds": 10.0, "step": 320, "samples": 3200, "spans": {"step": [20, 9.0]}},
         done | {"at": at + 34, "seconds": 20.0, "step": 360, "samples": 3600, "spans": {"step": [40, 19.0]}},
     ]
-    runs_made.append(folder / run_layout.METRICS, [{"step": 310, "loss": 1.0}, {"step": 311, "loss": 2.0}])
+    runs_made.append(folder / run_files.METRICS, [{"step": 310, "loss": 1.0}, {"step": 311, "loss": 2.0}])
     runs_made.append(ledger(folder), [row for row in rows if says == "an event" or row["kind"] != "event"])
     run = read(folder)
     assert [(each.first_step, each.last_step, each.lost_steps) for each in run.attempts] == [(0, 340, 40), (300, 360, 0)]
@@ -181,7 +181,7 @@ def test_killed_rank_is_credited_with_steps_logged_in_metrics(tmp_path):
     parts = [Part(begin=0, end=356, reason=None), Part(begin=300, end=500, down_s=12.0)]
     folder = write_run(tmp_path / "gpt", parts, evaluate_every=0)
     for rank, step in ((0, 340), (1, 320)):
-        rows = [json.loads(line) for line in ledger(folder, rank).read_text().splitlines()]
+        rows = rows_of(ledger(folder, rank))
         ledger(folder, rank).write_text("")
         runs_made.append(ledger(folder, rank), [row for row in rows if row["attempt"] == 2 or row.get("step", 0) <= step])
     run = read(folder)
@@ -198,7 +198,7 @@ def test_killed_rank_is_credited_with_steps_logged_in_metrics(tmp_path):
 
 def test_records_of_one_step_are_merged_by_name(tmp_path):
     rows = [{"step": 10, "time": 5.0, "loss": 2.0, "lr": 0.1}, {"step": 10, "time": 6.0, "eval/loss": 3.0, "lr": 0.2}]
-    runs_made.append(tmp_path / run_layout.METRICS, [*rows, {"step": 20, "time": 9.0, "loss": 1.0, "lr": 0.3}])
+    runs_made.append(tmp_path / run_files.METRICS, [*rows, {"step": 20, "time": 9.0, "loss": 1.0, "lr": 0.3}])
     found = read(tmp_path).series
     assert {name: (each.steps.tolist(), each.values.tolist()) for name, each in found.items()} == {
         "loss": ([10, 20], [2.0, 1.0]),
@@ -228,48 +228,15 @@ def test_many_restarts_keep_report_size_bounded(tmp_path):
 
 
 def ledger(folder, rank=0):
-    return folder / run_layout.LEDGER / run_layout.ledger_name(rank)
+    return folder / run_files.LEDGER / run_files.ledger_name(rank)
 
 
-def cut_short(folder):
-    runs_made.cut(ledger(folder, 1), 25)
-
-
-def torn_in_the_middle(folder):
-    runs_made.garble(ledger(folder), 3000)
-
-
-def torn_metrics(folder):
-    runs_made.garble(folder / run_layout.METRICS, 3000)
-
-
-def no_ledger(folder):
-    shutil.rmtree(folder / run_layout.LEDGER)
-
-
-def no_metrics(folder):
-    (folder / run_layout.METRICS).unlink()
-
-
-def no_abouts(folder):
-    shutil.rmtree(folder / run_layout.ATTEMPTS)
-
-
-def a_rank_is_gone(folder):
-    ledger(folder, 1).unlink()
-
-
-def ledger_of_garbage(folder):
-    for rank in (0, 1):
-        ledger(folder, rank).write_bytes(bytes(range(256)) * 50)
-
-
-def metrics_of_garbage(folder):
-    (folder / run_layout.METRICS).write_bytes(bytes(range(256)) * 50)
+def rows_of(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def newer(folder):
-    path = folder / run_layout.ATTEMPTS / run_layout.attempt_name(3)
+    path = folder / run_files.ATTEMPTS / run_files.attempt_name(3)
     path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 2, "more": 1}))
     runs_made.append(ledger(folder), [{"kind": "power", "attempt": 3, "at": NOW, "watts": 700}] * 3)
 
@@ -279,29 +246,10 @@ def newer_cause(folder):
     runs_made.append(ledger(folder), [line | {"spans": {"nap": [1, 5.0]}, "causes": {"nap": "sleep"}}])
 
 
-def broken_about(folder):
-    (folder / run_layout.ATTEMPTS / run_layout.attempt_name(2)).write_text('{"format": 1, "att')
-
-
-def texts(folder):
-    runs_made.append(folder / run_layout.METRICS, [{"step": 1001, "phase": "cooldown", "loss": 2.0}])
-
-
-def strange_lines(folder):
-    runs_made.append(
-        ledger(folder), [{"kind": "sum", "attempt": 3}, {"kind": "sum"}, {"a": 1}, {"kind": "open", "attempt": "x"}]
-    )
-
-
 def numbers_beyond_reason(folder):
     line = {"kind": "sum", "attempt": 3, "at": 1e300, "seconds": 1, "step": 1, "spans": {}}
     late = {"kind": "sum", "attempt": 3, "at": NOW, "seconds": 1.0, "step": 5, "spans": {"step": [1, float("nan")]}}
     runs_made.append(ledger(folder), [line, late, late | {"spans": {"step": [1, "x"]}}, late | {"at": None}])
-
-
-def first_line_is_lost(folder):
-    path = ledger(folder)
-    path.write_text(path.read_text().partition("\n")[2])
 
 
 def an_attempt_is_lost(folder):
@@ -318,44 +266,72 @@ def clock_put_back_within(folder):
     path.write_text("\n".join(changed) + "\n")
 
 
-def two_at_once(folder):
-    lines = [json.loads(line) for line in ledger(folder).read_text().splitlines()]
-    runs_made.append(ledger(folder), [row for row in lines if row["attempt"] == 1])
-
-
+GARBAGE = bytes(range(256)) * 50
+STRANGE = [{"kind": "sum", "attempt": 3}, {"kind": "sum"}, {"a": 1}, {"kind": "open", "attempt": "x"}]
 DAMAGE = {
-    cut_short: "ledger/rank-00001.jsonl: 1 line could not be read: cut short, or damaged",
-    torn_in_the_middle: "ledger/rank-00000.jsonl: 2 lines could not be read",
-    torn_metrics: "metrics.jsonl: 2 lines could not be read",
-    no_ledger: "no ledger: where the time went",
-    no_metrics: "no metrics.jsonl: loss",
-    no_abouts: "no file about an attempt: settings",
-    a_rank_is_gone: "attempt 1: nothing from rank 1 of 2",
-    ledger_of_garbage: "the ledgers have no line that could be read",
-    metrics_of_garbage: "metrics.jsonl: has no record that could be read",
-    newer: "attempts/attempt-00003.json: written by a newer version (format 2, this reads 1)",
-    newer_cause: "ledger: causes that this version does not know count as other: sleep",
-    broken_about: "attempts/attempt-00002.json: cannot be read",
-    texts: "metrics.jsonl: 1 value of 'phase' is no number; left out",
-    strange_lines: "ledger/rank-00000.jsonl: 4 lines are no line of a ledger",
-    numbers_beyond_reason: "ledger/rank-00000.jsonl: 4 lines are no line of a ledger",
-    first_line_is_lost: "attempt 1: rank 0 has no line of when it began",
-    an_attempt_is_lost: "nothing in the ledgers of attempt 2",
-    clock_put_back_within: "the clock was put back by 36",
-    two_at_once: "several runs have written into this folder at once (attempt 1)",
+    "cut short": (
+        lambda folder: runs_made.cut(ledger(folder, 1), 25),
+        "ledger/rank-00001.jsonl: 1 line could not be read: cut short, or damaged",
+    ),
+    "torn ledger": (
+        lambda folder: runs_made.garble(ledger(folder), 3000),
+        "ledger/rank-00000.jsonl: 2 lines could not be read",
+    ),
+    "torn metrics": (
+        lambda folder: runs_made.garble(folder / run_files.METRICS, 3000),
+        "metrics.jsonl: 2 lines could not be read",
+    ),
+    "no ledger": (lambda folder: shutil.rmtree(folder / run_files.LEDGER), "no ledger: where the time went"),
+    "no metrics": (lambda folder: (folder / run_files.METRICS).unlink(), "no metrics.jsonl: loss"),
+    "no attempts": (lambda folder: shutil.rmtree(folder / run_files.ATTEMPTS), "no file about an attempt: settings"),
+    "a rank is gone": (lambda folder: ledger(folder, 1).unlink(), "attempt 1: nothing from rank 1 of 2"),
+    "ledger of garbage": (
+        lambda folder: [ledger(folder, rank).write_bytes(GARBAGE) for rank in (0, 1)],
+        "the ledgers have no line that could be read",
+    ),
+    "metrics of garbage": (
+        lambda folder: (folder / run_files.METRICS).write_bytes(GARBAGE),
+        "metrics.jsonl: has no record that could be read",
+    ),
+    "newer": (newer, "attempts/attempt-00003.json: written by a newer version (format 2, this reads 1)"),
+    "newer cause": (newer_cause, "ledger: causes that this version does not know count as other: sleep"),
+    "broken attempt": (
+        lambda folder: (folder / run_files.ATTEMPTS / run_files.attempt_name(2)).write_text('{"format": 1, "att'),
+        "attempts/attempt-00002.json: cannot be read",
+    ),
+    "texts": (
+        lambda folder: runs_made.append(folder / run_files.METRICS, [{"step": 1001, "phase": "cooldown", "loss": 2.0}]),
+        "metrics.jsonl: 1 value of 'phase' is no number; left out",
+    ),
+    "strange lines": (
+        lambda folder: runs_made.append(ledger(folder), STRANGE),
+        "ledger/rank-00000.jsonl: 4 lines are no line of a ledger",
+    ),
+    "numbers beyond reason": (numbers_beyond_reason, "ledger/rank-00000.jsonl: 4 lines are no line of a ledger"),
+    "first line is lost": (
+        lambda folder: ledger(folder).write_text(ledger(folder).read_text().partition("\n")[2]),
+        "attempt 1: rank 0 has no line of when it began",
+    ),
+    "an attempt is lost": (an_attempt_is_lost, "nothing in the ledgers of attempt 2"),
+    "clock put back": (clock_put_back_within, "the clock was put back by 36"),
+    "two at once": (
+        lambda folder: runs_made.append(ledger(folder), [row for row in rows_of(ledger(folder)) if row["attempt"] == 1]),
+        "several runs have written into this folder at once (attempt 1)",
+    ),
 }
 
 
-@pytest.mark.parametrize(("damage", "expected"), DAMAGE.items(), ids=[each.__name__ for each in DAMAGE])
-def test_read_run_lists_damage_and_reads_the_rest(folder, damage, expected):
-    damage(folder)
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_read_run_lists_damage_and_reads_the_rest(folder, damage):
+    make, expected = DAMAGE[damage]
+    make(folder)
     run = read(folder)
     assert [line for line in run.missing if expected in line] != [], run.missing
     assert run.attempts or run.series
-    if damage not in (no_ledger, ledger_of_garbage):
-        assert [each.number for each in run.attempts] == ([1, 3] if damage is an_attempt_is_lost else [1, 2, 3])
+    if damage not in ("no ledger", "ledger of garbage"):
+        assert [each.number for each in run.attempts] == ([1, 3] if damage == "an attempt is lost" else [1, 2, 3])
         assert 0.3 < run.goodput.share < 0.7
-    if damage not in (no_metrics, metrics_of_garbage):
+    if damage not in ("no metrics", "metrics of garbage"):
         assert run.series["loss"].count >= 990
 
 
@@ -378,7 +354,7 @@ def test_invalid_value_types_are_ignored(folder, change):
 
 
 def test_overlapping_attempts_have_nonnegative_time(folder):
-    lines = [json.loads(line) for line in ledger(folder).read_text().splitlines()]
+    lines = rows_of(ledger(folder))
     moved = [row | {"at": row["at"] - 9000} if row["attempt"] == 3 else row for row in lines]
     runs_made.append(ledger(folder), [*moved, *[row for row in lines if row["attempt"] == 1]])
     run = read(folder)
@@ -393,7 +369,7 @@ def test_unknown_record_kind_is_ignored_and_reported(folder):
 
 def test_clock_set_back_between_attempts_shifts_later_attempt(tmp_path):
     folder = write_run(tmp_path / "gpt", [Part(begin=0, end=100, reason=None)])
-    lines = [json.loads(line) for line in ledger(folder).read_text().splitlines()]
+    lines = rows_of(ledger(folder))
     for rank in (0, 1):
         runs_made.append(
             ledger(folder, rank), [row | {"attempt": 2, "at": row["at"] - 500, "step": row["step"] + 90} for row in lines]
@@ -404,7 +380,7 @@ def test_clock_set_back_between_attempts_shifts_later_attempt(tmp_path):
 
 
 def test_run_without_ledger_detects_restarts_from_metrics(folder):
-    no_ledger(folder)
+    DAMAGE["no ledger"][0](folder)
     run = read(folder)
     assert (run.attempts, run.goodput, run.timeline, run.slowest) == ([], None, None, [])
     assert "metrics.jsonl: the steps go back 2 times: restarts, with which 60 records no longer count" in run.missing
@@ -413,7 +389,7 @@ def test_run_without_ledger_detects_restarts_from_metrics(folder):
 
 
 def test_rotated_metrics_are_read_oldest_first(folder):
-    lines = (folder / run_layout.METRICS).read_text().splitlines(keepends=True)
+    lines = (folder / run_files.METRICS).read_text().splitlines(keepends=True)
     third = len(lines) // 3
     for name, part in (("metrics.jsonl.2", lines[:third]), ("metrics.jsonl.1", lines[third : 2 * third]),
                        ("metrics.jsonl", lines[2 * third :])):  # fmt: skip

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from dtrain import run_layout, spans
+from dtrain import spans
 from dtrain.checkpoint.load import load_sharded
 from dtrain.checkpoint.save import save_sharded
 from dtrain.data.loader import build_loader
@@ -16,6 +16,7 @@ from dtrain.dist.context import current_context
 from dtrain.dist.mesh import build_mesh
 from dtrain.losses import mean_loss
 from dtrain.monitors.reduce_metrics import reduce_metrics
+from dtrain.run import run_files
 from dtrain.run.run_dir import open_run
 from dtrain.shard.activations import compile_blocks
 from dtrain.shard.fsdp import shard_model
@@ -61,7 +62,7 @@ def loop(folder, steps=4):
     all_gather_json(1)
     current_context().run_shutdown_hooks(None)
     left = len(spans._RECORDER.stack)
-    lines = [json.loads(line) for line in (run / run_layout.LEDGER / run_layout.ledger_name(run.rank)).read_text().splitlines()]
+    lines = [json.loads(line) for line in (run / run_files.LEDGER / run_files.ledger_name(run.rank)).read_text().splitlines()]
     lines = [line for line in lines if line["attempt"] == run.attempt]
     counts = Counter()
     for line in lines:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from dtrain.run.redact import REDACTED, Redactor, make_redactor
+from dtrain.run.metadata import REDACTED, Redactor, make_redactor
 
 SECRET = "s3cr3t-Xq9-value-71"
 GITHUB = "ghp_" + "aB3" * 12

@@ -14,13 +14,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from dtrain import launch_protocol, run_layout, spans
+from dtrain import launch_protocol, spans
 from dtrain.dist.context import Preemption, StopAgreement, current_context
 from dtrain.errors import ConfigError
-from dtrain.run import ledger_writer as ledgers
-from dtrain.run import run_dir
-from dtrain.run.ledger_writer import LedgerWriter
-from dtrain.run.run_dir import Run, open_run, upload_run
+from dtrain.run import run_dir, run_files
+from dtrain.run.run_dir import LedgerWriter, Run, open_run, upload_run
 from dtrain.schedules.durations import Duration
 from places import servers
 
@@ -37,12 +35,12 @@ def recorder(monkeypatch):
 
 
 def lines_of(folder, rank=0):
-    text = (Path(folder) / run_layout.LEDGER / run_layout.ledger_name(rank)).read_text()
+    text = (Path(folder) / run_files.LEDGER / run_files.ledger_name(rank)).read_text()
     return [json.loads(line) for line in text.splitlines()]
 
 
 def about_of(folder, attempt=1):
-    return json.loads((Path(folder) / run_layout.ATTEMPTS / run_layout.attempt_name(attempt)).read_text())
+    return json.loads((Path(folder) / run_files.ATTEMPTS / run_files.attempt_name(attempt)).read_text())
 
 
 def kinds(lines):
@@ -172,7 +170,7 @@ def test_later_start_appends_new_attempt_to_same_files(tmp_path):
         run = open_run(tmp_path)
         assert run.attempt == attempt
         leave()
-    assert sorted(os.listdir(tmp_path / run_layout.ATTEMPTS)) == [run_layout.attempt_name(attempt) for attempt in (1, 2, 3)]
+    assert sorted(os.listdir(tmp_path / run_files.ATTEMPTS)) == [run_files.attempt_name(attempt) for attempt in (1, 2, 3)]
     assert [(line["kind"], line["attempt"]) for line in lines_of(tmp_path)] == [
         (kind, attempt) for attempt in (1, 2, 3) for kind in ("open", "sum", "close")
     ]
@@ -181,7 +179,7 @@ def test_later_start_appends_new_attempt_to_same_files(tmp_path):
 def test_partial_line_of_killed_attempt_does_not_damage_later_lines(tmp_path):
     run = open_run(tmp_path)
     leave()
-    path = run.path / run_layout.LEDGER / run_layout.ledger_name(0)
+    path = run.path / run_files.LEDGER / run_files.ledger_name(0)
     path.write_text('{"kind":"open","attempt":1}\n{"kind":"su')
     open_run(tmp_path)
     leave()
@@ -211,15 +209,18 @@ class Settings:
     [
         (None, None),
         ({"lr": 0.1, "path": Path("x"), "inf": float("inf"), 3: {1}}, {"lr": 0.1, "path": "x", "inf": "inf", "3": [1]}),
-        (argparse.Namespace(lr=0.1, api_key=SECRET), {"lr": 0.1, "api_key": "[redacted]"}),
+        (
+            argparse.Namespace(lr=0.1, api_key=SECRET, internal=1),
+            {"lr": 0.1, "api_key": "[redacted]", "internal": "[redacted]"},
+        ),
         (Settings(), {"lr": 0.1, "token": "[redacted]", "shape": [1, 2]}),
         ({"dtype": torch.bfloat16, "unit": Duration(3, "ep")}, {"dtype": "torch.bfloat16", "unit": {"value": 3, "unit": "ep"}}),
     ],
     ids=["none", "mapping", "argparse", "dataclass", "objects"],
 )
-def test_settings_are_stored_as_plain_data(tmp_path, settings, shown):
-    run = open_run(tmp_path, settings=settings)
-    assert about_of(run.path)["settings"] == shown
+def test_settings_are_stored_as_plain_data_without_secrets(tmp_path, settings, shown):
+    run = open_run(tmp_path, settings=settings, redact=["inter*"])
+    assert run.settings == about_of(run.path)["settings"] == shown
 
 
 def test_attempt_metadata_is_written_once_without_secrets(tmp_path, monkeypatch):
@@ -227,11 +228,11 @@ def test_attempt_metadata_is_written_once_without_secrets(tmp_path, monkeypatch)
     monkeypatch.setenv("NCCL_DEBUG", "WARN")
     monkeypatch.setenv("SHELL_HISTORY", "not of interest")
     monkeypatch.setattr(sys, "argv", ["train.py", "--hub-token", SECRET, "--lr", "0.1", "--note", f"x{SECRET}y"])
-    run = open_run(tmp_path, redact=["lab_*"], settings={"lab_id": 9, "note": SECRET})
-    text = (run.path / run_layout.ATTEMPTS / run_layout.attempt_name(1)).read_text()
+    run = open_run(tmp_path, redact="lab_*", settings={"lab_id": 9, "note": SECRET})
+    text = (run.path / run_files.ATTEMPTS / run_files.attempt_name(1)).read_text()
     found = json.loads(text)
     assert SECRET not in text
-    assert (found["format"], found["attempt"], found["world_size"]) == (run_layout.FORMAT, 1, 1)
+    assert (found["format"], found["attempt"], found["world_size"]) == (run_files.FORMAT, 1, 1)
     assert found["hosts"] == {os.uname().nodename: [0]}
     assert found["devices"] == {"cpu": [0]}
     assert found["command"] == ["train.py", "--hub-token", "[redacted]", "--lr", "0.1", "--note", "x[redacted]y"]
@@ -247,14 +248,13 @@ def test_attempt_metadata_is_written_once_without_secrets(tmp_path, monkeypatch)
     }  # fmt: skip
 
 
-def test_git_commit_is_recorded_with_dirty_flag(tmp_path, monkeypatch):
+def test_git_commit_is_recorded_with_dirty_flag(tmp_path):
     from dtrain.run import metadata
 
     git = ["git", "-c", "user.name=a", "-c", "user.email=a@b", "-C", str(tmp_path)]
     (tmp_path / "loop.py").write_text("1")
     for words in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "x"]):
         subprocess.run([*git, *words], check=True, capture_output=True)
-    monkeypatch.setattr(metadata, "_script_folder", lambda: tmp_path)
     clean = metadata._git_info(tmp_path)
     (tmp_path / "loop.py").write_text("2")
     assert clean["dirty"] is False
@@ -275,7 +275,7 @@ def test_git_commit_is_recorded_with_dirty_flag(tmp_path, monkeypatch):
 def test_invalid_arguments_are_refused(tmp_path, given, text):
     with pytest.raises(ConfigError, match=text):
         open_run(tmp_path / "run", **given)
-    assert not (tmp_path / "run" / run_layout.ATTEMPTS).exists()
+    assert not (tmp_path / "run" / run_files.ATTEMPTS).exists()
 
 
 def test_remote_and_uncreatable_folders_are_refused(tmp_path):
@@ -297,7 +297,7 @@ def test_full_disk_warns_once_and_later_writes_catch_up(tmp_path, monkeypatch):
             raise OSError(28, "No space left on device")
         return real(handle, data)
 
-    monkeypatch.setattr(ledgers.os, "write", write)
+    monkeypatch.setattr(run_dir.os, "write", write)
     with pytest.warns(RuntimeWarning, match=r"open_run: cannot write .*No space left.*Training continues") as seen:
         steps(1, 3)
     spans.record_event("save", step=3)
@@ -315,12 +315,12 @@ def test_full_disk_warns_once_and_later_writes_catch_up(tmp_path, monkeypatch):
 def test_partial_line_on_full_disk_is_ended_by_next_write(tmp_path, monkeypatch):
     run, full = open_run(tmp_path, every=1), [True]
     real = os.write
-    monkeypatch.setattr(ledgers.os, "write", lambda handle, data: real(handle, data[:9] if full[0] else data))
+    monkeypatch.setattr(run_dir.os, "write", lambda handle, data: real(handle, data[:9] if full[0] else data))
     with pytest.warns(RuntimeWarning, match="only a part of a line"):
         steps(1, 1)
     full[0] = False
     steps(2, 2)
-    text = (run.path / run_layout.LEDGER / run_layout.ledger_name(0)).read_text().splitlines()
+    text = (run.path / run_files.LEDGER / run_files.ledger_name(0)).read_text().splitlines()
     assert text[1] == '{"kind":"'
     assert [json.loads(line)["kind"] for line in text[2:]] == ["event", "sum"]
 
@@ -427,7 +427,7 @@ def test_folder_unwritable_on_one_rank_is_refused_on_all_ranks(ranks, tmp_path):
     assert first == second
     assert first.startswith("open_run: cannot write ")
     assert first.endswith("All ranks must be able to write. (rank 1, 1 of 2 ranks)")
-    assert os.listdir(tmp_path / "run" / run_layout.ATTEMPTS) == []
+    assert os.listdir(tmp_path / "run" / run_files.ATTEMPTS) == []
 
 
 def test_different_folders_on_ranks_are_refused(ranks, tmp_path):
@@ -515,15 +515,6 @@ def test_failed_upload_warns_once(tmp_path):
     assert lines_of(run.path)[-1]["logger"] == "upload"
 
 
-def test_run_settings_contain_no_secrets(tmp_path):
-    settings = argparse.Namespace(lr=0.1, hub_token=SECRET, internal=1)
-    run = open_run(tmp_path, settings=settings, redact="inter*")
-    assert run.settings == {"lr": 0.1, "hub_token": "[redacted]", "internal": "[redacted]"}
-    assert run.settings == about_of(tmp_path)["settings"]
-    leave()
-    assert open_run(tmp_path).settings is None
-
-
 def test_events_contain_no_secrets(tmp_path):
     run = open_run(tmp_path)
     spans.record_event("dropped", logger="mlflow", error=f"no answer from http://me:{SECRET}@host/x?sig={SECRET}", self=1)
@@ -561,7 +552,7 @@ def test_disk_full_at_start_is_refused_without_new_attempt(tmp_path, monkeypatch
         patched.setattr(run_dir, "json", SimpleNamespace(dumps=full))
         with pytest.raises(ConfigError, match=r"open_run: cannot write .*: No space left on device"):
             open_run(tmp_path)
-    assert os.listdir(tmp_path / run_layout.ATTEMPTS) == []
+    assert os.listdir(tmp_path / run_files.ATTEMPTS) == []
     assert open_run(tmp_path).attempt == 1
 
 

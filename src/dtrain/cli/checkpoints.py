@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dtrain import run_layout, storage
+from dtrain import storage
 from dtrain.arguments import format_bytes, format_count
 from dtrain.cli.output import ByteProgressBar, prefix_errors, print_json, print_table, single_line
 from dtrain.cli.parameters import OTHER_HEADING, AsJson, command_group, integer, option, size
 from dtrain.errors import CheckpointError, ConfigError, CorruptCheckpointError, escape_unprintable
+from dtrain.run import run_files
 from dtrain.storage import AnyPath
 
 if TYPE_CHECKING:
@@ -503,7 +504,7 @@ def enter_run(folder: AnyPath) -> AnyPath:
     def has_steps(folder: AnyPath) -> bool:
         return storage.is_folder(folder) and any(layout.step_of(name) is not None for name in storage.list_names(folder))
 
-    inside = folder / run_layout.CHECKPOINTS
+    inside = folder / run_files.CHECKPOINTS
     return inside if has_steps(inside) and not is_step_folder(folder) and not has_steps(folder) else folder
 
 

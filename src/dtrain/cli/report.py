@@ -18,8 +18,8 @@ from dtrain.errors import ConfigError, escape_unprintable
 from dtrain.report.results import describe_command, describe_devices, describe_parameters, format_speed, list_results
 
 if TYPE_CHECKING:
-    from dtrain.report.live import LiveRun, RunSnapshot
     from dtrain.report.model import Report, RunReport
+    from dtrain.report.read_run import LiveRun, RunSnapshot
 
 
 def report(
@@ -178,7 +178,7 @@ def top(
         dtrain top runs/gpt
         dtrain top runs/gpt --once      the current state, as plain text
     """
-    from dtrain.report.live import LiveRun
+    from dtrain.report.read_run import LiveRun
 
     folder = Path(run)
     if not folder.is_dir():

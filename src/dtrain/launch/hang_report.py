@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from pathlib import Path
 
-from dtrain import launch_protocol, run_layout
+from dtrain import launch_protocol
 from dtrain.errors import ConfigError, DistError
 from dtrain.launch.failure import describe_exit
 from dtrain.launch.processes import process_fields
@@ -36,6 +36,7 @@ from dtrain.launch.rank_records import (
     report_file_name,
     short_location,
 )
+from dtrain.run import run_files
 
 _MAX_LINES_PER_KIND = 3
 _MAX_RANKS_NAMED = 8
@@ -458,12 +459,11 @@ def _find_record_folder(folder: str | os.PathLike[str] | None) -> Path:
         raise ConfigError(
             f"explain_hang: path must be an existing folder, got {str(run_dir)!r}. Pass the run folder of `dtrain launch`."
         )
-    attempts = list_matching(run_dir / run_layout.ATTEMPTS, "attempt-*.json")
-    last = max(attempts, key=lambda path: run_layout.parse_attempt(path.name) or 0, default=None)
+    attempts = run_files.attempt_files(run_dir)
     launch = None
     # The folder may belong to a training run, whose last attempt names the folder of its launch.
-    with contextlib.suppress(ValueError, KeyError, TypeError):
-        launch = None if last is None else json.loads(read_text(last))["launch"]["folder"]
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        launch = run_files.read_attempt(attempts[max(attempts)])["launch"]["folder"] if attempts else None
     for folder_of_launch in (run_dir, *([Path(launch)] if isinstance(launch, str) and launch else [])):
         records = launch_protocol.hang_folder(folder_of_launch)
         if records.is_dir():

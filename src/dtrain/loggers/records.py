@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import io
 import json
-import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from time import time
@@ -14,9 +13,19 @@ from typing import Any
 from dtrain import storage
 from dtrain.arguments import check_int
 from dtrain.errors import ConfigError
-from dtrain.loggers.logger import FaultTolerantLogger, Logger, Ranks, is_writer, null_logger, rank_path
-from dtrain.loggers.sanitize import UniqueNames, decode_nonfinite, encode_nonfinite, to_plain_value
-from dtrain.run_layout import STEP, TIME, is_rewind, step_from_record
+from dtrain.loggers.logger import (
+    FaultTolerantLogger,
+    Logger,
+    Ranks,
+    UniqueNames,
+    decode_nonfinite,
+    encode_nonfinite,
+    is_writer,
+    null_logger,
+    rank_path,
+    to_plain_value,
+)
+from dtrain.run.run_files import STEP, TIME, JsonlReader, is_rewind, rotated_files, step_from_record
 
 RESERVED_KEYS = (STEP, TIME)
 """Reserved keys of a record. A metric with a reserved name is written as ``metric/<name>``."""
@@ -81,21 +90,11 @@ class _JsonlWriter:
 
     def _rotate(self) -> None:
         """Increment the number of each rotated file, the highest number first, so that a kill loses no file."""
-        for number, part in sorted(_rotated_files(self._path), reverse=True):
-            if self._keep is not None and number >= self._keep:
+        for number, part in rotated_files(self._path):
+            if number and self._keep is not None and number >= self._keep:
                 storage.remove_file(part)
             else:
                 storage.rename(part, self._path.with_name(f"{self._path.name}.{number + 1}"))
-        storage.rename(self._path, self._path.with_name(f"{self._path.name}.1"))
-
-
-def _rotated_files(path: Path) -> list[tuple[int, Path]]:
-    pattern = re.compile(re.escape(path.name) + r"\.([1-9]\d*)")
-    try:
-        names = storage.list_names(path.parent)
-    except FileNotFoundError:
-        return []
-    return [(int(match[1]), path.with_name(name)) for name in names if (match := pattern.fullmatch(name))]
 
 
 def read_jsonl(path: str | Path) -> dict[int, dict[str, Any]]:
@@ -119,48 +118,18 @@ def read_jsonl(path: str | Path) -> dict[int, dict[str, Any]]:
     Raises:
         FileNotFoundError: neither the file nor a rotated file exists.
     """
-    merged, file = _RecordsByStep(), Path(path)
-    rotated = [part for _, part in sorted(_rotated_files(file), reverse=True)]
-    for part in [*rotated, file] if file.exists() or not rotated else rotated:
-        for line in part.read_text(encoding="utf-8", errors="replace").split("\n"):
-            try:
-                record = json.loads(line)
-            # A kill may leave a partial line.
-            except (ValueError, RecursionError):
+    file, by_step, last_steps = Path(path), dict[int, dict[str, Any]](), dict[str, int]()
+    for part in [part for _, part in rotated_files(file)] or [file]:
+        for record in (record for records in JsonlReader(part).read_batches(whole_file=True) for record in records):
+            step = step_from_record(record)
+            if step is None:
                 continue
-            if isinstance(record, dict):
-                merged.add(record)
-    return dict(sorted(merged.by_step.items()))
-
-
-class _RecordsByStep:
-    """Merged records by step, without the records of steps that a resumed run repeated."""
-
-    def __init__(self) -> None:
-        self.by_step: dict[int, dict[str, Any]] = {}
-        # last step of each metric
-        self._last_steps: dict[str, int] = {}
-        # upper bound of ``_last_steps``
-        self._max_step = -1
-
-    def add(self, record: dict[str, Any]) -> None:
-        """Add the next record in writing order."""
-        step = step_from_record(record)
-        if step is None:
-            return
-        if step < self._max_step and is_rewind(step, record, (((name,), last) for name, last in self._last_steps.items())):
-            self._forget_from(step)
-        self._max_step = max(step, self._max_step)
-        self.by_step.setdefault(step, {}).update(decode_nonfinite(record))
-        self._last_steps |= {name: max(step, self._last_steps.get(name, step)) for name in record if name not in RESERVED_KEYS}
-
-    def _forget_from(self, step: int) -> None:
-        """Drop the records of ``step`` and later steps."""
-        self._max_step = step
-        self.by_step = {known: record for known, record in self.by_step.items() if known < step}
-        self._last_steps = {}
-        for known, record in sorted(self.by_step.items()):
-            self._last_steps |= dict.fromkeys(record.keys() - set(RESERVED_KEYS), known)
+            if is_rewind(step, record, last_steps):
+                by_step = {before: numbers for before, numbers in by_step.items() if before < step}
+                last_steps = {name: before for before, numbers in sorted(by_step.items()) for name in numbers}
+            by_step.setdefault(step, {}).update(decode_nonfinite(record))
+            last_steps |= {name: max(step, last_steps.get(name, step)) for name in record}
+    return dict(sorted(by_step.items()))
 
 
 def csv_file(path: str | Path, *, ranks: Ranks = 0) -> Logger:

@@ -21,8 +21,7 @@ from dtrain import launch_protocol, spans, storage
 from dtrain.arguments import check_int, check_number, format_bytes
 from dtrain.device import counts_memory, started_accelerator
 from dtrain.errors import ConfigError
-from dtrain.loggers.logger import FaultTolerantLogger, Logger, Ranks, is_writer, null_logger, rank_path
-from dtrain.loggers.sanitize import to_plain_value
+from dtrain.loggers.logger import FaultTolerantLogger, Logger, Ranks, is_writer, null_logger, rank_path, to_plain_value
 from dtrain.monitors.hardware import process_memory
 from dtrain.schedules.durations import Duration
 
@@ -92,20 +91,16 @@ def console(
         ConfigError: ``every`` is not in steps, ``select`` is not a list of texts, or ``ranks`` is neither 0 nor "all".
     """
     interval = _parse_steps("console", "every", every, 100)
-    writer = _ConsoleWriter(interval, _metric_filter(select, "console"), stream)
-    return FaultTolerantLogger(writer, "console") if is_writer(ranks, "console") else null_logger
+    is_selected, last_interval = _metric_filter(select, "console"), None
 
+    def write(step: int, numbers: Mapping[str, Any], /) -> None:
+        nonlocal last_interval
+        if step // interval != last_interval:
+            last_interval = step // interval
+            line = f"step {step}  {format_metrics(numbers, is_selected)}".rstrip()
+            print(line, file=stream or sys.stdout, flush=True)
 
-class _ConsoleWriter:
-    def __init__(self, interval: int, is_selected: Callable[[str], bool], stream: TextIO | None) -> None:
-        self._interval, self._is_selected, self._stream = interval, is_selected, stream
-        self._last: int | None = None
-
-    def __call__(self, step: int, numbers: Mapping[str, Any], /) -> None:
-        if step // self._interval != self._last:
-            self._last = step // self._interval
-            line = f"step {step}  {format_metrics(numbers, self._is_selected)}".rstrip()
-            print(line, file=self._stream or sys.stdout, flush=True)
+    return FaultTolerantLogger(write, "console") if is_writer(ranks, "console") else null_logger
 
 
 def text_file(path: str | Path, *, flush_every: int = 1, select: Sequence[str] | None = None, ranks: Ranks = 0) -> Logger:

@@ -16,11 +16,20 @@ from typing import Any
 from dtrain import storage
 from dtrain.arguments import check_number
 from dtrain.errors import ConfigError
-from dtrain.loggers.logger import BackgroundLogger, Logger, MetricRecord, Ranks, null_logger, rank_path, report_failure
-from dtrain.loggers.sanitize import UniqueNames, to_plain_value
+from dtrain.loggers.logger import (
+    BackgroundLogger,
+    Logger,
+    MetricRecord,
+    Ranks,
+    UniqueNames,
+    null_logger,
+    rank_path,
+    report_failure,
+    to_plain_value,
+)
 from dtrain.packages import missing_extra_error
-from dtrain.run.metadata import settings_to_plain
-from dtrain.run.redact import make_redactor
+from dtrain.run.metadata import make_redactor, settings_to_plain
+from dtrain.run.run_files import flatten
 
 # W&B uploads at the end, and a local store of MLflow may still have to create tables.
 _CLOSE_TIMEOUT_S = 30.0
@@ -204,7 +213,7 @@ class _MlflowRun:
         names = UniqueNames("mlflow", mlflow_name)
         params = [
             self._entities.Param(names(name), (value if isinstance(value, str) else json.dumps(value))[:_MAX_PARAM_LENGTH])
-            for name, value in _flatten_settings(settings).items()
+            for name, value in flatten(settings)
         ]
         for begin in range(0, len(params), _MAX_PARAMS):
             self._client.log_batch(self._id, params=params[begin : begin + _MAX_PARAMS])
@@ -284,7 +293,7 @@ class _EventFileWriter:
         self._writer = self._make_writer(log_dir=str(self._folder), purge_step=step if resumed else None)
         if self._settings and not resumed:
             # TensorBoard renders markdown, in which indented lines are code.
-            rows = "\n".join(f"    {name}: {json.dumps(value)}" for name, value in _flatten_settings(self._settings).items())
+            rows = "\n".join(f"    {name}: {json.dumps(value)}" for name, value in flatten(self._settings))
             self._writer.add_text("settings", rows)
 
     def close(self, *, failed: bool) -> None:
@@ -347,21 +356,6 @@ def _prepare(
     except Exception as error:  # noqa: BLE001 - an installed package may fail to import
         report_failure(caller, None, error, stacklevel=4)
         return None
-
-
-def _flatten_settings(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flatten nested settings into dotted names.
-
-    >>> _flatten_settings({"lr": 0.1, "model": {"width": 64}})
-    {'lr': 0.1, 'model.width': 64}
-    """
-    flat: dict[str, Any] = {}
-    for name, value in settings.items():
-        if isinstance(value, Mapping) and value:
-            flat |= _flatten_settings(value, f"{prefix}{name}.")
-        else:
-            flat[f"{prefix}{name}"] = value
-    return flat
 
 
 class NumericFilter:

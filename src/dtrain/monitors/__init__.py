@@ -24,16 +24,16 @@ if TYPE_CHECKING:
     from dtrain.monitors.hardware import memory_stats as memory_stats
     from dtrain.monitors.hardware import system_metrics as system_metrics
     from dtrain.monitors.loss_spikes import watch_loss as watch_loss
-    from dtrain.monitors.meter import Meter as Meter
-    from dtrain.monitors.meter import collect as collect
-    from dtrain.monitors.meter import learning_rates as learning_rates
+    from dtrain.monitors.meters import Meter as Meter
+    from dtrain.monitors.meters import collect as collect
+    from dtrain.monitors.meters import eta as eta
+    from dtrain.monitors.meters import learning_rates as learning_rates
+    from dtrain.monitors.meters import mfu as mfu
+    from dtrain.monitors.meters import throughput as throughput
     from dtrain.monitors.reduce_metrics import gather_metric_states as gather_metric_states
     from dtrain.monitors.reduce_metrics import perplexity as perplexity
     from dtrain.monitors.reduce_metrics import token_accuracy as token_accuracy
     from dtrain.monitors.reduce_metrics import tokens_per_second as tokens_per_second
-    from dtrain.monitors.speed import mfu as mfu
-    from dtrain.monitors.speed import throughput as throughput
     from dtrain.monitors.tensor_norms import norms as norms
-    from dtrain.monitors.time_estimate import eta as eta
 
 __getattr__, __dir__ = attach(__name__, __file__)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, TypeAlias, get_args
@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from dtrain.arguments import check_choices
 from dtrain.dist.collectives import reduce_max
 from dtrain.dist.dtensor import to_local
 from dtrain.dist.incident import report_missing_ranks
@@ -92,7 +93,8 @@ def activation_stats(
         ConfigError: no pattern, an interval that is not in steps, or an unknown statistic; from ``Step.init`` on, a pattern
             without a matching module.
     """
-    is_selected, length, stat_names = _compile_pattern(select), Duration.parse(every), _check_stats(stats)
+    is_selected, length = _compile_pattern(select), Duration.parse(every)
+    stat_names = check_choices("activation_stats", "stats", stats, get_args(ActivationStat))
     if length.unit != "ba":
         raise ConfigError(
             f"activation_stats: every must be a number of steps, got {str(every)!r}. Pass 100 or '100ba': the end of "
@@ -120,15 +122,6 @@ def activation_stats(
         return grad_fn
 
     return Transform(name=_NAME, init=init, grad_step=grad_step, read_only=True)
-
-
-def _check_stats(stats: Sequence[ActivationStat]) -> tuple[ActivationStat, ...]:
-    known = get_args(ActivationStat)
-    if isinstance(stats, str) or not stats or any(stat not in known for stat in stats):
-        raise ConfigError(
-            f"activation_stats: stats must be a list of names from {', '.join(known)}, got {stats!r}. Choose from these names."
-        )
-    return tuple(stats)
 
 
 def _compile_pattern(pattern: ModulePattern) -> Callable[[str, nn.Module], bool]:
@@ -172,26 +165,21 @@ def _with_stats(
 
     def measured_loss(model: nn.Module, batch: Batch) -> LossSum:
         stats: dict[str, _ForwardStats] = {}
-        with _forward_hooks(modules, lambda name, value: accumulator.add(stats, name, value), inputs=inputs):
+
+        def record(name: str, arguments: Any, result: Any) -> None:
+            accumulator.add(stats, name, result)
+            if inputs:
+                accumulator.add(stats, f"{name}/input", arguments)
+
+        with ExitStack() as undo:
+            for name, module in modules.items():
+                _attach_hook(module, partial(record, name), undo)
             loss = loss_fn(model, batch)
         if not isinstance(loss, LossSum):
             return loss
         return replace(loss, aux={**loss.aux, **accumulator.to_aux(stats, device)})
 
     return measured_loss
-
-
-@contextmanager
-def _forward_hooks(modules: Mapping[str, nn.Module], record: Callable[[str, Any], None], *, inputs: bool) -> Iterator[None]:
-    def hook(name: str, arguments: Any, result: Any) -> None:
-        record(name, result)
-        if inputs:
-            record(f"{name}/input", arguments)
-
-    with ExitStack() as undo:
-        for name, module in modules.items():
-            _attach_hook(module, partial(hook, name), undo)
-        yield
 
 
 def _attach_hook(module: nn.Module, callback: Callable[[Any, Any], None], undo: ExitStack) -> None:

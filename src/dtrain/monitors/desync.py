@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dtrain.arguments import check_choices
 from dtrain.dist.collectives import all_gather_json, all_gather_numbers
 from dtrain.dist.init import get_dist_info
 from dtrain.dist.rng import derive_seed, hash_rng_state, rng_state
 from dtrain.errors import ConfigError
-from dtrain.schedules.clock import Clock
 from dtrain.shard.buffers import persistent_buffers
 from dtrain.shard.replica_check import ReplicatedEntry, hash_entries, raise_first_difference, replicated_entries
 from dtrain.state import TrainState
@@ -62,20 +62,11 @@ def check_desync(
 
     Source: majority vote among replicas, von Neumann 1956, Probabilistic logics and the synthesis of reliable organisms.
     """
-    parts = _check_parts(of)
+    parts = check_choices("check_desync", "of", of, get_args(DesyncPart))
     state._check_not_stale("check_desync")
     state._check_replicas_joined("check_desync")
     if get_dist_info().world_size > 1:
         _compare_ranks(state, [*_tensor_entries(state, parts), *_host_entries(state, parts, same_rng=same_rng, extra=extra)])
-
-
-def _check_parts(of: Sequence[DesyncPart]) -> tuple[DesyncPart, ...]:
-    known = get_args(DesyncPart)
-    if isinstance(of, str) or not of or any(part not in known for part in of):
-        raise ConfigError(
-            f"check_desync: of must be a list of names from {', '.join(known)}, got {of!r}. Choose from these names."
-        )
-    return tuple(of)
 
 
 def _tensor_entries(state: TrainState, parts: Sequence[DesyncPart]) -> Iterator[ReplicatedEntry]:
@@ -115,27 +106,20 @@ def _host_entries(
         shard_key = f"data rank {state.spec.data_rank}"
         yield ReplicatedEntry(name="random numbers of torch", shard_key=shard_key, hash=hash_rng_state(state.device))
     if "position" in parts:
-        for field, count in _clock_counts(state.clock).items():
-            yield ReplicatedEntry(name=f"clock {field}", hash=_digest(count))
+        for field, count in state.clock.state_dict().items():
+            if field != "previous":
+                yield ReplicatedEntry(name=f"clock {field}", hash=_digest(count))
     for key, value in sorted((extra or {}).items()):
-        yield ReplicatedEntry(name=f"extra {key}", hash=_digest(_plain_content(key, value)))
-
-
-def _clock_counts(clock: Clock) -> dict[str, Any]:
-    return {key: value for key, value in clock.state_dict().items() if key != "previous"}
-
-
-def _plain_content(key: str, value: Any) -> Plain:
-    content: Plain = value.state_dict() if hasattr(value, "state_dict") else value
-    try:
-        json.dumps(content)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(
-            f"check_desync: extra[{key!r}] must be plain data or have a state_dict() of plain data, got {type(value).__name__} "
-            f"({error}). "
-            "Pass the result of its state_dict()."
-        ) from None
-    return content
+        content: Plain = value.state_dict() if hasattr(value, "state_dict") else value
+        try:
+            json.dumps(content)
+        except (TypeError, ValueError) as error:
+            kind = type(value).__name__
+            raise ConfigError(
+                f"check_desync: extra[{key!r}] must be plain data or have a state_dict() of plain data, got {kind} ({error}). "
+                "Pass the result of its state_dict()."
+            ) from None
+        yield ReplicatedEntry(name=f"extra {key}", hash=_digest(content))
 
 
 def _digest(content: Any) -> int:

@@ -77,10 +77,9 @@ def early_stop(
 class _StopDecision:
     """Step at which the run was stopped, if any. The decision is saved and dropped if the arguments change."""
 
-    __slots__ = ("_caller", "_criterion", "_has_judged", "_metric", "_restored", "stopped_at")
-
-    def __init__(self, caller: str, metric: str, criterion: list[Plain]) -> None:
+    def __init__(self, caller: str, metric: str, goal: StopGoal, criterion: list[Plain]) -> None:
         self._caller, self._metric, self._criterion = caller, metric, criterion
+        self._sign = -1.0 if goal == "min" else 1.0
         self.stopped_at: int | None = None
         self._restored = self._has_judged = False
 
@@ -131,16 +130,13 @@ class EarlyStop(_StopDecision):
     ``best`` is the best value so far, None before the first value. ``stopped`` is True after the run was stopped.
     """
 
-    __slots__ = ("_best_at", "_better", "_min_delta", "_patience", "best")
-
     def __init__(
         self, metric: str, *, patience: Duration | int | str, min_delta: float = 0.0, goal: StopGoal | None = None
     ) -> None:
         chosen = _choose_goal("early_stop", metric, goal)
         self._patience = Duration.parse(patience)
         self._min_delta = check_number("early_stop", "min_delta", min_delta, minimum=0)
-        super().__init__("early_stop", metric, [metric, str(self._patience), self._min_delta, chosen])
-        self._better = -1.0 if chosen == "min" else 1.0
+        super().__init__("early_stop", metric, chosen, [metric, str(self._patience), self._min_delta, chosen])
         self.best: float | None = None
         # count of the clock, in the unit of the patience, at the best value or at the first call
         self._best_at: float | None = None
@@ -179,8 +175,8 @@ class EarlyStop(_StopDecision):
     def _is_better(self, value: float) -> bool:
         # Infinitely bad values and NaN never become the best value.
         if self.best is None:
-            return value * self._better > -math.inf
-        return (value - self.best) * self._better > self._min_delta
+            return value * self._sign > -math.inf
+        return (value - self.best) * self._sign > self._min_delta
 
     def state_dict(self) -> dict[str, Plain]:
         """Return the best value, its time in the unit of the patience, and the decision."""
@@ -240,13 +236,10 @@ def threshold_stop(metric: str, threshold: float, *, goal: StopGoal | None = Non
 class ThresholdStop(_StopDecision):
     """Threshold stopping. See ``threshold_stop``. ``stopped`` is True after the metric reached the threshold."""
 
-    __slots__ = ("_better", "_on_nan", "_threshold")
-
     def __init__(self, metric: str, threshold: float, *, goal: StopGoal | None = None, stop_on_nan: bool = False) -> None:
         chosen = _choose_goal("threshold_stop", metric, goal)
         self._threshold, self._on_nan = check_number("threshold_stop", "threshold", threshold), stop_on_nan
-        super().__init__("threshold_stop", metric, [metric, self._threshold, chosen, stop_on_nan])
-        self._better = -1.0 if chosen == "min" else 1.0
+        super().__init__("threshold_stop", metric, chosen, [metric, self._threshold, chosen, stop_on_nan])
 
     def __call__(self, state: TrainState, numbers: Mapping[str, float]) -> bool:
         """Judge the current value of the metric. Return True if the run must stop, on every rank, by the value of rank 0.
@@ -268,10 +261,10 @@ class ThresholdStop(_StopDecision):
         """Decide from a value only."""
         if math.isnan(value):
             return self._on_nan
-        return value * self._better >= self._threshold * self._better
+        return value * self._sign >= self._threshold * self._sign
 
     def __repr__(self) -> str:
-        return f"ThresholdStop({self._metric!r}, {self._threshold:g}, goal={'min' if self._better < 0 else 'max'!r})"
+        return f"ThresholdStop({self._metric!r}, {self._threshold:g}, goal={'min' if self._sign < 0 else 'max'!r})"
 
 
 def _choose_goal(caller: str, metric: str, goal: StopGoal | None) -> StopGoal:

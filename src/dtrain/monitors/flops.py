@@ -200,7 +200,11 @@ def count_flops(model: nn.Module, batch: Batch, loss_fn: LossFn, *, batch_spec: 
     if samples < 1:
         raise ConfigError(f"{_CALLER}: batch must have at least 1 sample, got {samples}. Pass one microbatch.")
     counter, watch = _FlopCounter(), BatchWatch(batch)
-    with _restore_model_state(model), _eager_mode(), torch.enable_grad(), counter:
+    # Without torch._dynamo no module is compiled. Its import takes seconds.
+    eager: AbstractContextManager[Any] = (
+        torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+    )
+    with _restore_model_state(model), eager, torch.enable_grad(), counter:
         loss = check_loss(loss_fn(model, to_device(batch, get_device(model))), caller=_CALLER)
         total = sum((term for term, _ in loss.terms.values()), loss.total)
         if not total.requires_grad:
@@ -217,14 +221,12 @@ def _attention_flops(query: Sequence[int], key: Sequence[int], value: Sequence[i
     return 2 * math.prod(query[:3]) * key[2] * (query[3] + value[3])
 
 
-def _attention_backward_flops(grad: Sequence[int], *shapes: Any, **_: Any) -> int:
-    return _attention_flops(*shapes) * 5 // 2
-
-
 # torch has no formulas for these two operations.
 _CPU_FORMULAS = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: (
+        lambda grad, *shapes, **_: _attention_flops(*shapes) * 5 // 2
+    ),
 }
 
 
@@ -253,18 +255,13 @@ class _FlopCounter(FlopCounterMode):
     def _count_flops(self, func_packet: Any, out: Any, args: Any, kwargs: Any) -> Any:
         if self.backward and torch.is_grad_enabled():
             return out
-        if not _is_fused_attention_backward(func_packet):
+        if "attention" not in str(func_packet) or "backward" not in str(func_packet):
             return super()._count_flops(func_packet, out, args, kwargs)  # type: ignore[no-untyped-call]
         before = self.get_total_flops()
         super()._count_flops(func_packet, out, args, kwargs)  # type: ignore[no-untyped-call]
         # Backward has five products of equal size: recomputed scores, and gradients of weights, values, queries and keys.
         self.flop_counts["Global"][func_packet] -= (self.get_total_flops() - before) // 5
         return out
-
-
-def _is_fused_attention_backward(func_packet: Any) -> bool:
-    name = str(func_packet)
-    return "attention" in name and "backward" in name
 
 
 @contextmanager
@@ -289,11 +286,3 @@ def _restore_model_state(model: nn.Module) -> Iterator[None]:
         for param, grad in grads:
             param.grad = grad
         rng.restore()
-
-
-def _eager_mode() -> AbstractContextManager[Any]:
-    # Without torch._dynamo no module is compiled. Its import takes seconds.
-    if "torch._dynamo" not in sys.modules:
-        return nullcontext()
-    eager: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
-    return eager

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -21,23 +21,12 @@ from dtrain.device import backend_function, counts_memory, is_accelerator
 from dtrain.dist.collectives import all_gather_numbers
 from dtrain.dist.init import get_dist_info
 from dtrain.memory.device_memory import get_device_memory
-from dtrain.monitors.meter import Meter
+from dtrain.monitors.meters import Meter
 from dtrain.state import TrainState
 
 PROC, SYS = Path("/proc"), Path("/sys")
 # bytes; unit of /proc/diskstats on every disk
 _SECTOR = 512
-
-
-class HostCounters(NamedTuple):
-    """Counters since boot; None if unreadable."""
-
-    busy_ticks: float | None = None
-    total_ticks: float | None = None
-    received: float | None = None
-    sent: float | None = None
-    read: float | None = None
-    written: float | None = None
 
 
 def process_memory(pid: int | str = "self") -> tuple[int, int] | None:
@@ -56,48 +45,32 @@ def host_memory() -> tuple[int, int] | None:
     return sizes["MemTotal"] - sizes["MemAvailable"], sizes["MemTotal"]
 
 
-def read_counters() -> HostCounters:
-    """Read all counters: processor time in kernel ticks, bytes over the network, bytes of disks."""
-    busy, cpu = _cpu_ticks()
-    received, sent = _network_bytes()
-    read, written = _disk_bytes()
-    return HostCounters(busy, cpu, received, sent, read, written)
-
-
-def _cpu_ticks() -> tuple[float | None, float | None]:
-    """Read the busy ticks and all ticks, summed over cores."""
+def read_counters() -> dict[str, float]:
+    """Read the counters since boot that are readable: processor time in kernel ticks, bytes over the network and of disks."""
+    counters: dict[str, float] = {}
     for line in _read_lines("stat"):
         if line.startswith("cpu "):
             # user nice system idle iowait irq softirq steal
             ticks = [int(part) for part in line.split()[1:9]]
-            return float(sum(ticks) - ticks[3] - ticks[4]), float(sum(ticks))
-    return None, None
-
-
-def _network_bytes() -> tuple[float | None, float | None]:
-    """Read the bytes in and out over physical interfaces. A container has none: then all except loopback count."""
-    rows = {}
+            counters |= {"busy_ticks": float(sum(ticks) - ticks[3] - ticks[4]), "total_ticks": float(sum(ticks))}
+    interfaces = {}
     for line in _read_lines("net/dev"):
         name, colon, numbers = line.partition(":")
-        if colon:
+        if colon and name.strip() != "lo":
             parts = numbers.split()
-            rows[name.strip()] = (int(parts[0]), int(parts[8]))
-    rows.pop("lo", None)
-    # Bridges and bonds would count traffic twice.
-    real = {name: row for name, row in rows.items() if _exists(f"{SYS}/class/net/{name}/device")} or rows
-    if not real:
-        return None, None
-    return float(sum(row[0] for row in real.values())), float(sum(row[1] for row in real.values()))
-
-
-def _disk_bytes() -> tuple[float | None, float | None]:
-    """Read the bytes read and written by physical disks. Partitions and logical volumes would count bytes twice."""
-    read, written, any_disk = 0, 0, False
-    for line in _read_lines("diskstats"):
-        parts = line.split()
-        if len(parts) > 9 and _exists(f"{SYS}/block/{parts[2]}/device"):
-            read, written, any_disk = read + int(parts[5]), written + int(parts[9]), True
-    return (float(read * _SECTOR), float(written * _SECTOR)) if any_disk else (None, None)
+            interfaces[name.strip()] = (int(parts[0]), int(parts[8]))
+    # Bridges and bonds would count traffic twice. A container has no physical interface: then all except loopback count.
+    real = {name: row for name, row in interfaces.items() if _exists(f"{SYS}/class/net/{name}/device")} or interfaces
+    if real:
+        received, sent = zip(*real.values(), strict=True)
+        counters |= {"received": float(sum(received)), "sent": float(sum(sent))}
+    # Partitions and logical volumes would count bytes twice.
+    disks = [line.split() for line in _read_lines("diskstats")]
+    disks = [parts for parts in disks if len(parts) > 9 and _exists(f"{SYS}/block/{parts[2]}/device")]
+    if disks:
+        read, written = (sum(int(parts[column]) for parts in disks) for column in (5, 9))
+        counters |= {"read": float(read * _SECTOR), "written": float(written * _SECTOR)}
+    return counters
 
 
 def _read_sizes(name: str, *wanted: str) -> dict[str, int]:
@@ -191,25 +164,19 @@ def local_memory_stats(state: TrainState) -> dict[str, float]:
         >>> sorted(dt.monitors.local_memory_stats(SimpleNamespace(device=torch.device("cpu"))))
         ['memory/peak_rss_bytes', 'memory/rss_bytes']
     """
-    stats = _allocator_stats(state.device)
-    memory = process_memory()
-    if memory is not None:
-        stats |= {"memory/rss_bytes": float(memory[0]), "memory/peak_rss_bytes": float(memory[1])}
-    return stats
-
-
-def _allocator_stats(device: torch.device) -> dict[str, float]:
+    device, stats = state.device, dict[str, float]()
     if is_accelerator(device) and counts_memory(device.type):
         raw: dict[str, Any] = torch.accelerator.memory_stats(device)
         stats = {name: float(raw.get(key, 0)) for name, key in _ALLOCATOR_STATS.items()}
         reserved = stats["memory/reserved_bytes"]
         stats["memory/fragmentation"] = 1.0 - stats["memory/allocated_bytes"] / reserved if reserved else 0.0
-        return stats
-    memory = get_device_memory(device)
-    if memory is None:
-        return {}
-    reading = memory.read()
-    return {"memory/allocated_bytes": float(reading.live), "memory/peak_bytes": float(reading.peak)}
+    elif (counted := get_device_memory(device)) is not None:
+        reading = counted.read()
+        stats = {"memory/allocated_bytes": float(reading.live), "memory/peak_bytes": float(reading.peak)}
+    memory = process_memory()
+    if memory is not None:
+        stats |= {"memory/rss_bytes": float(memory[0]), "memory/peak_rss_bytes": float(memory[1])}
+    return stats
 
 
 _HOST_RATES = {
@@ -273,13 +240,20 @@ class _HostReader:
 
     def __init__(self) -> None:
         self._read_at = 0.0
-        self._last_counters: HostCounters | None = None
+        self._counters: dict[str, float] = {}
         self._reads_gpus = True
 
     def read(self, device: torch.device) -> dict[str, float]:
-        now, read_at, before, last_read_at = read_counters(), time.monotonic(), self._last_counters, self._read_at
-        self._last_counters, self._read_at = now, read_at
-        metrics = {} if before is None or read_at <= last_read_at else _host_rates(before, now, read_at - last_read_at)
+        counters, read_at = read_counters(), time.monotonic()
+        changes = {name: count - self._counters[name] for name, count in counters.items() if name in self._counters}
+        seconds = read_at - self._read_at
+        self._counters, self._read_at = counters, read_at
+        metrics: dict[str, float] = {}
+        if changes.get("total_ticks", 0.0) > 0:
+            metrics["system/cpu_percent"] = 100.0 * changes["busy_ticks"] / changes["total_ticks"]
+        if seconds > 0:
+            rates = {name: counter for name, counter in _HOST_RATES.items() if counter in changes}
+            metrics |= {name: max(0.0, changes[counter]) / seconds for name, counter in rates.items()}
         memory = host_memory()
         if memory is not None:
             metrics |= {"system/memory_bytes": float(memory[0]), "system/memory_percent": 100.0 * memory[0] / memory[1]}
@@ -306,22 +280,3 @@ class _HostReader:
                 stacklevel=4,
             )
             return {}
-
-
-def _host_rates(before: HostCounters, now: HostCounters, seconds: float) -> dict[str, float]:
-    """Compute the rates between two readings."""
-    rates = {}
-    if (
-        before.busy_ticks is not None
-        and now.busy_ticks is not None
-        and before.total_ticks is not None
-        and now.total_ticks is not None
-    ):
-        elapsed = now.total_ticks - before.total_ticks
-        if elapsed > 0:
-            rates["system/cpu_percent"] = 100.0 * (now.busy_ticks - before.busy_ticks) / elapsed
-    for name, field in _HOST_RATES.items():
-        first, last = getattr(before, field), getattr(now, field)
-        if first is not None and last is not None:
-            rates[name] = max(0.0, last - first) / seconds
-    return rates

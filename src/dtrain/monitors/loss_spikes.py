@@ -112,9 +112,7 @@ def watch_loss(
             if now["waiting"] == _DELAY_STEPS:
                 value = pending.read(step - _DELAY_STEPS, now["older"])
                 history = list(now["usual"].values())
-                problem = _describe_problem(value, history, factor)
-                if problem is not None:
-                    _report_problem(step - _DELAY_STEPS, value, problem, action)
+                _report_problem(step - _DELAY_STEPS, value, history, factor, action)
                 if factor is not None and math.isfinite(value):
                     history = [*history, value][-window:]
                     now = {**now, "usual": {str(index): each for index, each in enumerate(history)}}
@@ -171,15 +169,14 @@ def _global_mean(metric: Metric) -> Tensor:
     return both[0] / both[1]
 
 
-def _describe_problem(loss: float, history: Sequence[float], factor: float | None) -> str | None:
+def _report_problem(step: int, loss: float, history: Sequence[float], factor: float | None, action: str) -> None:
+    """Raise or warn if a loss is not finite or a spike."""
     if not math.isfinite(loss):
-        return "Check the batch and the learning rate, and resume from the last checkpoint."
-    if factor is not None and is_spike(loss, history, factor):
-        return f"The median of the {len(history)} losses before is {median(history):.6g}, and {factor=}."
-    return None
-
-
-def _report_problem(step: int, loss: float, problem: str, action: str) -> None:
+        problem = "Check the batch and the learning rate, and resume from the last checkpoint."
+    elif factor is not None and is_spike(loss, history, factor):
+        problem = f"The median of the {len(history)} losses before is {median(history):.6g}, and {factor=}."
+    else:
+        return
     message = f"watch_loss: the loss of step {step} was {loss:.6g}. {problem}"
     spans.record_event("loss", step=step, value=loss if math.isfinite(loss) else str(loss), problem=problem)
     if action == "raise":

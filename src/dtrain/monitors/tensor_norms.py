@@ -9,6 +9,7 @@ from typing import Literal, TypeAlias, get_args
 import torch
 from torch import Tensor
 
+from dtrain.arguments import check_choices
 from dtrain.dist.dtensor import all_reduce_partial_scalars_, local_norms, to_local
 from dtrain.errors import ConfigError
 from dtrain.schedules.durations import Duration
@@ -77,7 +78,7 @@ def norms(
     Raises:
         ConfigError: invalid ``every``, unknown ``of`` or ``by``; in a step, ``by`` returns an invalid label.
     """
-    length, kinds = Duration.parse(every), _check_kinds(of)
+    length, kinds = Duration.parse(every), frozenset(check_choices("norms", "of", of, get_args(NormKind)))
     if not callable(by) and by not in ("all", "group", "layer"):
         raise ConfigError(
             f"norms: by must be 'all', 'group', 'layer' or a function of a parameter's name, got {by!r}. "
@@ -102,13 +103,6 @@ def norms(
         return update_fn
 
     return Transform(name="norms", init=init, update=update, read_only=True)
-
-
-def _check_kinds(of: Sequence[NormKind]) -> frozenset[NormKind]:
-    known = get_args(NormKind)
-    if isinstance(of, str) or not of or any(kind not in known for kind in of):
-        raise ConfigError(f"norms: of must be a list of names from {', '.join(known)}, got {of!r}. Choose from these names.")
-    return frozenset(of)
 
 
 @dataclass(slots=True, eq=False)

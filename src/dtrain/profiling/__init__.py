@@ -15,19 +15,19 @@ from typing import TYPE_CHECKING
 from dtrain.lazy_imports import attach
 
 if TYPE_CHECKING:
-    from dtrain.profiling.driver import schedule as schedule
-    from dtrain.profiling.oom_snapshot import snapshot_on_oom as snapshot_on_oom
     from dtrain.profiling.profiler import ProfilerContext as ProfilerContext
     from dtrain.profiling.profiler import profile as profile
+    from dtrain.profiling.profiler import schedule as schedule
+    from dtrain.profiling.profiler import snapshot_on_oom as snapshot_on_oom
     from dtrain.profiling.profiler import step_profiler as step_profiler
-    from dtrain.profiling.trace.analysis import KernelBreakdown as KernelBreakdown
-    from dtrain.profiling.trace.analysis import kernel_breakdown as kernel_breakdown
-    from dtrain.profiling.trace.analysis import memory_timeline as memory_timeline
+    from dtrain.profiling.trace.diagnosis import KernelBreakdown as KernelBreakdown
     from dtrain.profiling.trace.diagnosis import TraceDiagnosis as TraceDiagnosis
     from dtrain.profiling.trace.diagnosis import TraceFinding as TraceFinding
     from dtrain.profiling.trace.diagnosis import diagnose as diagnose
-    from dtrain.profiling.trace.merge import merge_traces as merge_traces
+    from dtrain.profiling.trace.diagnosis import kernel_breakdown as kernel_breakdown
+    from dtrain.profiling.trace.diagnosis import memory_timeline as memory_timeline
     from dtrain.profiling.trace.trace_file import ProfilerTrace as ProfilerTrace
+    from dtrain.profiling.trace.trace_file import merge_traces as merge_traces
     from dtrain.profiling.trace.trace_file import read_trace as read_trace
 
 __getattr__, __dir__ = attach(__name__, __file__)

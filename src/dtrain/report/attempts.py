@@ -1,25 +1,50 @@
-"""Merge the ledgers of ranks into attempts, with lost time and outcome, and collect checkpoints and events."""
+"""Merge the ledgers of ranks into attempts, and compute outcomes, lost time, goodput, timeline, slow ranks and events."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from statistics import mean
+from statistics import mean, median
 from typing import Any
 
 import numpy as np
 
-from dtrain.report.ledger import AT, CAUSES, TOKENS, AttemptLedger, RankLedger, causes_of
-from dtrain.report.model import AttemptOutcome, AttemptReport, Column, Row
+from dtrain.arguments import format_duration
+from dtrain.report.ledger import AT, CAUSE_COLUMN, CAUSES, SAMPLES, STEP, TOKENS, WIDTH, AttemptLedger, RankLedger, causes_of
+from dtrain.report.model import (
+    AttemptOutcome,
+    AttemptReport,
+    Column,
+    GaugeSeries,
+    GoodputReport,
+    RankReport,
+    SlowRank,
+    Timeline,
+)
+from dtrain.run.run_files import Row
+from dtrain.spans import TIME_CATEGORIES
 
 # difference between clocks of two hosts, and delays of a file system
 _SKEW_S = 5.0
 # A run writes at the first step after ten seconds, but a long evaluation is one step.
 _SILENT_S = 120.0
-# characters
-_MAX_ERROR_LENGTH = 500
+MAX_CHECKPOINTS, MAX_EVENTS = 1000, 1000
+# events that every rank records
+ALL_RANK_EVENTS = {"save", "committed", "resumed", "evaluated", "stop", "desync", "early_stop"}
+# event that every rank records, several at one step
+_MODEL = "model"
+_STANDARD_KEYS = {"kind", "attempt", "at", "name", "step"}
+# characters, fields of an event, depth of data
+_MAX_TEXT, _MAX_FIELDS, _MAX_DEPTH = 500, 20, 3
+MAX_SLICES = 400
+_MAX_SLOW_RANKS = 8
+_MAX_SPANS = 100
+# smallest wait: seconds, and fraction of the time
+_MIN_WAIT_S, _MIN_WAIT_SHARE = 1.0, 0.01
+_RESTART = CAUSE_COLUMN["restart"]
+_COMPUTE = CAUSE_COLUMN["compute"]
 
 
 @dataclass(slots=True)
@@ -139,32 +164,35 @@ def attempt_reports(
     merged: list[MergedAttempt], abouts: dict[int, Row], *, started_at: float, now: float
 ) -> list[AttemptReport]:
     """Convert merged attempts to the report model."""
-    return [_attempt_report(each, abouts.get(each.number, {}), started_at, now, each is merged[-1]) for each in merged]
-
-
-def _attempt_report(each: MergedAttempt, about: Row, started_at: float, now: float, is_last: bool) -> AttemptReport:
-    ranks = each.ranks.values()
-    kept = each.kept_totals()
-    lost_s = float((each.totals() - kept)[CAUSES:].sum())
-    resumed = (event["path"] for lines in ranks for event in lines.events if event["name"] == "resumed" and "path" in event)
-    resumed_from = next((path for path in resumed if isinstance(path, str)), None)
-    return AttemptReport(
-        number=each.number,
-        at=each.begin - started_at,
-        ended_at=each.end - started_at,
-        outcome=_outcome(each, now if is_last else None),
-        error=_first_error(each),
-        first_step=each.first_step,
-        last_step=each.last_step,
-        resumed_from=resumed_from and resumed_from[:_MAX_ERROR_LENGTH],
-        world_size=world_size(each, about),
-        hosts=sorted({lines.host for lines in ranks} - {""}),
-        setup_s=mean(lines.opened_at - lines.began_at for lines in ranks),
-        lost_steps=each.last_step - each.lost_from,
-        lost_s=mean(lines.ended_at - each.lost_since(lines) for lines in ranks),
-        down_s=each.down_s,
-        by_cause=causes_of(kept) | ({"restart": lost_s} if lost_s > 0 else {}),
-    )
+    reports = []
+    for each in merged:
+        ranks, kept = each.ranks.values(), each.kept_totals()
+        lost_s = float((each.totals() - kept)[CAUSES:].sum())
+        paths = [event.get("path") for lines in ranks for event in lines.events if event["name"] == "resumed"]
+        failures = [
+            (lines.ended_at, rank, " ".join(str(lines.closed.get("error") or "no text").split())[:_MAX_TEXT])
+            for rank, lines in each.ranks.items()
+            if lines.closed and lines.closed.get("reason") == "failed"
+        ]
+        report = AttemptReport(
+            number=each.number,
+            at=each.begin - started_at,
+            ended_at=each.end - started_at,
+            outcome=_outcome(each, now if each is merged[-1] else None),
+            error="rank {1}: {2}".format(*min(failures)) if failures else None,
+            first_step=each.first_step,
+            last_step=each.last_step,
+            resumed_from=next((path[:_MAX_TEXT] for path in paths if isinstance(path, str)), None),
+            world_size=world_size(each, abouts.get(each.number, {})),
+            hosts=sorted({lines.host for lines in ranks} - {""}),
+            setup_s=mean(lines.opened_at - lines.began_at for lines in ranks),
+            lost_steps=each.last_step - each.lost_from,
+            lost_s=mean(lines.ended_at - each.lost_since(lines) for lines in ranks),
+            down_s=each.down_s,
+            by_cause=causes_of(kept) | ({"restart": lost_s} if lost_s > 0 else {}),
+        )
+        reports.append(report)
+    return reports
 
 
 def _outcome(each: MergedAttempt, now: float | None) -> AttemptOutcome:
@@ -176,18 +204,6 @@ def _outcome(each: MergedAttempt, now: float | None) -> AttemptOutcome:
         longest = float(np.diff(each.first.points[:, AT]).max(initial=0.0))
         return "running" if now is not None and now - each.end < max(_SILENT_S, 3 * longest) else "killed"
     return "stopped" if "stopped" in reasons else "done"
-
-
-def _first_error(each: MergedAttempt) -> str | None:
-    failed = [
-        (lines.ended_at, rank, str(lines.closed.get("error") or "no text"))
-        for rank, lines in each.ranks.items()
-        if lines.closed and lines.closed.get("reason") == "failed"
-    ]
-    if not failed:
-        return None
-    _, rank, text = min(failed)
-    return f"rank {rank}: {' '.join(text.split())[:_MAX_ERROR_LENGTH]}"
 
 
 def world_size(each: MergedAttempt, about: Row) -> int:
@@ -205,15 +221,6 @@ def step_moments(merged: Sequence[MergedAttempt], steps: Column) -> tuple[Column
         times[own] = each.first.at_steps(steps[own])
         tokens[own] = each.first.at_steps(steps[own], TOKENS)
     return times, np.where(tokens > 0, tokens, np.nan)
-
-
-MAX_CHECKPOINTS, MAX_EVENTS = 1000, 1000
-# events that every rank records
-ALL_RANK_EVENTS = {"save", "committed", "resumed", "evaluated", "stop", "desync", "early_stop"}
-# events that every rank records, several at one step
-_MODEL = "model"
-_STANDARD_KEYS = {"kind", "attempt", "at", "name", "step"}
-_MAX_TEXT, _MAX_FIELDS, _MAX_DEPTH = 500, 20, 3
 
 
 def checkpoint_reports(merged: Sequence[MergedAttempt], *, started_at: float) -> tuple[list[Row], int]:
@@ -290,3 +297,186 @@ def trim_data(value: Any, depth: int = _MAX_DEPTH) -> Any:
     if isinstance(value, list):
         return [trim_data(each, depth - 1) for each in value[: 10 * _MAX_FIELDS]]
     return value
+
+
+def slice_edges(merged: Sequence[MergedAttempt], most: int = MAX_SLICES) -> list[Column]:
+    """Divide each attempt into slices of about equal length, ``most`` in all, each with at least one ledger line.
+
+    A slice starts where a later attempt starts to repeat steps, and at the last line of a killed process.
+    """
+    total = sum(each.end - each.begin for each in merged) or 1.0
+    # Each attempt needs a slice of its own, for lost time, for the time after the last line, and for the time before.
+    free = most - 4 * len(merged)
+    edges = []
+    for each in merged:
+        count = max(0, min(int(free * (each.end - each.begin) / total), len(each.first.points) - 2))
+        inner = [*np.linspace(each.begin, each.end, count + 2)[1:-1], _lost_since(each), each.first.last_line_at or each.end]
+        inner = sorted({edge for edge in inner if each.begin < edge < each.end})
+        edges.append(np.array([each.begin, *inner, each.end]))
+    return edges
+
+
+def _lost_since(each: MergedAttempt) -> float:
+    return each.end if each.lost_from >= each.last_step else each.lost_since(each.first)
+
+
+# further columns of a slice, after those of a point: length, compute, attempt, completed steps at the end
+_LENGTH, _COMPUTE_S, _ATTEMPT, _END_STEP = range(WIDTH, WIDTH + 4)
+
+
+def timeline(merged: Sequence[MergedAttempt], edges: Sequence[Column], *, started_at: float) -> Timeline | None:
+    """Return wall time by category and progress in slices; None without attempts."""
+    if not merged:
+        return None
+    slices = np.vstack([_attempt_slices(each, own) for each, own in zip(merged, edges, strict=True)])
+    while len(slices) > MAX_SLICES:
+        pairs = np.add.reduceat(slices, range(0, len(slices), 2))
+        pairs[:, AT] = slices[::2, AT]
+        last = np.append(slices[1::2], slices[-1:], axis=0)[: len(pairs)]
+        pairs[:, [_ATTEMPT, _END_STEP]] = last[:, [_ATTEMPT, _END_STEP]]
+        slices = pairs
+    return Timeline(
+        at=slices[:, AT] - started_at,
+        seconds=slices[:, _LENGTH],
+        attempt=slices[:, _ATTEMPT],
+        by_cause={cause: slices[:, column] for cause, column in CAUSE_COLUMN.items() if slices[:, column].any()},
+        step=slices[:, _END_STEP],
+        compute_s=slices[:, _COMPUTE_S],
+        steps=slices[:, STEP],
+        samples=slices[:, SAMPLES],
+        tokens=slices[:, TOKENS],
+    )
+
+
+def _attempt_slices(each: MergedAttempt, edges: Column) -> Column:
+    """Return a row for each slice, and for the time before the attempt. Time in repeated steps counts as restart."""
+    slices = np.zeros((len(edges) - 1, WIDTH + 4))
+    slices[:, CAUSES:WIDTH] = np.mean([np.diff(lines.totals_at(edges), axis=0) for lines in each.ranks.values()], axis=0)[
+        :, CAUSES:
+    ]
+    totals = each.first.totals_at(edges)
+    slices[:, STEP:CAUSES] = np.diff(totals, axis=0)[:, STEP:CAUSES]
+    if each.first.last_line_at is not None:
+        slices[edges[:-1] >= each.first.last_line_at, STEP:CAUSES] = np.nan
+    slices[:, AT], slices[:, _LENGTH], slices[:, _COMPUTE_S] = edges[:-1], np.diff(edges), slices[:, _COMPUTE]
+    slices[:, _ATTEMPT], slices[:, _END_STEP] = each.number, totals[1:, STEP]
+    lost = edges[:-1] >= _lost_since(each)
+    restart_s = slices[:, CAUSES:WIDTH].sum(axis=1)
+    slices[lost, CAUSES:WIDTH] = 0.0
+    slices[lost, _RESTART] = restart_s[lost]
+    if each.down_s <= 0:
+        return slices
+    down = np.zeros((1, WIDTH + 4))
+    down[0, [AT, _LENGTH, _RESTART]] = each.begin - each.down_s, each.down_s, each.down_s
+    down[0, [_ATTEMPT, _END_STEP]] = each.number, each.first_step
+    return np.vstack([down, slices])
+
+
+def gauge_series(merged: Sequence[MergedAttempt], edges: Sequence[Column], *, started_at: float) -> dict[str, GaugeSeries]:
+    """Return the gauges over time: in each slice, the maximum over ranks and the rank with the maximum."""
+    series = {}
+    for name in sorted({name for each in merged for lines in each.ranks.values() for name in lines.gauges}):
+        columns: list[Column] = []
+        for each, own in zip(merged, edges, strict=True):
+            maxima = np.full((len(each.ranks), len(own) - 1), -np.inf)
+            for index, lines in enumerate(each.ranks.values()):
+                times, values = np.array(lines.gauges.get(name, ())).reshape(-1, 2).T
+                np.fmax.at(maxima[index], np.clip(np.searchsorted(own, times, side="right") - 1, 0, len(own) - 2), values)
+            ranks = np.array(list(each.ranks))[maxima.argmax(axis=0)]
+            columns.append(np.column_stack([(own[:-1] + own[1:]) / 2, maxima.max(axis=0), ranks]))
+        rows = np.vstack(columns)
+        rows = rows[np.isfinite(rows[:, 1])]
+        rows = rows[:: -(-len(rows) // MAX_SLICES) or 1]
+        if len(rows):
+            ranks_of_rows = rows[:, 2].astype(int).tolist()
+            series[name[:200]] = GaugeSeries(times=rows[:, 0] - started_at, values=rows[:, 1], ranks=ranks_of_rows)
+    return series
+
+
+def goodput(merged: Sequence[MergedAttempt]) -> GoodputReport | None:
+    """Compute the goodput of a run; None without attempts."""
+    if not merged:
+        return None
+    kept = np.array([each.kept_totals() for each in merged])
+    lost_s = float(sum((each.totals() - own)[CAUSES:].sum() for each, own in zip(merged, kept, strict=True)))
+    repeated_setup_s = float(kept[1:, CAUSE_COLUMN["setup"]].sum())
+    down_s = sum(each.down_s for each in merged)
+    seconds = kept.sum(axis=0)
+    seconds[CAUSE_COLUMN["setup"]] -= repeated_setup_s
+    seconds[_RESTART] += down_s + repeated_setup_s + lost_s
+    # Concurrent attempts have no order, so the minimum and maximum over attempts are used.
+    total_s = max(each.end for each in merged) - min(each.begin for each in merged)
+    # Ranks start and end at different moments, and a killed rank does not record its last seconds.
+    seconds[CAUSE_COLUMN["other"]] += max(0.0, total_s - seconds[CAUSES:].sum())
+    productive_s = float(seconds[_COMPUTE])
+    return GoodputReport(
+        total_s=total_s,
+        productive_s=productive_s,
+        share=min(1.0, productive_s / total_s) if total_s > 0 else 0.0,
+        by_cause=causes_of(seconds),
+        down_s=down_s,
+        repeated_setup_s=repeated_setup_s,
+        lost_s=lost_s,
+    )
+
+
+def rank_reports(merged: Sequence[MergedAttempt]) -> list[RankReport]:
+    """Return the time of each rank."""
+    reports = []
+    for rank in sorted({rank for each in merged for rank in each.ranks}):
+        ledgers = [each.ranks[rank] for each in merged if rank in each.ranks]
+        spans: dict[str, tuple[int, float, str]] = {}
+        for lines in ledgers:
+            for name, (count, seconds, column) in list(lines.spans.items())[:_MAX_SPANS]:
+                known = spans.get(name, (0, 0.0, ""))
+                spans[name] = (int(count) + known[0], seconds + known[1], TIME_CATEGORIES[column - CAUSES])
+        by_cause = causes_of(np.sum([lines.totals for lines in ledgers], axis=0))
+        reports.append(RankReport(rank=rank, host=ledgers[-1].host, by_cause=by_cause, by_span=spans))
+    return reports
+
+
+def slowest_ranks(ranks: Sequence[RankReport]) -> list[SlowRank]:
+    """Return the ranks that others waited for, worst first.
+
+    A late rank waits least, because the other ranks have arrived already. So a straggler is the rank with the least ``stall``,
+    and the category of its extra time is the reason.
+    """
+    times = [sum(each.by_cause.values()) for each in ranks]
+    if len(ranks) < 2 or min(times) <= 0:
+        return []
+    shares: list[dict[str, float]] = [
+        {cause: each.by_cause.get(cause, 0.0) / time for cause in TIME_CATEGORIES}
+        for each, time in zip(ranks, times, strict=True)
+    ]
+    stalls = [share["stall"] for share in shares]
+    # For two ranks, the median would be half of the wait.
+    usual = max(stalls) if len(ranks) == 2 else median(stalls)
+    slow_ranks = []
+    for index, (each, time) in enumerate(zip(ranks, times, strict=True)):
+        waited_s = (usual - stalls[index]) * time
+        if waited_s > max(_MIN_WAIT_S, _MIN_WAIT_SHARE * time):
+            others = shares[:index] + shares[index + 1 :]
+            slow_ranks.append(_describe_slow_rank(each, waited_s, time, shares[index], others))
+    return sorted(slow_ranks, key=lambda slow: -slow.waited_for_s)[:_MAX_SLOW_RANKS]
+
+
+def _describe_slow_rank(
+    each: RankReport, waited_s: float, time: float, share: Mapping[str, float], others: Sequence[Mapping[str, float]]
+) -> SlowRank:
+    usual = {cause: median([other[cause] for other in others]) for cause in share if cause != "stall"}
+    more = {cause: (share[cause] - seconds) * time for cause, seconds in usual.items()}
+    most = max(more, key=more.__getitem__)
+    known = more[most] > 0
+    name = f"rank {each.rank}{f' on {each.host}' if each.host else ''}"
+    text = f"{name} waited for others {format_duration(waited_s)} less than they did: they waited for it"
+    if known:
+        text += f"; it spent {format_duration(more[most])} more than they on {most}"
+    return SlowRank(
+        rank=each.rank,
+        host=each.host,
+        stall_s=each.by_cause.get("stall", 0.0),
+        waited_for_s=waited_s,
+        most=most if known else None,
+        most_s=max(0.0, more[most]),
+        text=text,
+    )

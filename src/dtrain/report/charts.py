@@ -19,7 +19,7 @@ import numpy as np
 
 from dtrain.arguments import format_count
 from dtrain.report.metric_table import downsample
-from dtrain.report.model import AttemptReport, Column, MetricSeries, Report, RunReport
+from dtrain.report.model import Column, MetricSeries, Report, RunReport
 from dtrain.report.results import metric_label
 
 Chart = dict[str, Any]
@@ -49,6 +49,7 @@ _NON_FINITE_MARKS = (("\u00d7", "NaN", np.isnan), ("▲", "+inf", np.isposinf), 
 # strokes and gaps of the lines of a chart, in pixels
 _DASHES = ("", "6 3", "2 3", "6 3 2 3", "10 4", "10 4 2 4", "5 2", "2 6")
 _GRADIENT_NORMS = ("grad_norm", "norm/grad")
+_SPEED_AND_MEMORY = ("speed/", "throughput/", "memory/", "mem/")
 _OUTCOMES = {"done": "was done", "stopped": "was stopped", "failed": "failed", "killed": "was killed", "running": "ran"}
 
 
@@ -63,40 +64,25 @@ def chart_key(title: str, used: Iterable[str]) -> str:
 
 def metric_charts(report: Report) -> tuple[dict[str, Chart], int]:
     """Build the charts of metrics, losses first, one line per run. Return also the number of metrics without a chart."""
-    names = [name for name in metric_names(report) if not _is_speed(name)]
-    groups = [(name, [name]) for name in names] if len(names) <= MAX_SINGLE_CHARTS else group_metrics(names)
-    groups = _merge_gradient_norms(groups)
+    names = [name for name in metric_names(report) if not name.startswith(_SPEED_AND_MEMORY)]
+    groups = {name: [name] for name in names} if len(names) <= MAX_SINGLE_CHARTS else dict(group_metrics(names))
+    # The norm that a clip logs and the norm that a monitor logs share a chart.
+    if all(groups.get(name) == [name] for name in _GRADIENT_NORMS):
+        groups[_GRADIENT_NORMS[0]] += groups.pop(_GRADIENT_NORMS[1])
+    titled = list(groups.items())
     charts: dict[str, Chart] = {}
-    for title, group in groups[:MAX_METRIC_CHARTS]:
+    for title, group in titled[:MAX_METRIC_CHARTS]:
         smooth = any("loss" in name.lower() or "perplexity" in name.lower() for name in group)
-        lines = [
-            (run_label(report, run, name if len(group) > 1 or len(report.runs) == 1 else ""), run.series[name])
-            for name in group
-            for run in report.runs
-            if name in run.series
-        ]
-        charts[chart_key(title, charts)] = _line_chart(report, title, lines, metric_unit(group[0]), smooth=smooth)
+        charts[chart_key(title, charts)] = _line_chart(report, title, group, smooth=smooth)
     if not charts:
-        charts["chart-loss"] = _line_chart(report, "Loss", [], "", text="no metric was logged")
-    return charts, sum(len(group) for _, group in groups[MAX_METRIC_CHARTS:])
-
-
-def _merge_gradient_norms(groups: list[tuple[str, list[str]]]) -> list[tuple[str, list[str]]]:
-    """Put the norm that a clip logs and the norm that a monitor logs into one chart."""
-    merged = dict(groups)
-    if all(merged.get(name) == [name] for name in _GRADIENT_NORMS):
-        merged[_GRADIENT_NORMS[0]] += merged.pop(_GRADIENT_NORMS[1])
-    return list(merged.items())
+        charts["chart-loss"] = _line_chart(report, "Loss", [], text="no metric was logged")
+    return charts, sum(len(group) for _, group in titled[MAX_METRIC_CHARTS:])
 
 
 def metric_names(report: Report) -> list[str]:
     """Return the metrics of all runs: ``loss`` first, then names ending in ``loss``, then by name."""
     names = {name for run in report.runs for name in run.series}
     return sorted(names, key=lambda name: (name != "loss", not name.endswith("loss"), name))
-
-
-def _is_speed(name: str) -> bool:
-    return name.startswith(("speed/", "throughput/", "memory/", "mem/"))
 
 
 def metric_unit(name: str) -> str:
@@ -141,12 +127,7 @@ def speed_charts(report: Report) -> dict[str, Chart]:
     for name in names:
         base = name.removesuffix("/compute").removesuffix("_per_device")
         if not unit or base not in {f"speed/{each}_per_s" for each in ("tokens", "samples", "steps")}:
-            series = [
-                (run_label(report, run, name if len(report.runs) == 1 else ""), run.series[name])
-                for run in report.runs
-                if name in run.series
-            ]
-            charts[chart_key(name, charts)] = _line_chart(report, name, series, metric_unit(name), zero=True)
+            charts[chart_key(name, charts)] = _line_chart(report, name, [name], zero=True)
     charts["chart-memory"] = _memory_chart(report)
     return charts
 
@@ -206,7 +187,7 @@ def _time_chart(report: Report, run: RunReport) -> Chart:
     traces: list[Trace] = []
     edges: list[float | int | None] = []
     if slices is not None:
-        edges = _over_time(report, np.append(slices.at, slices.at[-1] + slices.seconds[-1]))
+        edges = _over(report, {"time": np.append(slices.at, slices.at[-1] + slices.seconds[-1])})["time"]
         for cause in [cause for cause in CAUSE_PATTERNS if cause in slices.by_cause]:
             shares = np.divide(slices.by_cause[cause], slices.seconds, out=np.zeros(len(slices.at)), where=slices.seconds > 0)
             traces.append({"kind": "area", "name": cause, "color": cause, "y": [_round(100 * x, 4) for x in shares.tolist()]})
@@ -246,33 +227,31 @@ def _checkpoint_chart(report: Report, run: RunReport, title: str, unit: str, fie
     return _chart(report, title, traces, unit=unit, zero=True, text=known)
 
 
-def _line_chart(
-    report: Report, title: str, lines: Sequence[tuple[str, MetricSeries]], unit: str, *, text: str = "", **options: bool
-) -> Chart:
-    """Build a chart of metrics. Non-finite values are marks at the edge."""
+def _line_chart(report: Report, title: str, names: Sequence[str], *, text: str = "", **options: bool) -> Chart:
+    """Build a chart of metrics, one line per metric and run. Non-finite values are marks at the edge."""
     points = max(20, _MAX_POINTS // max(1, sum(len(run.series) for run in report.runs)))
-    scale, unit = _scale(unit, (series.values for _, series in lines))
+    has_names = len(names) > 1 or len(report.runs) == 1
+    lines = [
+        (run_label(report, run, name if has_names else ""), run.series[name])
+        for name in names
+        for run in report.runs
+        if name in run.series
+    ]
+    scale, unit = _scale(metric_unit(names[0]) if names else "", (series.values for _, series in lines))
     traces: list[Trace] = []
     marks: list[Trace] = []
     title = metric_label(title)
     for index, (name, series) in enumerate(lines):
-        values = _drawable(series.values)
+        values, over = _drawable(series.values), _coordinates(series)
         chosen = thin_points(values, points)
-        over = {axis: column[chosen] for axis, column in _coordinates(series).items()}
         if np.isfinite(values).any():
-            traces.append(_line(report, name, over, values[chosen] / scale, index))
+            own = {axis: column[chosen] for axis, column in over.items()}
+            traces.append(_line(report, name, own, values[chosen] / scale, index))
         for symbol, label, matches in _NON_FINITE_MARKS:
             if (found := matches(values)).any():
-                over = {axis: column[found] for axis, column in _coordinates(series).items()}
-                marks.append(
-                    {
-                        "kind": "edge",
-                        "name": label if len(lines) == 1 else f"{name}: {label}",
-                        "symbol": symbol,
-                        "color": "alarm",
-                        "over": _over(report, over),
-                    }
-                )
+                mark = {"kind": "edge", "name": label if len(lines) == 1 else f"{name}: {label}", "symbol": symbol}
+                own = {axis: column[found] for axis, column in over.items()}
+                marks.append(mark | {"color": "alarm", "over": _over(report, own)})
     text = text or f"no finite value of {title} was logged"
     return _chart(report, title, traces, marks, unit=unit, text=text, **options)
 
@@ -297,12 +276,11 @@ def _line(report: Report, name: str, over: Mapping[str, Column], values: Column,
 
 def _over(report: Report, over: Mapping[str, Column]) -> dict[str, list[float | int | None]]:
     return {
-        axis: _over_time(report, xs) if axis == "time" else [_round(x, 9) for x in xs.tolist()] for axis, xs in over.items()
+        axis: [_round(x, 7) for x in (xs / _time_scale(report)[0]).tolist()]
+        if axis == "time"
+        else [_round(x, 9) for x in xs.tolist()]
+        for axis, xs in over.items()
     }
-
-
-def _over_time(report: Report, times: Column) -> list[float | int | None]:
-    return [_round(time_s, 7) for time_s in (times / _time_scale(report)[0]).tolist()]
 
 
 def _chart(
@@ -318,24 +296,26 @@ def _chart(
 ) -> Chart:
     """Build a chart of lines with rules at restarts. Lines of one point each are a text."""
     if lines and not marks and max(len(line["y"]) for line in lines) == 1:
-        text, lines = _describe_points(lines, unit) or text, []
+        points = [(line["name"], line["y"][0], line.get("over", {}).get("steps")) for line in lines]
+        texts = [
+            f"{name} {value:,}{f' {unit}' if unit else ''}{f' at step {steps[0]:,}' if steps else ''}"
+            for name, value, steps in points
+            if value is not None
+        ]
+        text, lines = ", ".join(texts) or text, []
     traces = [*lines, *marks]
     chart = {"title": title, "text": text, "data": traces, "unit": unit, "zero": zero, "smooth": smooth}
     chart["axes"] = [axis for axis in AXES if any(axis in trace.get("over", ()) for trace in traces)]
     chart["timeTitle"] = f"time ({_time_scale(report)[1]})"
     if len(report.runs) != 1:
         return chart
-    restarts = list(pairwise(report.runs[0].attempts))
-    places = [{"steps": each.first_step, "time": each.at} for _, each in restarts]
-    return _with_rules(report, chart, "restart", "quiet", places, [_restart_text(*pair) for pair in restarts])
-
-
-def _describe_points(lines: Sequence[Trace], unit: str) -> str:
-    points = [(line["name"], line["y"][0], line.get("over", {}).get("steps")) for line in lines if line["y"][0] is not None]
-    return ", ".join(
-        f"{name} {value:,}{f' {unit}' if unit else ''}{f' at step {steps[0]:,}' if steps else ''}"
-        for name, value, steps in points
-    )
+    places, restarts = [], []
+    for before, attempt in pairwise(report.runs[0].attempts):
+        places.append({"steps": attempt.first_step, "time": attempt.at})
+        lost = f", {format_count(before.lost_steps, 'repeated step')}" if before.lost_steps else ""
+        outcome = f"attempt {before.number} {_OUTCOMES[before.outcome]}{lost}"
+        restarts.append(f"attempt {attempt.number} began at step {attempt.first_step} after {outcome}")
+    return _with_rules(report, chart, "restart", "quiet", places, restarts)
 
 
 def _with_rules(
@@ -347,12 +327,6 @@ def _with_rules(
     over = _over(report, {axis: np.array([place[axis] for place in places], dtype=float) for axis in places[0]})
     trace = {"kind": "rule", "name": name, "color": color, "over": over, "texts": list(texts)}
     return chart | {"data": [*chart["data"], trace]}
-
-
-def _restart_text(before: AttemptReport, attempt: AttemptReport) -> str:
-    lost = f", {format_count(before.lost_steps, 'repeated step')}" if before.lost_steps else ""
-    outcome = f"attempt {before.number} {_OUTCOMES[before.outcome]}{lost}"
-    return f"attempt {attempt.number} began at step {attempt.first_step} after {outcome}"
 
 
 def _time_scale(report: Report) -> tuple[float, str]:

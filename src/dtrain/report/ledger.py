@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from dtrain.report.model import Column, Row
+from dtrain.report.model import Column
+from dtrain.run.run_files import Row
 from dtrain.spans import OTHER, TIME_CATEGORIES, category_of
 
 # Columns of a point: time, completed steps, samples, tokens, and seconds of each category.

@@ -11,13 +11,11 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from dtrain.report.model import Column, MetricSeries, Row
-from dtrain.run_layout import STEP, TIME, is_rewind, step_from_record
+from dtrain.report.model import Column, MetricSeries
+from dtrain.run.run_files import NON_FINITE, STEP, TIME, Row, is_rewind, step_from_record
 
 # metrics, and characters of a name
 _MAX_NAMES, _MAX_NAME_LENGTH = 2000, 200
-# texts of the JSONL logger
-_NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 Ledger = Callable[[Column], tuple[Column, Column]]
 """Function from steps to their times since 1970 and token counts in the ledgers; NaN if unknown."""
@@ -91,8 +89,7 @@ class MetricTable:
         column.extend((step, time, number))
 
     def _drop_repeated(self, step: int, row: Row) -> None:
-        logged = (((name,), self._columns[name][-3]) for name in row if self._columns.get(name))
-        if not is_rewind(step, row, logged):
+        if not is_rewind(step, row, {name: column[-3] for name in row if (column := self._columns.get(name))}):
             return
         at = bisect_right(self._resumes, step - 1)
         first_repeated = self._resumes[at - 1] if at else step - 1
@@ -127,14 +124,14 @@ def to_number(value: object) -> float | None:
     if isinstance(value, float):
         return value
     if isinstance(value, str):
-        return _NON_FINITE.get(value)
+        return NON_FINITE.get(value)
     if not isinstance(value, int):
         return None
     return float(value) if abs(value) < 1e308 else math.copysign(math.inf, value)
 
 
 MAX_POINTS = 1000
-_MAX_NON_FINITE = 200
+_MAXNON_FINITE = 200
 # points of all series: a larger page opens slowly
 _MAX_TOTAL_POINTS = 150_000
 
@@ -151,7 +148,7 @@ def make_series(rows: Column, *, started_at: float, ledger: Ledger, points: int 
     values = rows[:, 2]
     finite = np.flatnonzero(np.isfinite(values))
     other = np.flatnonzero(~np.isfinite(values))
-    shown = other[np.linspace(0, len(other) - 1, min(len(other), _MAX_NON_FINITE)).astype(int)]
+    shown = other[np.linspace(0, len(other) - 1, min(len(other), _MAXNON_FINITE)).astype(int)]
     chosen = rows[np.union1d(finite[downsample(values[finite], points)], shown)]
     steps, times = chosen[:, 0], chosen[:, 1]
     ledger_times, tokens = ledger(steps)

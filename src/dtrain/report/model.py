@@ -15,10 +15,11 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from dtrain.run.run_files import Row
+
 FORMAT = 2
 """Version of the output of ``to_json``. Raised if readers must change."""
 
-Row = dict[str, Any]
 Column = NDArray[np.float64]
 AttemptOutcome = Literal["done", "stopped", "failed", "killed", "running"]
 """Outcome of an attempt. ``killed``: the attempt wrote no end and has been silent for long."""

@@ -1,45 +1,66 @@
-"""Read run folders into a report, and describe missing or damaged parts."""
+"""Read run folders into a report, and describe missing or damaged parts. ``LiveRun`` follows the files of a running job."""
 
 from __future__ import annotations
 
 import gc
-import json
 import math
 import re
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from time import time
 from typing import Any
 
-from dtrain import run_layout
+import numpy as np
+
 from dtrain.arguments import format_count
 from dtrain.errors import ConfigError
 from dtrain.report.attempts import (
+    ALL_RANK_EVENTS,
     MergedAttempt,
     attempt_reports,
     checkpoint_reports,
+    gauge_series,
+    goodput,
     merge_attempts,
+    rank_reports,
     run_events,
+    slice_edges,
+    slowest_ranks,
     step_moments,
+    timeline,
     trim_data,
     world_size,
 )
-from dtrain.report.goodput import gauge_series, goodput, rank_reports, slice_edges, slowest_ranks, timeline
-from dtrain.report.jsonl_reader import JsonlReader
-from dtrain.report.ledger import RankLedger
-from dtrain.report.metric_table import MetricTable, make_series, points_per_series
-from dtrain.report.model import MetricSeries, Report, Row, RunReport
+from dtrain.report.ledger import AT, CAUSE_COLUMN, CAUSES, SAMPLES, STEP, TOKENS, WIDTH, AttemptLedger, RankLedger
+from dtrain.report.metric_table import MetricTable, make_series, points_per_series, to_number
+from dtrain.report.model import Column, MetricSeries, Report, RunReport
+from dtrain.run import run_files
+from dtrain.run.run_files import (
+    FORMAT,
+    TIME,
+    JsonlReader,
+    Row,
+    attempt_files,
+    flatten,
+    ledger_files,
+    metrics_files,
+    read_attempt,
+    step_from_record,
+)
 
-_METRICS_FILE = re.compile(r"(metrics[^/]*\.jsonl)(?:\.(\d{1,9}))?")
 _MAX_HINTS = 5
 # lines of one kind
 _MAX_PROBLEMS = 12
-_MAX_FILE_BYTES = 4 << 20
 _MAX_DIFFERENCES = 200
-_TIME_FIELDS = ("format", "attempt", "pid", "started_at", "time", "at")
+# facts that differ between all attempts
+_TIMES = re.compile(r"(^|\.)(format|attempt|pid|time|at|[^.]*_at)(\.|$)")
 _MAX_METADATA_DEPTH = 6
+# window of current rates: a few ledger lines
+_WINDOW_S = 60.0
+_MAX_EVENTS = 200
+_SHOWN_CAUSES = ("compute", "data", "stall", "checkpoint")
 
 
 def read_report(folders: Sequence[str | Path], *, version: str, now: float | None = None) -> Report:
@@ -79,17 +100,11 @@ def read_run(folder: str | Path, *, now: float) -> RunReport:
     """
     path = Path(folder)
     _check_is_run(path, str(folder))
-    with _gc_paused():
-        return _read_run(path, str(folder), now)
-
-
-@contextmanager
-def _gc_paused() -> Iterator[None]:
-    """Pause the garbage collector: collection would take a fifth of the time, and the millions of objects have no cycles."""
+    # Collection would take a fifth of the time, and the millions of objects have no cycles.
     was_enabled = gc.isenabled()
     gc.disable()
     try:
-        yield
+        return _read_run(path, str(folder), now)
     finally:
         if was_enabled:
             gc.enable()
@@ -97,7 +112,10 @@ def _gc_paused() -> Iterator[None]:
 
 def _read_run(path: Path, folder: str, now: float) -> RunReport:
     abouts, missing = _read_attempt_files(path)
-    ledgers, ledger_problems = _read_ledgers(path)
+    ledgers, ledger_problems = [], list[str]()
+    for rank, file in ledger_files(path).items():
+        ledgers.append(RankLedger(rank))
+        ledger_problems += _read_file(file, path, ledgers[-1], "line of a ledger")
     resumes = [lines.first_step for ledger in ledgers[:1] for lines in ledger.attempts.values() if lines.has_lines]
     metrics, metrics_problems = _read_metrics(path, [step for step in resumes if step > 0], has_ledger=bool(ledgers))
     merged, anomalies = merge_attempts(ledgers, [end for each in metrics.values() for end in each.ends_before_resume])
@@ -105,13 +123,23 @@ def _read_run(path: Path, folder: str, now: float) -> RunReport:
     if not abouts:
         missing.append("no file about an attempt: settings, versions and the command are not known")
     missing += metrics_problems
-    started_at = min((each.begin for each in merged), default=None)
-    if started_at is None:
-        started_at = _guess_start_time(metrics, abouts)
+    starts = [each.begin for each in merged]
+    # Without a ledger, the first record of metrics is close to the start.
+    if not starts:
+        times: list[Any] = [about.get("started_at") for about in abouts.values()]
+        times += [float(rows[0, 1]) for table in metrics.values() for rows in table.columns().values()]
+        starts = [float(at) for at in times if isinstance(at, int | float) and math.isfinite(at) and at > 0]
+    started_at = min(starts, default=None)
     origin = started_at or 0.0
     series = _build_series(metrics, merged, origin)
     ends = [each.end - origin for each in merged] + [float(each.times[-1]) for each in series.values() if len(each.times)]
     edges, ranks = slice_edges(merged), rank_reports(merged)
+    facts = {
+        number: {name: value for name, value in flatten(about) if value != {} and not _TIMES.search(name)}
+        for number, about in abouts.items()
+    }
+    names = sorted({name for each in facts.values() for name in each})
+    changed = [name for name in names if len({repr(each.get(name)) for each in facts.values()}) > 1]
     checkpoints, checkpoint_count = checkpoint_reports(merged, started_at=origin)
     events, counts = run_events(merged, started_at=origin)
     return RunReport(
@@ -131,7 +159,7 @@ def _read_run(path: Path, folder: str, now: float) -> RunReport:
         events=events,
         event_counts=counts,
         about=abouts,
-        differences=_attempt_differences(abouts),
+        differences={name: {number: each.get(name) for number, each in facts.items()} for name in changed[:_MAX_DIFFERENCES]},
         missing=missing,
     )
 
@@ -158,26 +186,8 @@ def _check_is_run(path: Path, name: str) -> None:
     raise ConfigError(f"{prefix} has no ledger, no metrics.jsonl and no attempts. {hint}")
 
 
-def ledger_files(folder: Path) -> dict[int, Path]:
-    """Return the ledgers by rank."""
-    paths = [path for path in (folder / run_layout.LEDGER).glob("*.jsonl") if path.is_file()]
-    ranks = [(run_layout.parse_rank(path.name), path) for path in paths]
-    return dict(sorted((rank, path) for rank, path in ranks if rank is not None))
-
-
-def metrics_files(folder: Path) -> dict[str, list[Path]]:
-    """Return the metrics files, each with its rotated files, oldest first. The file of the loop comes first."""
-    parts: dict[str, list[tuple[int, Path]]] = {}
-    for path in folder.glob("metrics*.jsonl*"):
-        if (match := _METRICS_FILE.fullmatch(path.name)) and path.is_file():
-            parts.setdefault(match[1], []).append((-int(match[2] or 0), path))
-    names = sorted(parts, key=lambda name: (name != run_layout.METRICS, name))
-    return {name: [path for _, path in sorted(parts[name])] for name in names}
-
-
 def _is_run(folder: Path) -> bool:
-    abouts = (run_layout.parse_attempt(path.name) is not None for path in (folder / run_layout.ATTEMPTS).glob("*.json"))
-    return bool(ledger_files(folder) or metrics_files(folder) or any(abouts))
+    return bool(ledger_files(folder) or metrics_files(folder) or attempt_files(folder))
 
 
 def _read_file(path: Path, folder: Path, into: RankLedger | MetricTable, kind: str) -> list[str]:
@@ -185,9 +195,8 @@ def _read_file(path: Path, folder: Path, into: RankLedger | MetricTable, kind: s
     lines, malformed, name = JsonlReader(path), into.malformed, path.relative_to(folder).as_posix()
     problems = []
     try:
-        for rows in lines.read_batches():
+        for rows in lines.read_batches(whole_file=True):
             into.add(rows)
-        into.add(lines.read_last_line())
     except OSError as error:
         problems.append(f"{path.name}: cannot be read: {error.strerror or error}")
     if lines.unreadable:
@@ -195,15 +204,6 @@ def _read_file(path: Path, folder: Path, into: RankLedger | MetricTable, kind: s
     if malformed := into.malformed - malformed:
         problems.append(f"{name}: {format_count(malformed, 'line')} {'is' if malformed == 1 else 'are'} no {kind}")
     return problems
-
-
-def _read_ledgers(folder: Path) -> tuple[list[RankLedger], list[str]]:
-    ledgers: list[RankLedger] = []
-    problems: list[str] = []
-    for rank, path in ledger_files(folder).items():
-        ledgers.append(RankLedger(rank))
-        problems += _read_file(path, folder, ledgers[-1], "line of a ledger")
-    return ledgers, problems
 
 
 def _read_metrics(folder: Path, resumes: list[int], *, has_ledger: bool) -> tuple[dict[str, MetricTable], list[str]]:
@@ -272,51 +272,18 @@ def _read_attempt_files(folder: Path) -> tuple[dict[int, Row], list[str]]:
     """Read the files of attempts by number, and list the problems."""
     contents: dict[int, Row] = {}
     problems = []
-    for path in sorted((folder / run_layout.ATTEMPTS).glob("*.json")):
-        number, where = run_layout.parse_attempt(path.name), f"{run_layout.ATTEMPTS}/{path.name[:100]}"
-        if number is None:
-            continue
+    for number, path in attempt_files(folder).items():
+        where = path.relative_to(folder).as_posix()[:100]
         try:
-            if path.stat().st_size > _MAX_FILE_BYTES:
-                raise ValueError(f"it has more than {_MAX_FILE_BYTES >> 20} MiB")
-            about = json.loads(path.read_bytes())
-            if not isinstance(about, dict):
-                raise ValueError("it is no object")
-        except (OSError, ValueError, RecursionError) as error:
+            about = read_attempt(path)
+        except (OSError, ValueError) as error:
             problems.append(f"{where}: cannot be read: {' '.join(str(error).split())[:200]}")
             continue
         version = about.get("format")
-        if isinstance(version, int) and version > run_layout.FORMAT:
-            problems.append(
-                f"{where}: written by a newer version (format {version}, this reads {run_layout.FORMAT}): there may be more"
-            )
+        if isinstance(version, int) and version > FORMAT:
+            problems.append(f"{where}: written by a newer version (format {version}, this reads {FORMAT}): there may be more")
         contents[number] = trim_data(about, _MAX_METADATA_DEPTH)
     return contents, problems
-
-
-def _attempt_differences(abouts: Mapping[int, Row]) -> dict[str, dict[int, Any]]:
-    """Return the facts that differ between attempts, without times and process ids."""
-    flat = {number: dict(_flatten(about)) for number, about in abouts.items()}
-    names = sorted({name for each in flat.values() for name in each})
-    changed = [name for name in names if len({repr(each.get(name)) for each in flat.values()}) > 1]
-    return {name: {number: each.get(name) for number, each in flat.items()} for name in changed[:_MAX_DIFFERENCES]}
-
-
-def _flatten(value: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
-    for name, each in value.items():
-        if name in _TIME_FIELDS or name.endswith("_at"):
-            continue
-        if isinstance(each, dict):
-            yield from _flatten(each, f"{before}{name}.")
-        else:
-            yield f"{before}{name}", each
-
-
-def _guess_start_time(metrics: dict[str, MetricTable], abouts: dict[int, Row]) -> float | None:
-    """Guess the start of a run without a ledger."""
-    times = [about.get("started_at") for about in abouts.values()]
-    times += [float(rows[0, 1]) for table in metrics.values() for rows in table.columns().values()]
-    return min((float(at) for at in times if isinstance(at, int | float) and math.isfinite(at) and at > 0), default=None)
 
 
 def _build_series(metrics: dict[str, MetricTable], merged: list[MergedAttempt], origin: float) -> dict[str, MetricSeries]:
@@ -330,3 +297,167 @@ def _build_series(metrics: dict[str, MetricTable], merged: list[MergedAttempt], 
                 rows, started_at=origin, ledger=lambda steps: step_moments(merged, steps), points=points
             )
     return series
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankSnapshot:
+    """Rank in its newest attempt.
+
+    Args:
+        rank: number of the rank.
+        host: host name.
+        step: number of completed steps.
+        age_s: seconds since the last line.
+        shares: fractions of the last minute by category.
+        rss_bytes: memory of the process; None if unknown.
+        closed: outcome; None while running.
+    """
+
+    rank: int
+    host: str
+    step: int
+    age_s: float
+    shares: dict[str, float]
+    rss_bytes: float | None
+    closed: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSnapshot:
+    """Run at one moment.
+
+    Args:
+        attempt: newest attempt; 0 before the first.
+        step: number of completed steps.
+        seconds: time since the start of the newest attempt.
+        metrics: newest value of each metric.
+        steps_per_s: rate of the last minute; None without a count.
+        samples_per_s: rate of the last minute; None without a count.
+        tokens_per_s: rate of the last minute; None without a count.
+        goodput: compute fraction of the newest attempt, mean over ranks; None without a ledger.
+        ranks: ranks of the newest attempt.
+        events: events in order: time, rank and line.
+        unreadable: number of unreadable lines.
+    """
+
+    attempt: int
+    step: int
+    seconds: float
+    metrics: dict[str, float]
+    steps_per_s: float | None
+    samples_per_s: float | None
+    tokens_per_s: float | None
+    goodput: float | None
+    ranks: list[RankSnapshot]
+    events: list[tuple[float, int, Row]]
+    unreadable: int
+
+    @property
+    def has_ended(self) -> bool:
+        """True if every rank has ended."""
+        return bool(self.ranks) and all(each.closed for each in self.ranks)
+
+
+class LiveRun:
+    """Reader of the folder of a run, which may not exist yet."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._ledgers: dict[int, tuple[RankLedger, JsonlReader]] = {}
+        self._metrics: JsonlReader = JsonlReader(folder / run_files.METRICS)
+        self._metrics_inode: int | None = None
+        self._latest_metrics: dict[str, float] = {}
+        self._step, self._step_at = 0, math.nan
+        self._events: deque[tuple[float, int, Row]] = deque(maxlen=_MAX_EVENTS)
+        self._reported_events: dict[tuple[int, int], int] = {}
+
+    def refresh(self, now: float) -> RunSnapshot:
+        """Read new lines and return the current state.
+
+        Args:
+            now: seconds since 1970.
+        """
+        for rank, path in ledger_files(self._folder).items():
+            if rank not in self._ledgers:
+                self._ledgers[rank] = RankLedger(rank), JsonlReader(path)
+        for ledger, lines in self._ledgers.values():
+            for rows in _read_new_rows(lines):
+                ledger.add(rows)
+        self._read_metrics()
+        return self._snapshot(now)
+
+    def _read_metrics(self) -> None:
+        try:
+            identity = self._metrics.path.stat().st_ino
+        except OSError:
+            return
+        # After a rotation, the path is a new file.
+        if identity != self._metrics_inode:
+            self._metrics, self._metrics_inode = JsonlReader(self._metrics.path), identity
+        for rows in _read_new_rows(self._metrics):
+            for row in rows:
+                if (step := step_from_record(row)) is not None:
+                    self._step, self._step_at = step, to_number(row.get(TIME)) or math.nan
+                named = ((name, to_number(value)) for name, value in row.items() if name not in (run_files.STEP, TIME))
+                self._latest_metrics |= {name: value for name, value in named if value is not None}
+
+    def _snapshot(self, now: float) -> RunSnapshot:
+        newest = max((number for ledger, _ in self._ledgers.values() for number in ledger.attempts), default=0)
+        current = {
+            rank: lines
+            for rank, (ledger, _) in sorted(self._ledgers.items())
+            if (lines := ledger.attempts.get(newest)) is not None and lines.has_lines
+        }
+        for rank, lines in current.items():
+            seen = self._reported_events.get((rank, newest), 0)
+            new = (event for event in lines.events[seen:] if rank == min(current) or event["name"] not in ALL_RANK_EVENTS)
+            self._events.extend((event["at"], rank, event) for event in new)
+            self._reported_events[rank, newest] = len(lines.events)
+        begin = min((lines.began_at for lines in current.values()), default=now)
+        ends = max((lines.ended_at for lines in current.values()), default=now)
+        # Metrics may be newer than the ledger, which is written at intervals.
+        logged = [self._step] if not current or self._step_at >= begin else []
+        ended = bool(current) and all(lines.closed for lines in current.values())
+        changes = {}
+        for rank, lines in current.items():
+            before, after = lines.totals_at([max(lines.ended_at - _WINDOW_S, lines.began_at), lines.ended_at])
+            changes[rank] = np.asarray(after - before)
+        first_change = next(iter(changes.values()), np.zeros(WIDTH))
+        seconds, steps, samples, tokens = first_change[[AT, STEP, SAMPLES, TOKENS]].tolist()
+        spent = [lines.totals[CAUSES:] for lines in current.values()]
+        shares = [float(each[CAUSE_COLUMN["compute"] - CAUSES] / each.sum()) for each in spent if each.sum() > 0]
+        return RunSnapshot(
+            attempt=newest,
+            step=max([*logged, *(lines.last_step for lines in current.values())], default=0),
+            seconds=max(0.0, (ends if ended else now) - begin),
+            metrics=dict(self._latest_metrics),
+            steps_per_s=steps / seconds if seconds > 0 else None,
+            samples_per_s=samples / seconds if seconds > 0 and samples > 0 else None,
+            tokens_per_s=tokens / seconds if seconds > 0 and tokens > 0 else None,
+            goodput=sum(shares) / len(shares) if shares else None,
+            ranks=[_rank_snapshot(rank, lines, changes[rank], now) for rank, lines in current.items()],
+            events=sorted(self._events, key=lambda event: event[0]),
+            unreadable=self._metrics.unreadable + sum(lines.unreadable for _, lines in self._ledgers.values()),
+        )
+
+
+def _read_new_rows(lines: JsonlReader) -> list[list[Row]]:
+    try:
+        return list(lines.read_batches())
+    # The file may not exist yet, or no longer.
+    except OSError:
+        return []
+
+
+def _rank_snapshot(rank: int, lines: AttemptLedger, change: Column, now: float) -> RankSnapshot:
+    spent = float(change[CAUSES:].sum())
+    rss = lines.gauges.get("rss_bytes")
+    return RankSnapshot(
+        rank=rank,
+        host=lines.host,
+        step=lines.last_step,
+        age_s=max(0.0, now - lines.ended_at),
+        shares={cause: float(change[CAUSE_COLUMN[cause]]) / spent for cause in _SHOWN_CAUSES} if spent > 0 else {},
+        rss_bytes=rss[-1] if rss and math.isfinite(rss[-1]) else None,
+        closed=str(lines.closed["reason"])[:20] if lines.closed else None,
+    )

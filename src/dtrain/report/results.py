@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from dtrain.report.model import MetricSeries, RunReport
+    from dtrain.report.model import RunReport
 
 # Words for names that the library and the examples log.
 _WORDS = {
@@ -77,24 +77,21 @@ def list_results(run: RunReport) -> list[tuple[str, str]]:
     """
     names = [name for name in run.series if not name.startswith(_NO_RESULTS)]
     names.sort(key=lambda name: (name != "loss", name.partition("/")[0] not in _GROUPS, "loss" not in name, "/" in name, name))
-    return [(metric_label(name), _format_result(name, run.series[name])) for name in names]
-
-
-def _format_result(name: str, series: MetricSeries) -> str:
-    if series.last is None:
-        return "not finite"
-    text = f"{series.last:.4g}"
-    word = name.rsplit("/", 1)[-1]
-    best = None
-    if any(each in word for each in _LOWER_IS_BETTER):
-        best = series.low
-    elif any(each in word for each in _HIGHER_IS_BETTER):
-        best = series.high
-    # The series keeps its extremes, so the step of the best value is among its points.
-    if best is None or f"{best:.4g}" == text:
-        return text
-    step = series.steps[(series.values == best).argmax()]
-    return f"{text} (best {best:.4g} at step {step:,.0f})"
+    results = []
+    for name in names:
+        series, word = run.series[name], name.rsplit("/", 1)[-1]
+        text = "not finite" if series.last is None else f"{series.last:.4g}"
+        best = None
+        if any(part in word for part in _LOWER_IS_BETTER):
+            best = series.low
+        elif any(part in word for part in _HIGHER_IS_BETTER):
+            best = series.high
+        if best is not None and f"{best:.4g}" != text:
+            # The series keeps its extremes, so the step of the best value is among its points.
+            step = series.steps[(series.values == best).argmax()]
+            text = f"{text} (best {best:.4g} at step {step:,.0f})"
+        results.append((metric_label(name), text))
+    return results
 
 
 def format_speed(run: RunReport) -> str:

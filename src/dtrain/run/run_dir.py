@@ -1,4 +1,8 @@
-"""Open the folder of a run (``open_run``): metadata of each attempt and a ledger of time per rank. ``upload_run`` copies it."""
+"""Open the folder of a run (``open_run``): metadata of each attempt and a ledger of time per rank. ``upload_run`` copies it.
+
+The ledger has periodic lines of time totals and a line per event, and no line per step. Each line is one ``write`` at the end
+of the file, so a kill leaves at most one partial line, the last one.
+"""
 
 from __future__ import annotations
 
@@ -6,24 +10,27 @@ import atexit
 import json
 import os
 import sys
+import threading
 import time
 import warnings
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-from dtrain import __version__, launch_protocol, run_layout, spans, storage
+import torch
+
+from dtrain import __version__, launch_protocol, spans, storage
 from dtrain.arguments import format_error_line
-from dtrain.device import device_name
+from dtrain.device import counts_memory, device_name, started_accelerator
 from dtrain.dist.collectives import all_gather_json
 from dtrain.dist.context import current_context, exit_exception, register_shutdown_hook
 from dtrain.dist.init import DistInfo, get_dist_info
 from dtrain.errors import ConfigError
-from dtrain.run.ledger_writer import LedgerWriter
-from dtrain.run.metadata import attempt_metadata, settings_to_plain
-from dtrain.run.redact import Redactor, make_redactor
+from dtrain.run import run_files
+from dtrain.run.metadata import Redactor, attempt_metadata, make_redactor, settings_to_plain, to_plain_data
 from dtrain.schedules.durations import Duration
 from dtrain.storage import AnyPath, RemotePath
 from dtrain.typing import Plain
@@ -31,6 +38,12 @@ from dtrain.typing import Plain
 # Folder below the root of checkpoints, and folder of a run that is not copied there.
 _TARGET_FOLDER = "run"
 _EXCLUDED_FOLDER = "checkpoints"
+# Totals are written before these events.
+_FLUSH_BEFORE = frozenset({"resumed", "stop", "committed"})
+# largest number of unwritten events
+_MAX_WAITING = 200
+_NEVER_S = 1e9
+_STATM = "/proc/self/statm"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,7 +172,7 @@ def open_run(
 
 
 def _attempt_path(folder: Path, attempt: int) -> Path:
-    return folder / run_layout.ATTEMPTS / run_layout.attempt_name(attempt)
+    return folder / run_files.ATTEMPTS / run_files.attempt_name(attempt)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,8 +218,8 @@ def _prepare_folder(
         raise ConfigError(f"open_run: path must be a local folder, got {folder}. Pass the server as upload=.")
     if upload is not None:
         storage.resolve_path(upload)
-    (folder / run_layout.LEDGER).mkdir(parents=True, exist_ok=True)
-    ledger_path = folder / run_layout.LEDGER / run_layout.ledger_name(info.rank)
+    (folder / run_files.LEDGER).mkdir(parents=True, exist_ok=True)
+    ledger_path = folder / run_files.LEDGER / run_files.ledger_name(info.rank)
     handle = os.open(ledger_path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     os.close(handle)
     attempt = _claim_attempt(folder, started_at) if info.rank == 0 else 0
@@ -222,14 +235,14 @@ def _prepare_folder(
 
 def _claim_attempt(folder: Path, started_at: float) -> int:
     """Claim the number of this attempt with a file that must not exist yet, so that no other process gets the number."""
-    (folder / run_layout.ATTEMPTS).mkdir(exist_ok=True)
-    attempt = max((run_layout.parse_attempt(name) or 0 for name in os.listdir(folder / run_layout.ATTEMPTS)), default=0)
+    (folder / run_files.ATTEMPTS).mkdir(exist_ok=True)
+    attempt = max(run_files.attempt_files(folder), default=0)
     while True:
         attempt += 1
         path = _attempt_path(folder, attempt)
         try:
             with path.open("x", encoding="utf-8") as file:
-                file.write(json.dumps({"format": run_layout.FORMAT, "attempt": attempt, "started_at": started_at}))
+                file.write(json.dumps({"format": run_files.FORMAT, "attempt": attempt, "started_at": started_at}))
         except FileExistsError:
             continue
         # After a failed write the attempt must not exist.
@@ -259,7 +272,7 @@ def _check_ranks_agree(all_ranks: list[dict[str, Any]]) -> None:
 
 
 def _start_ledger(run: Run, setup: _RunSetup) -> None:
-    path = run.path / run_layout.LEDGER / run_layout.ledger_name(run.rank)
+    path = run.path / run_files.LEDGER / run_files.ledger_name(run.rank)
     ledger = LedgerWriter(path, attempt=run.attempt, interval=setup.interval, redact=setup.redactor.redact_data)
     _OPEN_RUN.run, _OPEN_RUN.ledger, _OPEN_RUN.setup = run, ledger, setup
     ledger.open(
@@ -376,16 +389,183 @@ def upload_run(run: Run, root: str | Path) -> int:
 
 def _iter_files(run: Run) -> Iterator[Path]:
     """Yield the files that this rank copies, without copies inside the folder itself."""
-    ledger = run.path / run_layout.LEDGER
+    ledger = run.path / run_files.LEDGER
     excluded = {ledger, run.path / _EXCLUDED_FOLDER, *(Path(root) / _TARGET_FOLDER for root in run._uploaded)}
     if run.rank == 0:
         for folder, subfolders, names in os.walk(run.path):
             parent = Path(folder)
             subfolders[:] = sorted(each for each in subfolders if parent / each not in excluded)
             yield from (parent / name for name in sorted(names) if (parent / name).is_file())
-    own_ledger = ledger / run_layout.ledger_name(run.rank)
+    own_ledger = ledger / run_files.ledger_name(run.rank)
     if own_ledger.is_file():
         yield own_ledger
     if run.rank == 0:
         ranks = get_dist_info().world_size
-        yield from (path for path in sorted(ledger.iterdir()) if (run_layout.parse_rank(path.name) or 0) >= ranks)
+        yield from (path for rank, path in run_files.ledger_files(run.path).items() if rank >= ranks)
+
+
+class LedgerWriter:
+    """Writer of the totals and events of ``spans``. Listens from ``open`` to ``close``; a fork of the process writes nothing.
+
+    A failed write causes one warning. The totals and the last two hundred events are kept and written later, after an event
+    ``dropped``.
+
+    Args:
+        path: existing file; lines are appended.
+        attempt: number of the attempt, written in every line.
+        interval: steps (``ba``) or seconds between two lines of totals.
+        redact: function that removes secrets from plain data, such as a server address in the error of a logger.
+    """
+
+    def __init__(
+        self, path: Path, *, attempt: int, interval: Duration, redact: Callable[[Plain], Plain] = lambda value: value
+    ) -> None:
+        self.path, self._redact = path, redact
+        self._attempt, self._interval = attempt, interval
+        self._pid, self._lock = os.getpid(), threading.RLock()
+        self._partial_line = False
+        # The file may be missing or unreadable.
+        with suppress(OSError):
+            self._partial_line = _has_partial_line(path)
+        self._waiting: deque[str] = deque(maxlen=_MAX_WAITING)
+        self._missed, self._warned, self._closed = 0, False, False
+        self._last_totals = spans.totals()
+
+    def open(self, **facts: Any) -> None:
+        """Write the first line and the events so far. Mutates: the listener of ``spans``."""
+        with self._lock:
+            self._write(self._line("open", **facts))
+            for event in spans.set_listener(self):
+                self._write(self._event_line(event))
+            self._schedule_next_line()
+
+    def on_step(self) -> None:
+        """See ``spans.SpanListener``."""
+        if self._pid == os.getpid():
+            self.flush()
+            self._schedule_next_line()
+
+    def on_event(self, event: Mapping[str, object]) -> None:
+        """See ``spans.SpanListener``."""
+        if self._pid != os.getpid():
+            return
+        if event["name"] in _FLUSH_BEFORE:
+            if threading.current_thread() is threading.main_thread():
+                self.flush()
+                # A loaded state may have an earlier step.
+                self._schedule_next_line()
+            # Only the main thread knows the time of the open spans.
+            else:
+                spans.schedule_next_check(step=0, in_s=0.0)
+        with self._lock:
+            if not self._closed:
+                self._write(self._event_line(event))
+
+    def flush(self) -> None:
+        """Write the totals since the last line of totals."""
+        with self._lock:
+            now = spans.totals()
+            passed = {name: total for name, total in now.items() if total != self._last_totals.get(name)}
+            if not self._closed and passed and self._write(self._sum_line(passed)):
+                self._last_totals = now
+
+    def close(self, reason: str, error: str | None = None) -> None:
+        """Write the last line. Mutates: the listener and the position of ``spans``."""
+        if self._pid != os.getpid() or self._closed:
+            return
+        spans.set_listener(None)
+        self.flush()
+        with self._lock:
+            self._write(self._line("close", reason=reason, **({} if error is None else {"error": error})))
+            self._closed = True
+        # Another run of this process begins at step 0.
+        spans.set_position(0, samples=0, tokens=0)
+
+    def _schedule_next_line(self) -> None:
+        step = spans.position()[0]
+        if self._interval.unit == "sec":
+            spans.schedule_next_check(step=step + 10**15, in_s=float(self._interval.value))
+        else:
+            steps = int(self._interval.value)
+            spans.schedule_next_check(step=(step // steps + 1) * steps, in_s=_NEVER_S)
+
+    def _sum_line(self, passed: Mapping[str, spans.SpanTime]) -> str:
+        rows: dict[str, tuple[int, float]] = {}
+        for name, (count, seconds) in passed.items():
+            counted, spent = self._last_totals.get(name, spans.SpanTime(0, 0.0))
+            rows[name] = (count - counted, round(seconds - spent, 6))
+        step, samples, tokens = spans.position()
+        facts: dict[str, Any] = {
+            "seconds": round(sum(seconds for _, seconds in rows.values()), 6),
+            "step": step,
+            "samples": samples,
+            "tokens": tokens,
+            "spans": rows,
+        }
+        if causes := {name: spans.category_of(name) for name in rows if not spans.is_library_span(name)}:
+            facts["causes"] = causes
+        return self._line("sum", **facts, gauges=_read_gauges())
+
+    def _event_line(self, event: Mapping[str, object]) -> str:
+        """Format an event. Fields without plain data become text, and the keys of the ledger win over equal names."""
+        fields = self._redact({name: to_plain_data(value) for name, value in event.items() if name not in ("kind", "attempt")})
+        assert isinstance(fields, dict), "redaction keeps the type"
+        return self._line("event", **fields)
+
+    def _line(self, kind: str, /, **fields: Any) -> str:
+        return json.dumps(
+            {"kind": kind, "attempt": self._attempt, "at": round(time.time(), 3), **fields}, separators=(",", ":")
+        )
+
+    def _write(self, line: str) -> bool:
+        """Write a line and return True on success. After a failure, totals are computed again later and events wait."""
+        lines = [*self._waiting, line]
+        if self._missed:
+            error = f"{self._missed} lines came late or never"
+            lines.insert(0, self._line("event", name="dropped", logger="ledger", error=error))
+        data = ("\n" * self._partial_line + "".join(f"{each}\n" for each in lines)).encode()
+        try:
+            # The file is opened each time, so that a removed folder is noticed.
+            handle = os.open(self.path, os.O_WRONLY | os.O_APPEND)
+            try:
+                if os.write(handle, data) != len(data):
+                    raise OSError("the disk took only a part of a line")
+            finally:
+                os.close(handle)
+        except OSError as error:
+            # The state of a missing file is unknown.
+            with suppress(OSError):
+                self._partial_line = _has_partial_line(self.path)
+            self._missed += 1
+            if not line.startswith('{"kind":"sum"'):
+                self._waiting.append(line)
+            if not self._warned:
+                self._warned = True
+                warnings.warn(
+                    f"open_run: cannot write {self.path}: {error}. Training continues, and the ledger is written later.",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+            return False
+        self._partial_line, self._missed = False, 0
+        self._waiting.clear()
+        return True
+
+
+def _has_partial_line(path: Path) -> bool:
+    """Return True if the file ends in a partial line."""
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        return size > 0 and (file.seek(size - 1), file.read(1))[1] != b"\n"
+
+
+def _read_gauges() -> dict[str, int]:
+    gauges: dict[str, int] = {}
+    # /proc exists only on Linux.
+    with suppress(OSError, ValueError, IndexError), open(_STATM, "rb") as file:
+        gauges["rss_bytes"] = int(file.read().split()[1]) * os.sysconf("SC_PAGESIZE")
+    accelerator = started_accelerator()
+    if accelerator is not None and counts_memory(accelerator):
+        gauges["device_bytes"] = torch.accelerator.memory_allocated()
+        gauges["device_peak_bytes"] = torch.accelerator.max_memory_allocated()
+    return gauges

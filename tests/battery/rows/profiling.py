@@ -7,9 +7,7 @@ from pathlib import Path
 
 from battery.row import Points, Row
 from battery.rows.gradients import line
-from dtrain.profiling.driver import schedule
-from dtrain.profiling.oom_snapshot import snapshot_on_oom
-from dtrain.profiling.profiler import step_profiler
+from dtrain.profiling.profiler import schedule, snapshot_on_oom, step_profiler
 from dtrain.profiling.trace.trace_file import find_traces, read_trace
 
 FOLDER = Path(tempfile.gettempdir()) / "dtrain-battery-traces"  # never made: no run gets as far

@@ -2,7 +2,7 @@
 
 import pytest
 
-from dtrain.profiling.trace.analysis import OperationTime, kernel_breakdown, sum_windows
+from dtrain.profiling.trace.diagnosis import OperationTime, kernel_breakdown, sum_windows
 from dtrain.profiling.trace.trace_file import parse_trace
 from traces_made import kernel, mark, op, trace
 

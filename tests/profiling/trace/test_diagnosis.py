@@ -5,9 +5,9 @@ import json
 import pytest
 
 from dtrain.errors import ConfigError
-from dtrain.profiling.trace.analysis import KernelBreakdown
 from dtrain.profiling.trace.diagnosis import (
     DeviceMemoryUse,
+    KernelBreakdown,
     check_communication,
     check_data_wait,
     check_host_bound,

@@ -6,8 +6,8 @@ import json
 import pytest
 
 from dtrain.errors import ConfigError, DataError
-from dtrain.profiling.trace.analysis import MemorySample, memory_timeline, peak_and_median
-from dtrain.profiling.trace.merge import merge_traces
+from dtrain.profiling.trace.diagnosis import MemorySample, memory_timeline, peak_and_median
+from dtrain.profiling.trace.trace_file import merge_traces
 from traces_made import DEVICE, HOST, allocation, kernel, mark, op, trace, written
 
 HOUR_NS = 3600 * 10**9

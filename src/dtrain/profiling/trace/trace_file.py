@@ -1,4 +1,4 @@
-"""Read a trace of torch's profiler (``read_trace``) into steps, events and allocations."""
+"""Read a trace of torch's profiler into steps, events and allocations (``read_trace``), and merge traces (``merge_traces``)."""
 
 from __future__ import annotations
 
@@ -7,19 +7,21 @@ import json
 import re
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from dtrain import storage
 from dtrain.errors import ConfigError, DataError
 
-# version of the metadata of dtrain in a trace
-TRACE_FORMAT = 1
 _TRACE_NAME = re.compile(r"trace-rank-(\d{5,})-step-(\d+)\.pt\.trace\.json(\.gz)?")
 _STEP = re.compile(r"ProfilerStep#(\d+)")
 _KEPT_CATEGORIES = {"cpu_op", "user_annotation", "kernel", "gpu_memcpy", "gpu_memset"}
 _DEVICES = {0: "cpu", 1: "cuda"}
+# metadata events that the merged trace replaces
+_REPLACED_METADATA = ("process_name", "process_labels", "process_sort_index")
+# process ids per rank: the process, and one per device
+_PIDS_PER_RANK = 1000
 
 
 class TraceEvent(NamedTuple):
@@ -135,10 +137,18 @@ def parse_trace(content: Mapping[str, Any], source: str) -> ProfilerTrace:
     try:
         about = dtrain_metadata(content)
         rows = content["traceEvents"]
-        events = [_parse_event(row) for row in rows if row.get("ph") == "X" and row.get("cat") in _KEPT_CATEGORIES]
-        allocated = [_parse_allocation(row) for row in rows if row.get("name") == "[memory]"]
+        events, allocated = [], []
+        for row in rows:
+            if row.get("ph") == "X" and row.get("cat") in _KEPT_CATEGORIES:
+                start, thread = float(row["ts"]), (row.get("pid"), row.get("tid"))
+                events.append(TraceEvent(str(row["name"]), row["cat"], start, start + float(row["dur"]), *thread))
+            elif row.get("name") == "[memory]":
+                args = row["args"]
+                kind, index = int(args["Device Type"]), int(args["Device Id"])
+                device = _DEVICES.get(kind, f"device type {kind}") + (f":{index}" if index >= 0 else "")
+                allocated.append(AllocatorSample(float(row["ts"]), device, int(args["Total Allocated"])))
         events.sort(key=lambda event: (event.start, -event.end))
-        steps, thread = _parse_steps(events, about.get("steps", ()))
+        steps, loop_thread = _parse_steps(events, about.get("steps", ()))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise DataError(
             f"trace: {source} has an event or metadata of another form: {type(error).__name__}: {error}. "
@@ -150,7 +160,7 @@ def parse_trace(content: Mapping[str, Any], source: str) -> ProfilerTrace:
         steps=steps,
         events=tuple(events),
         allocations=tuple(sorted(allocated, key=lambda each: each.at)),
-        thread=thread,
+        thread=loop_thread,
     )
 
 
@@ -167,18 +177,6 @@ def trace_rank(content: Mapping[str, Any], source: str) -> int:
             return cast(int, facts["rank"])
     named = _TRACE_NAME.fullmatch(source)
     return int(named[1]) if named else 0
-
-
-def _parse_event(row: Mapping[str, Any]) -> TraceEvent:
-    start = float(row["ts"])
-    return TraceEvent(str(row["name"]), row["cat"], start, start + float(row["dur"]), row.get("pid"), row.get("tid"))
-
-
-def _parse_allocation(row: Mapping[str, Any]) -> AllocatorSample:
-    args = row["args"]
-    kind, index = int(args["Device Type"]), int(args["Device Id"])
-    device = _DEVICES.get(kind, f"device type {kind}") + (f":{index}" if index >= 0 else "")
-    return AllocatorSample(float(row["ts"]), device, int(args["Total Allocated"]))
 
 
 def _parse_steps(
@@ -208,3 +206,128 @@ def _parse_steps(
         if note.get("done", True):
             done.append(step)
     return tuple(done or steps), thread
+
+
+def merge_traces(traces: str | Path | Sequence[str | Path], path: str | Path) -> Path:
+    """Merge the traces of all ranks into one file and return its path. Perfetto and ``chrome://tracing`` show the file.
+
+    Each rank is a process, ``rank 3``, with its GPU as a second process. Times are in rank 0's clock: each trace of
+    ``profile`` stores the measured clock offset of its rank, which is subtracted. Traces without an offset are assumed to be
+    in sync, as on one host.
+
+    Args:
+        traces: output folder of ``profile``, or a list of files; every file is loaded completely.
+        path: output file, replaced if present; compressed if the name ends in ``.gz``.
+
+    Example:
+        import dtrain as dt
+
+        dt.profiling.merge_traces("traces", "traces/merged.json.gz")
+
+    Raises:
+        ConfigError: no traces.
+        DataError: a trace is damaged.
+    """
+    if isinstance(traces, str | Path):
+        files = find_traces(traces)
+        if not files:
+            raise ConfigError(
+                f"merge_traces: traces must contain trace-rank-*.pt.trace.json, got {traces}. Run the loop in profile."
+            )
+    else:
+        files = [Path(each) for each in traces]
+        if not files:
+            raise ConfigError(
+                "merge_traces: traces must be a folder or a list of files, got an empty list. "
+                "Pass the folder given to dt.profiling.profile."
+            )
+    sources = [_TraceSource.read(file) for file in files]
+    begin_ns = min((source.begin_ns for source in sources if source.begin_ns is not None), default=0)
+    pids, events = _ProcessIds(), list[dict[str, Any]]()
+    for number, source in enumerate(sources):
+        shift = (source.shift_ns - begin_ns) / 1000
+        labels = {
+            str(event.get("pid")): str(event.get("args", {}).get("labels", ""))
+            for event in source.events
+            if event.get("name") == "process_labels"
+        }
+        for event in source.events:
+            if event.get("name") in _REPLACED_METADATA:
+                continue
+            pid = event.get("pid")
+            shifted = {**event, "pid": pids.assign(source.rank, pid, labels.get(str(pid), ""))}
+            if "ts" in event:
+                shifted["ts"] = 0 if event.get("ph") == "M" else round(float(event["ts"]) + shift, 3)
+            # Ids join flow events, and must be unique across files.
+            if isinstance(event.get("id"), int):
+                shifted["id"] = event["id"] * len(sources) + number
+            events.append(shifted)
+    about = {"merged": [source.about for source in sources]}
+    events += pids.metadata_events()
+    text = {
+        "schemaVersion": 1,
+        "displayTimeUnit": "ms",
+        "baseTimeNanoseconds": begin_ns,
+        "dtrain": about,
+        "traceEvents": events,
+    }
+    data = json.dumps(text).encode()
+    target = Path(path)
+    storage.replace_file(target, gzip.compress(data) if target.name.endswith(".gz") else data)
+    return target
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _TraceSource:
+    """Trace file. ``shift_ns`` converts its times to rank 0's clock, since 1970."""
+
+    rank: int
+    events: list[dict[str, Any]]
+    shift_ns: int
+    begin_ns: int | None
+    about: dict[str, Any]
+
+    @classmethod
+    def read(cls, path: Path) -> _TraceSource:
+        content = read_trace_json(path)
+        about, rank, events = dtrain_metadata(content), trace_rank(content, path.name), content["traceEvents"]
+        offset_ns = int(about.get("offset_ns", 0))
+        shift_ns = int(content.get("baseTimeNanoseconds", 0)) - offset_ns
+        starts = [float(event["ts"]) for event in events if event.get("ph") != "M" and "ts" in event]
+        facts = {"file": path.name, "rank": rank, "offset_ns": offset_ns, "offset_bound_ns": about.get("offset_bound_ns")}
+        return cls(
+            rank=rank,
+            events=events,
+            shift_ns=shift_ns,
+            begin_ns=shift_ns + round(min(starts) * 1000) if starts else None,
+            about=facts | {"steps": [step["step"] for step in about.get("steps", ())]},
+        )
+
+
+@dataclass(slots=True, eq=False)
+class _ProcessIds:
+    """Process ids of the merged trace. torch uses the ids of the system, which may be equal on two hosts, and texts."""
+
+    numbers: dict[tuple[int, str], int] = field(default_factory=dict)
+    titles: dict[int, str] = field(default_factory=dict)
+
+    def assign(self, rank: int, pid: Any, label: str) -> int:
+        # A restarted process belongs to the same rank.
+        key = "CPU" if label == "CPU" else f"{label} {pid}"
+        number = self.numbers.get((rank, key))
+        if number is None:
+            # The host process is the first process of a rank.
+            first = rank * _PIDS_PER_RANK
+            others = [number for (other, _), number in self.numbers.items() if other == rank]
+            number = first if key == "CPU" else max([first, *others]) + 1
+            self.numbers[rank, key] = number
+            self.titles[number] = f"rank {rank}" if key == "CPU" else f"rank {rank}: {label or pid or 'other'}"
+        return number
+
+    def metadata_events(self) -> list[dict[str, Any]]:
+        rows: list[dict[str, Any]] = []
+        for number, title in sorted(self.titles.items()):
+            about = {"ph": "M", "ts": 0, "pid": number, "tid": 0}
+            rows.append({**about, "name": "process_name", "args": {"name": title}})
+            rows.append({**about, "name": "process_sort_index", "args": {"sort_index": number}})
+        return rows

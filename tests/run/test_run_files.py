@@ -4,13 +4,13 @@ import json
 
 import pytest
 
-from dtrain.report import jsonl_reader as module
-from dtrain.report.jsonl_reader import JsonlReader
+from dtrain.run import run_files as module
+from dtrain.run.run_files import JsonlReader
 
 
 def read(path):
     lines = JsonlReader(path)
-    rows = [row for batch in lines.read_batches() for row in batch] + lines.read_last_line()
+    rows = [row for batch in lines.read_batches(whole_file=True) for row in batch]
     return rows, lines.unreadable
 
 
