@@ -67,7 +67,7 @@ def main() -> None:
 
 
 def run_target(kind: str, target: str, args: list[str]) -> None:
-    """Run a script, or a module as in ``python -m``. An exception of the script ends the process; ``SystemExit`` is raised again.
+    """Run a script, or a module as in ``python -m``. An exception of the script ends the process; ``SystemExit`` is raised.
 
     Mutates: the state that a fresh interpreter would have: ``sys.argv``, ``sys.path``, ``sys.modules["__main__"]``.
     At the end, the exit handlers.
