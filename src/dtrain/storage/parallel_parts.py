@@ -2,13 +2,50 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 
 from dtrain.launch import heartbeats
 
-# Interval at which the waiting thread looks for finished parts.
+# Interval at which a waiting thread checks the number of finished parts.
 _POLL_S = 0.5
+
+
+class _PartQueue:
+    """Queue of the numbers 0 to ``count`` - 1, emptied by an error.
+
+    ``concurrent.futures`` would take no work once the interpreter has begun to exit, when the last save may still be written.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._lock = threading.Lock()
+        self._next, self._count = 0, count
+        self.done = 0
+        self.error: BaseException | None = None
+
+    def take(self) -> int | None:
+        with self._lock:
+            if self._next == self._count:
+                return None
+            self._next += 1
+            return self._next - 1
+
+    def stop(self, error: BaseException | None = None) -> None:
+        """Empty the queue, and keep the first error."""
+        with self._lock:
+            self._next = self._count
+            if self.error is None:
+                self.error = error
+
+    def run(self, do: Callable[[int], None]) -> None:
+        """Process parts until the queue is empty. The target of a thread."""
+        try:
+            while (number := self.take()) is not None:
+                do(number)
+                with self._lock:
+                    self.done += 1
+        except BaseException as error:  # noqa: BLE001  # the waiting thread raises the error
+            self.stop(error)
 
 
 def for_each_part(count: int, do: Callable[[int], None], *, threads: int, name: str, activity: str | None = None) -> None:
@@ -24,32 +61,33 @@ def for_each_part(count: int, do: Callable[[int], None], *, threads: int, name: 
     Raises:
         BaseException: the first error of ``do``, or Ctrl-C, after all threads have ended.
     """
-    if min(threads, count) <= 1:
+    threads = min(threads, count)
+    if threads <= 1:
         for number in range(count):
             do(number)
             if activity is not None:
                 heartbeats.heartbeat(activity)
         return
-    errors: list[BaseException] = []
-
-    def run(number: int) -> None:
-        # The other threads may take a part before the waiting thread cancels it.
-        if not errors:
-            try:
-                do(number)
-            except BaseException as error:
-                errors.append(error)
-                raise
-
-    pool = ThreadPoolExecutor(min(threads, count), thread_name_prefix=name)
+    part_queue = _PartQueue(count)
+    workers = [
+        threading.Thread(target=part_queue.run, args=(do,), name=f"{name}-{number}", daemon=True) for number in range(threads)
+    ]
+    started: list[threading.Thread] = []
     try:
-        pending: set[Future[None]] = {pool.submit(run, number) for number in range(count)}
-        while pending and not errors:
-            done, pending = wait(pending, None if activity is None else _POLL_S, FIRST_EXCEPTION)
-            if done and activity is not None:
-                heartbeats.heartbeat(activity)
+        for worker in workers:
+            worker.start()
+            started.append(worker)
+        reported = 0
+        for worker in started:
+            while worker.is_alive():
+                worker.join(None if activity is None else _POLL_S)
+                if activity is not None and part_queue.done != reported:
+                    reported = part_queue.done
+                    heartbeats.heartbeat(activity)
     finally:
         # An interrupt, or a thread that cannot be started, leaves parts in the queue.
-        pool.shutdown(cancel_futures=True)
-    if errors:
-        raise errors[0]
+        part_queue.stop()
+        for worker in started:
+            worker.join()
+    if part_queue.error is not None:
+        raise part_queue.error
