@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import re
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -99,16 +98,15 @@ class _AllocatorMemory:
 
 
 # A stack of the process, innermost last. It is not per thread: autograd's threads read the memory of the thread that called
-# backward.
-_overrides: list[DeviceMemory] = []
-_lock = threading.Lock()
+# backward. The key is the context, because contexts in two threads may end in another order than they began.
+_overrides: dict[object, DeviceMemory] = {}
 
 
 def get_device_memory(device: torch.device) -> DeviceMemory | None:
     """Return the installed ``DeviceMemory``, else the allocator's; None if the memory of ``device`` cannot be measured."""
-    with _lock:
-        if _overrides:
-            return _overrides[-1]
+    installed = list(_overrides.values())
+    if installed:
+        return installed[-1]
     return _AllocatorMemory(device=device) if is_accelerator(device) and counts_memory(device.type) else None
 
 
@@ -125,15 +123,12 @@ def use_device_memory(memory: DeviceMemory) -> Iterator[None]:
 
     Mutates: the result of ``get_device_memory``, until the context ends.
     """
-    with _lock:
-        _overrides.append(memory)
+    context = object()
+    _overrides[context] = memory
     try:
         yield
     finally:
-        with _lock:
-            # Search by identity from the end, because contexts in two threads may end in another order than they began.
-            position = next(i for i in reversed(range(len(_overrides))) if _overrides[i] is memory)
-            del _overrides[position]
+        del _overrides[context]
 
 
 @runtime_checkable
