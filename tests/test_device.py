@@ -265,7 +265,7 @@ def test_copies_wait_for_events_of_the_accelerator(monkeypatch):
     AsyncScalar(XPU)
     assert asked == [XPU]
     stream = Stream()
-    StagedFiles(files={}, copy_events=[stream.record_event()], buffers=(), pool=None).wait()
+    StagedFiles(files={}, copy_events=[stream.record_event()], memory=(), pool=None).wait()
     assert stream.calls == ["record_event", "synchronize"]
 
 
