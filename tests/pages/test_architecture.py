@@ -1,4 +1,4 @@
-"""docs/architecture.md: the four walks name functions that exist."""
+"""docs/architecture.md: the five walks name functions that exist."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def is_defined(name: str) -> bool:
 
 
 def test_walks_name_functions_that_exist():
-    assert set(WALKS) == {"A batch", "A save", "A load", "A launch"}
+    assert set(WALKS) == {"A batch", "A save", "A load", "A launch", "A rank"}
     assert [name for names in WALKS.values() for name in names if not is_defined(name)] == []
 
 

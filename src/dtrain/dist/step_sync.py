@@ -1,8 +1,9 @@
 """Synchronize a step between ranks: exchange one record before forward, and one after backward.
 
 The first record adds up the counts, which come from the batch in host memory. So the clock is exact for ragged batches without
-a GPU sync. All ranks also learn the number of microbatches before the first collective of the step. The second record detects
-ranks that reduced different gradients, which would otherwise give wrong results silently. No exchange waits for a device.
+a GPU sync. All ranks also learn the number of microbatches before the first collective of the step. The second record adds up
+the weights of the losses (the global weight), if they are known on the host. The record also detects ranks that reduced
+different gradients, which would otherwise give wrong results silently. No exchange waits for a device.
 
 A record is reduced to sums, minima and maxima on its way, so that its size does not depend on the number of ranks. If the sums
 show a fault, or a difference that needs the values of each rank, the ranks gather their records.

@@ -1,9 +1,8 @@
 """Run a job from the user's process: fork a supervisor, forward signals to it, and return its exit code.
 
-The supervisor starts the ranks, relays their output, and ends all ranks when a rank fails or a stop is requested. Its loop
-waits in one ``select`` for all events: child exits and signals (through the wake-up pipe), output of ranks, space for output,
-messages of the fork server and of ranks, the first client of the ranks' store, the exit of the launcher (end of file on a pipe
-that only the launcher holds open), and a deadline.
+The supervisor is a process that runs one ``Job``: the event loop is ``Job.run_loop``, and ``WorkerGroup`` ends the other
+ranks when a rank fails. The launcher's exit reaches the supervisor as the end of file on a pipe that only the launcher holds
+open.
 """
 
 from __future__ import annotations

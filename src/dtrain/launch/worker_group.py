@@ -1,6 +1,7 @@
-"""Track one attempt of all ranks of a node: running ranks, exits, deadlines and signals; and decide about restarts.
+"""Track one attempt of all ranks of a node: running ranks, exits, deadlines and signals.
 
-Times are seconds of the monotonic clock, passed by the caller. The only effects on processes are signals.
+When a rank fails, ``WorkerGroup`` decides how the other ranks end, and ``RestartPolicy`` about the next attempt. Times are
+seconds of the monotonic clock, passed by the caller. The only effects on processes are signals.
 """
 
 from __future__ import annotations

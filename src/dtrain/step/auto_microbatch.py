@@ -1,4 +1,7 @@
-"""Find the largest microbatch size that fits in memory. A failed probe is rolled back completely."""
+"""Find the largest microbatch size that fits in memory, and run a step that did not fit again with a smaller size.
+
+``oom_guard`` detects that a rank is out of memory, tells all ranks, and rolls the step or the probe back.
+"""
 
 from __future__ import annotations
 

@@ -157,7 +157,8 @@ def normalize_grads_(
         state: state of the step.
         normalizer: weights that ``batch_spec.weight`` declared, if any.
         metrics: local sums of the step.
-        global_weight: sum of the ``host_weight`` of all ranks; None if some host does not know its weight.
+        global_weight: sum of the ``host_weight`` of all ranks, from ``sync_after_backward``; None if some host does not know
+            its weight.
 
     Mutates: ``grads``. Collective: none with ``global_weight`` or declared weights, else one all-reduce of float64 ``[]``.
     Host sync: none. On a GPU the weight reaches the host late: the gradient is zero now, and the next step raises.
