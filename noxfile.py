@@ -60,7 +60,7 @@ def docs(session: nox.Session) -> None:
     """The site, strictly, in build/site; then its links, its entries, and what a browser shows of it. Needs no torch."""
     needs = nox.project.load_toml("pyproject.toml")["project"]["optional-dependencies"]["docs"]
     # The docstrings are read, not imported, and the command line needs no torch. ruff sets the signatures.
-    install(session, *needs, "typer", "ruff", "pytest")
+    install(session, *needs, "typer", "msgspec", "ruff", "pytest")
     session.run("mkdocs", "build", "--strict", env={"NO_MKDOCS_2_WARNING": "1"})
     env = {"DTRAIN_SITE": "build/site", "PYTHONPATH": "src"}
     session.run("pytest", "--noconftest", "tests/pages/test_website.py", "tests/pages/test_site.py", *session.posargs, env=env)
@@ -71,7 +71,7 @@ def accessibility(session: nox.Session) -> None:
     """The rules of WCAG AA, on the main pages in both colour schemes. Needs Chromium, and npm, which fetches axe-core."""
     folder = Path(session.create_tmp()).resolve()
     needs = nox.project.load_toml("pyproject.toml")["project"]["optional-dependencies"]["docs"]
-    install(session, *needs, "typer", "ruff", "pytest")
+    install(session, *needs, "typer", "msgspec", "ruff", "pytest")
     session.run("mkdocs", "build", "--strict", env={"NO_MKDOCS_2_WARNING": "1"})
     session.run("npm", "install", "--no-audit", "--no-fund", "--prefix", str(folder), "axe-core@4.10.3", external=True)
     env = {"DTRAIN_SITE": "build/site", "DTRAIN_AXE": str(folder / "node_modules/axe-core/axe.min.js"), "PYTHONPATH": "src"}
