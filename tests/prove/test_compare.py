@@ -56,6 +56,13 @@ def first_cause(reference, record, ranks=2, *, resumed=False, same_layout=False)
     return explain(comparison.differences[0], record, reference, config, resumed).code
 
 
+@pytest.mark.parametrize(("rate", "other", "differs"), [(1e-14, 2e-14, True), (1e9, 1e9 + 1e-3, False)], ids=["small", "large"])
+def test_numbers_are_compared_relative_to_their_size(tmp_path, rate, other, differs):
+    first, second = (write_run(tmp_path / str(value), [{"lr": [value]}]) for value in (rate, other))
+    differences = compare_records(first, second, same_layout=False).differences
+    assert [difference.kind for difference in differences] == ["lr"] * differs
+
+
 def test_equal_records_are_equal_bit_for_bit(tmp_path):
     runs = [write_run(tmp_path / name, [{"losses": [[6.0, 3.0]]}], gradient=[1.0, 2.0]) for name in "ab"]
     assert compare_records(*runs, same_layout=True).verdict == "bitwise"
