@@ -288,7 +288,8 @@ class Planned:
         begins = [file.ranges[key][0] for key in self.refs if key in file.ranges]
         digests = hashlib.sha256(b"").hexdigest()[:32] * len(ends)
         values = {"buffers": {}, "rng": {"words": list(range(2**31, 2**31 + 625))}}
-        return RankIndex(rank=rank, begins=begins, per_rank=[], blocks=(Blocks(ends, digests),), values=values)
+        blocks = (Blocks(ends, digests),)
+        return RankIndex(digest=layout.DIGEST, rank=rank, begins=begins, per_rank=[], blocks=blocks, values=values)
 
     def parts(self, rank: int) -> RankParts:
         """Return the report of a rank to rank 0 at the commit."""

@@ -42,7 +42,7 @@ MANIFEST = layout.Manifest(
     index_bytes=len(RUN_DATA),
     index_sha256=hashlib.sha256(RUN_DATA).hexdigest(),
 )
-INDEX = RankIndex(rank=0, begins=[16], per_rank=[], blocks=(Blocks([40, 64], "b" * 64),), values={"x": 1})
+INDEX = RankIndex(digest=layout.DIGEST, rank=0, begins=[16], per_rank=[], blocks=(Blocks([40, 64], "b" * 64),), values={"x": 1})
 
 
 def signed(body: dict) -> bytes:
@@ -255,6 +255,14 @@ def test_later_index_version_is_refused():
         parse_rank_index(index_with(version=7), 0, FILES)
     with pytest.raises(CheckpointError, match="format version must be 4, got 7"):
         parse_run_index(run_with(version=7), MANIFEST)
+
+
+@pytest.mark.parametrize("field", json.loads(layout.encode_index(INDEX, layout.index_name(0))))
+def test_index_of_a_rank_without_a_field_is_refused(field):
+    body = json.loads(layout.encode_index(INDEX, layout.index_name(0)))
+    del body[field]
+    with pytest.raises(CorruptCheckpointError):
+        parse_rank_index(json.dumps(body).encode(), 0, FILES)
 
 
 def test_oversized_index_is_not_written(monkeypatch):

@@ -339,7 +339,7 @@ class RankIndex(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     format: str = RANK_INDEX_FORMAT
     version: int = VERSION
-    digest: str = DIGEST
+    digest: str
     rank: Count
     begins: list[Count]
     per_rank: list[Count]

@@ -134,6 +134,7 @@ def write_rank_index(folder: AnyPath, write_plan: RankWritePlan, blocks: Sequenc
     files = [file for name, file in write_plan.files.items() if name != INLINE]
     places = {key: (number, begin) for number, file in enumerate(files) for key, (begin, _) in file.ranges.items()}
     index = RankIndex(
+        digest=layout.DIGEST,
         rank=write_plan.rank,
         begins=[places[key][1] for key in write_plan.keys if key in write_plan.shards],
         per_rank=[places[key][1] for key in write_plan.per_rank],
