@@ -1,4 +1,4 @@
-"""What a run's ledger hears."""
+"""Events that the ledger of a run hears."""
 
 import pytest
 

@@ -246,6 +246,7 @@ def find_binding_variable(plan: LaunchPlan, inherited: Mapping[str, str]) -> str
 
 
 def is_launch_variable(name: str) -> bool:
+    """Return True if a launcher sets the variable for its ranks."""
     # Whoever starts the launchers of several nodes gives all of them one secret.
     return name.startswith(launch_protocol.OWNED_PREFIXES) and name != launch_protocol.JOB_SECRET
 

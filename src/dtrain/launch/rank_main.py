@@ -46,7 +46,7 @@ _MAIN_MODULE_DEFAULTS: dict[str, object] = {"__annotations__": {}, "__cached__":
 
 
 def main() -> None:
-    """Run the target on the command line. Raises ``SystemExit`` unless the script ends normally.
+    """Run the target on the command line, see ``run_target``.
 
     Mutates: ``sys.modules``, which loses the modules that this bootstrap imported and that the program shadows.
     """

@@ -283,7 +283,7 @@ def model_values(models: Sequence[nn.Module]) -> Iterator[dict[str, Any]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Owned:
-    """What belongs to the models of a script: objects by ``id``, shapes of parameters, and addresses of tensors."""
+    """Objects of the models of a script by ``id``, with the shapes of parameters and the addresses of tensors."""
 
     modules: frozenset[int]
     parameters: frozenset[int]

@@ -272,8 +272,7 @@ class GradientRun:
             return check_collectives(self.caller, EQUAL_MICROBATCHES_ADVICE) if self.uneven_plan is not None else nullcontext()
         guard.samples = self.microbatches.samples
         # The plan holds only facts that ranks agree on: ranks with different plans would run in different modes.
-        count = min(self.required_microbatches, guard.max_microbatches or self.required_microbatches)
-        run_plan = (count, self.counts.shapes_hash, *conditions)
+        run_plan = (self.num_microbatches, self.counts.shapes_hash, *conditions)
         # A rank without a microbatch is led through the units by records, which a trace lacks.
         return guard.attempt(run_plan, traced=self.uneven_plan is None)
 

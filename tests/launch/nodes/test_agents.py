@@ -178,7 +178,10 @@ def test_foreign_master_address_makes_node_0_listen_on_all_interfaces(nodes):
     ("settings", "line"),
     [
         # The node that arrives second is named first.
-        ([{"nodes": 2}, {"nodes": 3}], r"--nnodes (3, node 0 \(.*\) for 2|2, node 1 \(.*\) for 3)\. Pass the same --nnodes on"),
+        (
+            [{"nodes": 2}, {"nodes": 3}],
+            r"--nnodes (3, node 0 \(.*\) for 2|2, node 1 \(.*\) for 3)\. Pass the same --nnodes on every node",
+        ),
         ([{"world_size": 2}, {"world_size": 4}], r"--world-size (4, node 0 \(.*\) for 2|2, node 1 \(.*\) for 4)"),
         ([{"world_size": 3}, {"world_size": 3}], r"run 2 ranks \(1 on node 0 \(.*\), 1 on node 1 \(.*\)\), not --world-size 3"),
         ([{"base_rank": 0}, {"base_rank": 2}], r"node 1 \(.*\) begins at --base-rank 2, but .* make it 1"),
