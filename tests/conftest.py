@@ -85,8 +85,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.skip(reason="needs --slow"))
     if config.getoption("--sample"):
         sampling.deselect(config, items, sampling.read_turn())
-    places = sampling.spread(items)
-    items.sort(key=lambda item: places[str(item.path)])
+    # A run in one process keeps the order of the files.
+    if hasattr(config, "workerinput"):
+        places = sampling.spread(items)
+        items.sort(key=lambda item: places[str(item.path)])
 
 
 if on_device.DEVICE:
