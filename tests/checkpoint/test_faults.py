@@ -32,13 +32,13 @@ def test_save_syncs_written_files_before_rename(tmp_path):
     with watching() as watched:
         save_sharded(tmp_path, train(state, 1))
     calls = watched.calls
-    renames = [at for at, name in enumerate(calls) if name == "rename"]
-    syncs = [at for at, name in enumerate(calls) if name == "fsync"]
-    writes = [at for at, name in enumerate(calls) if name in ("write", "pwritev")]
+    renames = [index for index, name in enumerate(calls) if name == "rename"]
+    syncs = [index for index, name in enumerate(calls) if name == "fsync"]
+    writes = [index for index, name in enumerate(calls) if name in ("write", "pwritev")]
     assert len(renames) == 2, "the superseded step aside, the new one in its place"
-    before = [at for at in syncs if at < min(renames)]
+    before = [index for index in syncs if index < min(renames)]
     assert len(before) >= 5, "data, index, folder, manifest, folder"
-    assert [at for at in writes if at > before[-1]] == [], "nothing is written after the last of them"
+    assert [index for index in writes if index > before[-1]] == [], "nothing is written after the last of them"
     assert max(syncs) > max(renames), "then the root"
 
 
@@ -70,7 +70,7 @@ def test_short_writes_are_completed(tmp_path, monkeypatch):
             if name == "write":
                 return lambda handle, data: real(handle, data[:1000])
             if name == "pwritev":
-                return lambda handle, parts, at: real(handle, [memoryview(parts[0])[:1000]], at)
+                return lambda handle, parts, offset: real(handle, [memoryview(parts[0])[:1000]], offset)
             return real
 
     state = train(plain_state(), 1)

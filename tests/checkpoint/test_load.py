@@ -398,16 +398,16 @@ def test_failed_file_operation_leaves_state_unchanged(tmp_path):
     state = train(plain_state(7), 2)
     before = digest(state)
     raised = 0
-    for at in range(len(watched.calls)):
-        with watching(at=at) as failing:
+    for operation in range(len(watched.calls)):
+        with watching(at=operation) as failing:
             try:
                 load_sharded(path, state, extra={"counter": Counter()})
             except CheckpointError:
                 raised += 1
-                assert digest(state) == before, (at, failing.calls[at])
+                assert digest(state) == before, (operation, failing.calls[operation])
                 state._check_not_stale("here")
             else:
-                assert failing.calls[at] == "close", failing.calls[at]
+                assert failing.calls[operation] == "close", failing.calls[operation]
                 state = train(plain_state(7), 2)
                 before = digest(state)
         assert failing.fired
@@ -420,8 +420,8 @@ def test_bit_flip_during_read_is_detected(tmp_path):
         load_sharded(path, plain_state())
     state = train(plain_state(7), 2)
     before = digest(state)
-    for at in range(len(watched.calls)):
-        with watching(at=at, kind="preadv", action="flip") as flipping, pytest.raises(CorruptCheckpointError):
+    for operation in range(len(watched.calls)):
+        with watching(at=operation, kind="preadv", action="flip") as flipping, pytest.raises(CorruptCheckpointError):
             load_sharded(path, state)
         assert flipping.fired
         assert digest(state) == before

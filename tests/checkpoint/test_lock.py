@@ -73,14 +73,14 @@ def holding(root: Path):
 
 
 def on_disk(root: Path) -> locks.LockOwner:
-    found = locks.parse_owner((root / LOCK_FILE).read_bytes())
-    assert found is not None
-    return found
+    owner = locks.parse_owner((root / LOCK_FILE).read_bytes())
+    assert owner is not None
+    return owner
 
 
 def somebody(**changes: object) -> locks.LockOwner:
     """A holder on another host, alive now."""
-    known = {
+    fields = {
         "host": "elsewhere",
         "pid": 17,
         "start_ticks": 5,
@@ -89,7 +89,7 @@ def somebody(**changes: object) -> locks.LockOwner:
         "run_id": OTHER,
     }
     return replace(
-        locks.LockOwner(token="0123456789abcdef", acquired_at=time.time(), heartbeat_at=time.time(), **known), **changes
+        locks.LockOwner(token="0123456789abcdef", acquired_at=time.time(), heartbeat_at=time.time(), **fields), **changes
     )
 
 
@@ -548,10 +548,10 @@ def test_acquire_succeeds_after_failure_of_any_operation(tmp_path, begin):
         begin(tmp_path / "all")
         lock_root(tmp_path / "all", RUN).release()
     raised = 0
-    for at in range(len(watched.calls)):
-        root = tmp_path / str(at)
+    for operation in range(len(watched.calls)):
+        root = tmp_path / str(operation)
         begin(root)
-        with watching(at=at) as watched:
+        with watching(at=operation) as watched:
             try:
                 lock_root(root, RUN).release()
             except OSError:
@@ -559,7 +559,7 @@ def test_acquire_succeeds_after_failure_of_any_operation(tmp_path, begin):
         assert watched.fired
         with lock_root(root, RUN) as held:
             held.check()
-            assert names(root) == [LOCK_FILE], f"{watched.calls[at]} {at} failed"
+            assert names(root) == [LOCK_FILE], f"{watched.calls[operation]} {operation} failed"
         assert names(root) == []
     assert raised > len(watched.calls) / 4
 
@@ -611,8 +611,8 @@ def test_acquire_succeeds_after_owner_dies_at_any_operation(tmp_path, begin, lea
 class Interleaved:
     """An ``os`` for ``dtrain.storage.local`` that lets another process act before the k-th operation on a file."""
 
-    def __init__(self, at: int, act) -> None:
-        self.left, self.act = at, act
+    def __init__(self, calls: int, act) -> None:
+        self.left, self.act = calls, act
 
     def __getattr__(self, name: str):
         real = getattr(os, name)
@@ -640,9 +640,9 @@ def test_interleaved_takeovers_of_dead_lock_have_one_winner(tmp_path):
     with holding(tmp_path / "a") as a, holding(tmp_path / "b") as b:
         assert a.pid != b.pid
         one, two = on_disk(tmp_path / "a"), on_disk(tmp_path / "b")
-        won, at, fired = [], 0, True
+        won, calls, fired = [], 0, True
         while fired:
-            root = tmp_path / str(at)
+            root = tmp_path / str(calls)
             left_by_the_dead(root)
             got: list[locks.LockOwner | None] = []
 
@@ -650,7 +650,7 @@ def test_interleaved_takeovers_of_dead_lock_have_one_winner(tmp_path):
                 storage.local.os = os
                 got.append(attempt(root / LOCK_FILE, two))
 
-            storage.local.os = Interleaved(at, act)
+            storage.local.os = Interleaved(calls, act)
             try:
                 mine = attempt(root / LOCK_FILE, one)
             finally:
@@ -658,12 +658,12 @@ def test_interleaved_takeovers_of_dead_lock_have_one_winner(tmp_path):
             fired = bool(got)
             if fired:
                 theirs = got[0]
-                assert (mine is None) != (theirs is None), f"at {at}: {mine}, {theirs}"
+                assert (mine is None) != (theirs is None), f"at {calls}: {mine}, {theirs}"
                 winner = mine or theirs
                 assert on_disk(root).token == winner.token
                 won.append(winner.pid)
                 assert names(root) == [LOCK_FILE]
-            at += 1
+            calls += 1
     assert set(won) == {a.pid, b.pid}, "the second comes early enough, and too late"
     assert len(won) > 10
 

@@ -139,13 +139,13 @@ class EightBit(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr})
 
     def step(self, closure=None) -> None:
-        for at, p in enumerate(self.param_groups[0]["params"]):
+        for number, p in enumerate(self.param_groups[0]["params"]):
             codes = torch.zeros_like(p, dtype=torch.uint8)
             to_local(codes).copy_(torch.arange(to_local(p).numel()).reshape(to_local(p).shape) % 251)
             blocks = p.new_empty((-(-p.numel() // 4),))
             to_local(blocks).copy_(torch.arange(blocks.numel()))
             self.state[p] = {"codes": codes, "absmax": blocks, "map": torch.arange(256.0), "bits": 8}
-            if at:
+            if number:
                 self.state[p]["step"] = torch.tensor(3, dtype=torch.int64)
 
 

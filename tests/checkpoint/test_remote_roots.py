@@ -28,15 +28,15 @@ from places.proxy import Fault
 def server_of():
     """Each server, started once, with this process set up for it."""
     with contextlib.ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
-        found: dict[str, servers.Server] = {}
+        started: dict[str, servers.Server] = {}
 
         def server(name: str) -> servers.Server:
-            if name not in found:
-                found[name] = stack.enter_context(getattr(servers, name)())
-                patch.setitem(fsspec.config.conf, name, found[name].options)
-            if found[name].home is not None:
-                patch.setenv("HOME", str(found[name].home))
-            return found[name]
+            if name not in started:
+                started[name] = stack.enter_context(getattr(servers, name)())
+                patch.setitem(fsspec.config.conf, name, started[name].options)
+            if started[name].home is not None:
+                patch.setenv("HOME", str(started[name].home))
+            return started[name]
 
         yield server
         gc.collect()  # of holds on the servers, while these are there
@@ -71,11 +71,11 @@ def on_ranks(root: str, environment: dict[str, str]) -> list[str]:
         for name, value in environment.items():
             patch.setenv(name, value)
         fsspec.config.set_conf_env(fsspec.config.conf)
-        found = resume_on_ranks(root, "full_shard")
+        results = resume_on_ranks(root, "full_shard")
         gc.collect()
         lock._release_at_exit()
         disconnect()
-    return list(found)
+    return list(results)
 
 
 @pytest.mark.parametrize(

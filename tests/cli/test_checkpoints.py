@@ -415,7 +415,7 @@ def test_diff_compares_weights_of_step_and_hf_folder(checkpoints, root):
 
 
 def test_diff_refuses_corrupt_data(checkpoints, root):
-    flip(root / "step-00000002" / "rank-00000.safetensors", at=1)
+    flip(root / "step-00000002" / "rank-00000.safetensors", byte=1)
     code, out, err = checkpoints("diff", "root/step-00000001", "root")
     assert (code, out, err.count("\n")) == (1, "", 1)
     assert err.startswith("dtrain: checkpoints: diff: rank-00000.safetensors: bytes from 0 on do not match")

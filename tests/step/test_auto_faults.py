@@ -38,8 +38,8 @@ def points(strategy: str) -> dict[str, tuple[str, int]]:
 
 
 def check(ranks, world_size: int, strategy: str, name: str, rank: int, when: int) -> None:
-    at, call = points(strategy)[name]
-    results = ranks(world_size).run(compare, strategy, at, call, rank, when, timeout_s=CAP_S)
+    point, call = points(strategy)[name]
+    results = ranks(world_size).run(compare, strategy, point, call, rank, when, timeout_s=CAP_S)
     assert results == [{"updates": 3, "sizes": [4] * when + [2] * (3 - when), "equal": True}] * world_size
 
 
@@ -84,6 +84,6 @@ def test_oom_at_every_point_on_every_rank_recovers(ranks, strategy, name, world_
 
 @pytest.mark.parametrize("name", ["inside-the-first-forward", "recomputation-in-the-second-backward"])
 def test_oom_in_one_unsharded_process_is_retried(ranks, name):
-    at, call = POINTS[name]
-    (result,) = ranks(1).run(compare, "none", at, call, 0, 1, timeout_s=CAP_S)
+    point, call = POINTS[name]
+    (result,) = ranks(1).run(compare, "none", point, call, 0, 1, timeout_s=CAP_S)
     assert result == {"updates": 3, "sizes": [4, 2, 2], "equal": True}

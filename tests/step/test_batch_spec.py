@@ -34,7 +34,7 @@ def tensors(samples: int = SAMPLES) -> dict[str, Tensor]:
 def split(batch, size: int) -> list:
     x, y = columns(batch)
     parts = zip(x.split(size), y.split(size), strict=True)
-    return [Rows(*part) if isinstance(batch, Rows) else dict(zip("xy", part, strict=True)) for part in parts]
+    return [Rows(*pair) if isinstance(batch, Rows) else dict(zip("xy", pair, strict=True)) for pair in parts]
 
 
 FUNCTIONS = {
@@ -139,17 +139,17 @@ def test_one_spec_works_in_every_function(name, kind):
         with pytest.raises(ConfigError, match="found no tensor to split in a Rows"):
             USES[name](spec, make())
         return
-    found, expected = USES[name](spec, make()), USES[name](SPECS["axes"][0], tensors())
-    torch.testing.assert_close(found, expected)
+    result, expected = USES[name](spec, make()), USES[name](SPECS["axes"][0], tensors())
+    torch.testing.assert_close(result, expected)
 
 
 def test_every_function_of_batches_takes_only_a_spec():
     functions = [name for name in public.all_names() if inspect.isfunction(public.value(name))]
     parameters = {name: inspect.signature(public.value(name)).parameters for name in functions}
-    with_spec = {name for name, found in parameters.items() if "batch_spec" in found}
+    with_spec = {name for name, annotations in parameters.items() if "batch_spec" in annotations}
     assert with_spec | {"dtrain.planning.Workload"} == set(USES)
     kinds = re.compile("CountFn|SplitFn|WeightFn")
-    assert [name for name, found in parameters.items() if kinds.search(str(found))] == ["dtrain.batch_spec"]
+    assert [name for name, annotations in parameters.items() if kinds.search(str(annotations))] == ["dtrain.batch_spec"]
 
 
 @pytest.mark.parametrize("name", sorted(BY_ROW))

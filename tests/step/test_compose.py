@@ -204,10 +204,10 @@ def test_invalid_compose_step_arguments_are_refused(given, message):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("part", ["grad", "update"])
-def test_non_callable_grad_or_update_is_refused(part):
-    with pytest.raises(ConfigError, match=f"compose_step: {part} must be a function .*, got 8. Write"):
-        dt.compose_step(LOSS, **{part: 8})
+@pytest.mark.parametrize("argument", ["grad", "update"])
+def test_non_callable_grad_or_update_is_refused(argument):
+    with pytest.raises(ConfigError, match=f"compose_step: {argument} must be a function .*, got 8. Write"):
+        dt.compose_step(LOSS, **{argument: 8})
 
 
 class Counted:
@@ -359,14 +359,14 @@ def crossed_by_the_wall_clock() -> list[list[bool]]:
     state = step.init(model, torch.optim.SGD(model.parameters(), lr=0.1))
     real = gradient_run.time
     gradient_run.time = Hurried(get_dist_info().rank)
-    found = []
+    crossings = []
     try:
         for _ in range(8):
             state, _ = step(state, BATCH)
-            found.append([state.crossed("3sec"), state.crossed("1h"), state.reached("5sec")])
+            crossings.append([state.crossed("3sec"), state.crossed("1h"), state.reached("5sec")])
     finally:
         gradient_run.time = real
-    return [*found, seen]
+    return [*crossings, seen]
 
 
 def test_wall_clock_intervals_follow_rank_0_on_all_ranks(ranks):

@@ -24,7 +24,7 @@ def warned(batches, *transforms, loss_fn=loss_fn, mesh=None, **options) -> list[
         warnings.simplefilter("always")
         for batch in batches:
             state, _ = steps(state, batch)
-    return [str(each.message) for each in caught if "equal batches" in str(each.message)]
+    return [str(warning.message) for warning in caught if "equal batches" in str(warning.message)]
 
 
 def fed(kind: str) -> list[str]:

@@ -158,9 +158,9 @@ def direct() -> list[str]:
     model = net()
     state = dt.compose_step(Written()).init(model, torch.optim.SGD(model.parameters(), lr=0.1))
     batch = batch_of(0)
-    part = {name: value[:2] for name, value in batch.items()}
+    half = {name: value[:2] for name, value in batch.items()}
     state, _ = dt.microbatch_step(state, batch, loss_fn=Written())
-    return [told(partial(dt.microbatch_step, state, data, loss_fn=Written(()))) for data in (batch, part, batch_of(1))]
+    return [told(partial(dt.microbatch_step, state, data, loss_fn=Written(()))) for data in (batch, half, batch_of(1))]
 
 
 def test_second_call_of_microbatch_step_for_one_step_is_refused():
@@ -216,7 +216,7 @@ def test_selective_backprop_refuses_sample_losses_that_write(ranks):
 
 def evaluated(ranks: tuple[int, ...]) -> str:
     model = on_mesh("full_shard" if get_dist_info().world_size > 1 else "none")
-    fn = dt.step.auto_batch_eval(lambda model, part: Written(ranks)(model, part).total, initial_size=4)
+    fn = dt.step.auto_batch_eval(lambda model, inputs: Written(ranks)(model, inputs).total, initial_size=4)
     with inject_fault("raise", at="forward", call=1, rank=0, error=OUT_OF_MEMORY):
         return told(lambda: fn(model, batch_of(0)))
 

@@ -86,12 +86,12 @@ def _differences(folder: str, worlds: list[int], samples: dict[int, list[int]], 
     for number, world in enumerate(worlds):
         # A rank takes part in some attempts only: its n-th attempt is the n-th that had so many ranks.
         parts = [logs[rank][sum(w > rank for w in worlds[:number])] for rank in range(world)]
-        steps = sorted({step for part in parts for step in part})
+        steps = sorted({step for log in parts for step in log})
         for step in steps:
-            found = [i for part in parts for i in part.get(step, [])]
-            all_there = all(step in part for part in parts)  # the last step of an attempt may be one that not all had logged
-            if all_there and found != samples[step]:
-                problems.append(f"step {step} on {world} ranks trained on {found}, not on {samples[step]}")
+            trained = [i for log in parts for i in log.get(step, [])]
+            all_there = all(step in log for log in parts)  # the last step of an attempt may be one that not all had logged
+            if all_there and trained != samples[step]:
+                problems.append(f"step {step} on {world} ranks trained on {trained}, not on {samples[step]}")
     done = [line for line in read_log(folder) if "done" in line]
     worst = max(
         abs(a - b) / max(1.0, abs(b))
@@ -105,10 +105,10 @@ def _differences(folder: str, worlds: list[int], samples: dict[int, list[int]], 
 
 def _attempts(log: list[dict[str, Any]]) -> list[dict[int, list[int]]]:
     """The samples of each step, attempt by attempt."""
-    found: list[dict[int, list[int]]] = []
+    attempts: list[dict[int, list[int]]] = []
     for line in log:
         if "attempt" in line:
-            found.append({})
+            attempts.append({})
         elif "step" in line:
-            found[-1][line["step"]] = line["samples"]
-    return found
+            attempts[-1][line["step"]] = line["samples"]
+    return attempts

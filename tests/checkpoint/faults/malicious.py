@@ -232,7 +232,7 @@ _INDEXES = {"index.json": _with_index, "rank-00000.json": _with_rank_index}
 def _leaves(kind: type, file: str) -> list[tuple[Any, ...]]:
     """Return the paths to values of a type in an index of a sample, outside its plain data; of each list the first item."""
     body = json.loads(sample(KIND)[f"step-00000002/{file}"])
-    found = []
+    paths = []
     left: list[tuple[tuple[Any, ...], Any]] = [((key,), body[key]) for key in body if key not in ("values", "shared")]
     while left:
         path, value = left.pop(0)
@@ -240,10 +240,10 @@ def _leaves(kind: type, file: str) -> list[tuple[Any, ...]]:
             left += [((*path, key), item) for key, item in value.items()]
         elif type(value) is list:
             rows = all(type(item) in (str, int) for item in value)  # a row has a meaning for each place, a list one for all
-            left += [((*path, at), item) for at, item in enumerate(value[: None if rows and len(value) < 4 else 1])]
+            left += [((*path, index), item) for index, item in enumerate(value[: None if rows and len(value) < 4 else 1])]
         elif type(value) is kind:
-            found.append(path)
-    return found
+            paths.append(path)
+    return paths
 
 
 def _shown(path: Sequence[Any]) -> str:
@@ -540,17 +540,17 @@ def _run_payloads(folder: str) -> int:
     import pickle
     from contextlib import suppress
 
-    found = 0
+    count = 0
     for number, (name, content) in enumerate(payloads(f"touch {folder}/mark").items()):
         if any(word in name for word in ("execv", "pty", "browser", "open", "timeit", "torch", "numpy", "Popen", "NEWOBJ")):
             continue  # these would end, outlive or outlast this process
         with suppress(Exception):
             pickle.loads(content)
         mark = Path(folder) / "mark"
-        found += mark.exists()
+        count += mark.exists()
         if mark.exists():
             mark.rename(Path(folder) / f"mark-{number}")
-    return found
+    return count
 
 
 def what_the_hook_sees() -> list[str]:

@@ -61,14 +61,14 @@ class Tally:
 
 def tally(draw: Draw, *, seed: int, count: int) -> Tally:
     """At least ``count`` outcomes, from the first draw on; fewer when draws stay empty."""
-    found, k, empty = Tally(), 0, 0
-    while found.count < count and empty < _EMPTY_DRAWS:
+    total, k, empty = Tally(), 0, 0
+    while total.count < count and empty < _EMPTY_DRAWS:
         outcomes = draw(seed, k)
         empty = 0 if outcomes else empty + 1
         for outcome in outcomes:
-            found.add(outcome, where=f"seed {seed}, draw {k}: ")
+            total.add(outcome, where=f"seed {seed}, draw {k}: ")
         k += 1
-    return found
+    return total
 
 
 def plain(outcomes: list[Outcome]) -> list[dict[str, Any]]:

@@ -19,7 +19,7 @@ def states_of(kind: str, seed: int = 0) -> Any:
     from checkpoint.states import plain_state
 
     if kind == "two states":
-        return {name: plain_state(seed + at) for at, name in enumerate(("generator", "critic"))}
+        return {name: plain_state(seed + index) for index, name in enumerate(("generator", "critic"))}
     state = plain_state(seed)
     if kind == "frozen apart":
         state.params["first.weight"].requires_grad_(False)

@@ -144,10 +144,10 @@ def look(root: str) -> dict[str, Any]:
     from checkpoint.states import digest, plain_state
 
     try:
-        found = {each.step: each.path for each in dt.checkpoint.list_steps(root)}
-        for path in found.values():
+        folders = {checkpoint.step: checkpoint.path for checkpoint in dt.checkpoint.list_steps(root)}
+        for path in folders.values():
             dt.checkpoint.verify(path)
-        states = {step: load(path, plain_state()) for step, path in found.items()}
+        states = {step: load(path, plain_state()) for step, path in folders.items()}
     except (dt.errors.DtrainError, UserWarning) as error:
         return {"wrong": f"{type(error).__name__}: {error}"}
     return {"wrong": "", "steps": [[step, digest(state, rng=False)] for step, state in states.items()]}
@@ -237,9 +237,9 @@ def _judge(before: list[Any], answers: Mapping[str, dict[str, Any]], after: dict
         if answer["error"] and not answer["error"].startswith(_CLEAN)
     ]
     writers = [answer for answer in answers.values() if "saved" in answer]
-    known = {tuple(each) for each in before} | {tuple(each) for answer in writers for each in answer["saved"]}
-    there = {tuple(each) for each in after["steps"]}
-    problems += [f"step {step} is none that was saved" for step, digest in there if (step, digest) not in known]
+    saved = {tuple(pair) for pair in before} | {tuple(pair) for answer in writers for pair in answer["saved"]}
+    there = {tuple(pair) for pair in after["steps"]}
+    problems += [f"step {step} is none that was saved" for step, digest in there if (step, digest) not in saved]
     steps = {step for step, _ in there}
     for answer in writers:
         if answer["saved"] and not {step for step, _ in answer["saved"]} & steps:
@@ -253,7 +253,7 @@ def _judge(before: list[Any], answers: Mapping[str, dict[str, Any]], after: dict
         if reader["error"]:
             problems += [] if reader["same"] else ["a load that failed changed the state"]
             return "the reader was refused", problems
-        if (reader["step"], reader["digest"]) not in known:
+        if (reader["step"], reader["digest"]) not in saved:
             problems.append(f"the reader got a state that nobody saved, as step {reader['step']}")
         return "the reader got one of the states", problems
     refused = sum(bool(answer["error"]) for answer in writers)
