@@ -54,8 +54,8 @@ def make() -> nn.Module:
     return Net().double()
 
 
-def loss_fn(net: nn.Module, part: dict) -> LossSum:
-    return cross_entropy(net(part["inputs"]), part["targets"])
+def loss_fn(net: nn.Module, batch: dict) -> LossSum:
+    return cross_entropy(net(batch["inputs"]), batch["targets"])
 
 
 class Samples:
@@ -219,6 +219,6 @@ def step_with_each(arguments: dict[str, dict]) -> list[str]:
 def test_attention_that_the_ring_cannot_compute_is_refused(ranks):
     start = "context_parallel: scaled_dot_product_attention"
     end = "Use causal self-attention without a mask and without dropout; for transformers see docs/parallelism.md."
-    for found in ranks(2).run(step_with_each, ATTENTION):
+    for messages in ranks(2).run(step_with_each, ATTENTION):
         expected = [f"{start}: {message}. {end}" for message in ATTENTION]
-        assert found == [message for message in expected for _ in range(2)]
+        assert messages == [message for message in expected for _ in range(2)]

@@ -42,15 +42,15 @@ def step(state: TrainState) -> TrainState:
 
 def plain_outputs(steps: int) -> list[torch.Tensor]:
     """Return the outputs of plain torch after each step."""
-    net, whole, found = make(NAME), batch(NAME, WEIGHTS), []
+    net, whole, outputs = make(NAME), batch(NAME, WEIGHTS), []
     optimizer = torch.optim.SGD(net.parameters(), lr=LR)
     for _ in range(steps):
         optimizer.zero_grad()
         loss = squared(net, whole)
         (loss.total / loss.weight).backward()
         optimizer.step()
-        found.append(net(whole["x"]).detach())
-    return found
+        outputs.append(net(whole["x"]).detach())
+    return outputs
 
 
 def with_a_look_in_between(strategy: str, grad: bool, by_hand: bool) -> list[float]:
@@ -180,4 +180,4 @@ def skipped_update() -> list[bool]:
 
 
 def test_model_is_resharded_after_an_update(ranks):
-    assert all(all(found) for found in ranks(2).run(skipped_update))
+    assert all(all(flags) for flags in ranks(2).run(skipped_update))

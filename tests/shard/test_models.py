@@ -28,7 +28,7 @@ def share(whole: dict) -> dict:
 
 def compare(name: str, strategies: list) -> dict[str, list]:
     """By strategy and mode: units, error, and which parameters have a gradient where the reference has none or the reverse."""
-    found = {}
+    results = {}
     expected = reference(name, WEIGHTS)
     for strategy in strategies:
         for accumulate in ("local", "sharded"):
@@ -38,9 +38,9 @@ def compare(name: str, strategies: list) -> dict[str, list]:
                 state, _ = microbatch_step(state, share(batch(name, WEIGHTS)), loss_fn=CASES[name].loss, microbatch_size=size)
             odd = [key for key, p in state.params.items() if (p.grad is None) != (expected[key] is None)]
             names_fit = sorted(state.params) == sorted(expected)
-            found[f"{strategy} {accumulate}"] = [len(fsdp_param_groups(net)), difference(name, state.params), odd, names_fit]
+            results[f"{strategy} {accumulate}"] = [len(fsdp_param_groups(net)), difference(name, state.params), odd, names_fit]
             optimizer_step(state, {})
-    return found
+    return results
 
 
 OTHERS = [strategy for strategy in STRATEGIES if strategy != "hybrid_shard"]

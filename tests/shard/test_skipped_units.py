@@ -120,7 +120,7 @@ def swept(root: bool, strategy: str, steps: int, special: str) -> float:
     state = dt.compose_step(loss_of).init(net, torch.optim.SGD(net.parameters(), lr=0.01))
     alone, worst = make(root), 0.0
     for step in range(steps):
-        plans = [set(PARTS) if step == 0 else {part for part in PARTS if rng.random() < 0.6} for _ in range(world)]
+        plans = [set(PARTS) if step == 0 else {unit for unit in PARTS if rng.random() < 0.6} for _ in range(world)]
         if step == steps - 1:
             plans[0] = set()
         if step and not any(plan & {"first", "nest", "last", "table"} for plan in plans):
@@ -150,7 +150,7 @@ def collectives_by_part(root: bool, strategy: str, most: int) -> list[list[str]]
     net = dt.shard_model(make(root), dt.build_mesh(), strategy=strategy, blocks=BLOCKS)
     state = dt.compose_step(loss_of).init(net, torch.optim.SGD(net.parameters(), lr=0.0))
     subsets = [set(subset) for size in range(most + 1) for subset in itertools.combinations(PARTS, size)]
-    whole, found = [], []
+    whole, names = [], []
     for missing in [set(), *subsets]:  # the first step is lazy about some of its set-up
         net.plan = set(PARTS) - missing
         with count_collectives() as seen:
@@ -158,8 +158,8 @@ def collectives_by_part(root: bool, strategy: str, most: int) -> list[list[str]]
         issued = [(record.op, record.bytes) for record in seen.records if record.group != "control"]
         whole = whole if missing else issued
         if issued != whole:
-            found.append(sorted(missing))
-    return found
+            names.append(sorted(missing))
+    return names
 
 
 @pytest.mark.parametrize(
@@ -261,7 +261,7 @@ def under_auto() -> float:
     alone, worst = make(True), 0.0
     rng = random.Random(3)
     for index in range(10):
-        plans = [set(PARTS) if index == 0 else {part for part in PARTS if rng.random() < 0.6} | {"last"} for _ in range(2)]
+        plans = [set(PARTS) if index == 0 else {unit for unit in PARTS if rng.random() < 0.6} | {"last"} for _ in range(2)]
         net.plan = plans[get_dist_info().rank]
         kept: dict[str, Tensor | None] = {}
 

@@ -72,8 +72,8 @@ def trained(name: str, strategy: str) -> list[float]:
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "hybrid_shard", "replicate"])
 @pytest.mark.parametrize("name", NAMES)
 def test_sharded_training_matches_plain_torch(ranks, name, strategy):
-    for found in ranks(4).run(trained, name, strategy):
-        assert max(found) <= TOLERANCE
+    for errors in ranks(4).run(trained, name, strategy):
+        assert max(errors) <= TOLERANCE
 
 
 def norms() -> list[float]:
