@@ -51,7 +51,7 @@ def consumed(make, *, batch, last_batch, until, legs):
                 if mine:
                     indices = batch_indices(prepared, epoch, mine[0], mine[-1] + 1)[:: mine.step]
                     samples |= dict(zip(mine, indices.tolist(), strict=True))
-            seen += [samples[at] for at in range(*bounds)]
+            seen += [samples[position] for position in range(*bounds)]
             start, done = bounds[1], done + 1
         state = order.state(epoch, start)
     return seen

@@ -26,8 +26,8 @@ def folder(tmp_path):
     return written(tmp_path / "data")
 
 
-def ids(found):
-    return [sample["id"] for sample in found]
+def ids(samples):
+    return [sample["id"] for sample in samples]
 
 
 def test_sample_is_read_by_its_index(folder, opened):
@@ -376,10 +376,10 @@ def test_cached_file_of_wrong_size_is_fetched_again(tmp_path, opened):
     assert dataset[1]["id"] == 1
 
 
-def flipped(path, at):
+def flipped(path, byte):
     """Flip one bit of a file, and leave its times as they are."""
     about, content = path.stat(), bytearray(path.read_bytes())
-    content[at] ^= 4
+    content[byte] ^= 4
     path.write_bytes(content)
     os.utime(path, ns=(about.st_atime_ns, about.st_mtime_ns))
 

@@ -113,10 +113,10 @@ def test_values_of_mosaicml_streaming_are_read(encoding: str, tmp_path: Path) ->
     samples = [{"value": value, "a": "before", "z": 3} for value in VALUES[encoding]]
     written(tmp_path, {"value": encoding, "a": "str", "z": "int"}, samples)
     expected = theirs(tmp_path)
-    found = samples_of(tmp_path, **({"allow_pickle": True} if encoding == "pkl" else {}))
-    assert len(found) == len(expected) == len(samples)
-    assert all(list(ours) == list(their) for ours, their in zip(found, expected, strict=True))
-    assert all(same(ours[name], their[name]) for ours, their in zip(found, expected, strict=True) for name in their)
+    read = samples_of(tmp_path, **({"allow_pickle": True} if encoding == "pkl" else {}))
+    assert len(read) == len(expected) == len(samples)
+    assert all(list(ours) == list(their) for ours, their in zip(read, expected, strict=True))
+    assert all(same(ours[name], their[name]) for ours, their in zip(read, expected, strict=True) for name in their)
 
 
 @pytest.mark.parametrize("encoding", sorted(VALUES), ids=str)
@@ -155,9 +155,9 @@ def test_mosaicml_reads_our_compression(compression: str, tmp_path: Path, monkey
     write_shards(ROWS, tmp_path / "data", format="mds", compression=compression, max_shard_bytes=4000)
     with mosaicml.released():
         dataset = mosaicml.StreamingDataset(local=str(tmp_path / "data"), shuffle=False, batch_size=1)
-        found = [dataset[number] for number in range(len(dataset))]
+        rows = [dataset[number] for number in range(len(dataset))]
         del dataset
-    assert found == ROWS
+    assert rows == ROWS
     assert samples_of(tmp_path / "data") == ROWS
 
 
