@@ -61,8 +61,8 @@ def test_resize_batch_crops_at_the_offset():
 def test_linear_growth_grows_from_delay_to_full():
     run = RunLength(total=100)
     scale = linear_growth(0.5, Duration.parse("0.5dur"), Duration.parse("0.8dur"))
-    found = [scale(Clock(step=step, run_length=run)) for step in (0, 49, 50, 65, 79, 80, 99, 100)]
-    assert found == pytest.approx([0.5, 0.5, 0.5, 0.75, 0.5 + 0.5 * 29 / 30, 1.0, 1.0, 1.0])
+    scales = [scale(Clock(step=step, run_length=run)) for step in (0, 49, 50, 65, 79, 80, 99, 100)]
+    assert scales == pytest.approx([0.5, 0.5, 0.5, 0.75, 0.5 + 0.5 * 29 / 30, 1.0, 1.0, 1.0])
 
 
 def test_linear_growth_may_increase_in_one_step():

@@ -52,6 +52,6 @@ def test_automatic_microbatch_size_matches_a_fixed_size():
 
 def test_two_ranks_match_one_process(ranks):
     expected = trained(fitted=True)
-    for found in ranks(2).run(fitted):
-        assert found["params"] == pytest.approx(expected["params"], rel=1e-10, abs=1e-12)
-        assert found["metrics"] == pytest.approx(expected["metrics"], rel=1e-10)
+    for result in ranks(2).run(fitted):
+        assert result["params"] == pytest.approx(expected["params"], rel=1e-10, abs=1e-12)
+        assert result["metrics"] == pytest.approx(expected["metrics"], rel=1e-10)

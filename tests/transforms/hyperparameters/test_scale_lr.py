@@ -121,5 +121,7 @@ def test_scale_lr_warns_when_the_schedule_reaches_zero_early(schedule, warned):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             state, _ = step(state, BATCH)
-        told += [number for each in caught if "scale_lr: the rate of every group is 0 from this step on" in str(each.message)]
+        told += [
+            number for warning in caught if "scale_lr: the rate of every group is 0 from this step on" in str(warning.message)
+        ]
     assert told == warned
