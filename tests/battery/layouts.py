@@ -53,11 +53,11 @@ def largest_differences(act: Callable[[Mapping[str, Tensor]], Any], world_size: 
     """By layout, how far parameters and gradients after ``act`` are from those after ``act`` on whole ones; for a rank."""
     expected = params()
     act(expected)
-    found = {}
+    largest = {}
     for layout, (shape, placements) in LAYOUTS[world_size].items():
         cut = placed(params(), init_device_mesh("cpu", shape), placements)
         act(cut)
         pairs = [(full_tensor(cut[name].detach()), param.detach()) for name, param in expected.items()]
         pairs += [(full_tensor(cut[n].grad), p.grad) for n, p in expected.items() if p.grad is not None]
-        found[layout] = max((here - there).abs().max().item() for here, there in pairs)
-    return found
+        largest[layout] = max((here - there).abs().max().item() for here, there in pairs)
+    return largest

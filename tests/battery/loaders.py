@@ -27,7 +27,7 @@ def numbers() -> Tensor:
 
 def records() -> list[dict[str, Any]]:
     """A dataset that is a list of mappings."""
-    return [{"id": at, "x": torch.full((2,), float(at))} for at in range(SIZE)]
+    return [{"id": number, "x": torch.full((2,), float(number))} for number in range(SIZE)]
 
 
 def table() -> TensorDict:
@@ -96,7 +96,7 @@ class WithReplacement(dt.data.ElasticSampler):
     """Draws each sample anew."""
 
     def indices(self, epoch: int, start: int, stop: int) -> Tensor:
-        return torch.tensor([hash((epoch, at)) % self.size for at in range(start, stop)], dtype=torch.int64)
+        return torch.tensor([hash((epoch, position)) % self.size for position in range(start, stop)], dtype=torch.int64)
 
 
 class OneOrder(dt.data.ElasticSampler):

@@ -19,8 +19,8 @@ from dtrain.dist.dtensor import full_tensor
 
 ROWS: dict[str, Row] = {
     name: row
-    for part in (gradients, weights, local, batches, text, precision, rates, combinators, observe, profiling)
-    for name, row in part.ROWS.items()
+    for module in (gradients, weights, local, batches, text, precision, rates, combinators, observe, profiling)
+    for name, row in module.ROWS.items()
 }
 
 
@@ -191,7 +191,11 @@ BROKEN: dict[str, tuple[str, Row]] = {
     "slice keyed by number": ("slices", Row(make=_slice("number", lambda state: {0: 1.0}))),
     "slice keyed by place": (
         "slices",
-        Row(make=_slice("place", lambda state: {str(at): p.detach().clone() for at, p in enumerate(state.params.values())})),
+        Row(
+            make=_slice(
+                "place", lambda state: {str(number): p.detach().clone() for number, p in enumerate(state.params.values())}
+            )
+        ),
     ),
     "slice that is a parameter": ("slices", Row(make=_slice("alias", lambda state: {"params": dict(state.params)}))),
     "rate left changed": ("exception", Row(make=leaking("rate", _halve_rates))),

@@ -27,8 +27,8 @@ def halved_loss() -> dt.Transform:
         factor = 1.0 if context.state.step % 2 else 0.5
 
         def loss(model: Any, batch: Any) -> dt.LossSum:
-            found = inner(model, batch)
-            return dt.LossSum(total=factor * found.total, weight=found.weight, aux=found.aux)
+            whole = inner(model, batch)
+            return dt.LossSum(total=factor * whole.total, weight=whole.weight, aux=whole.aux)
 
         return loss
 
