@@ -47,7 +47,7 @@ def run(lines: list[str], folder: Path) -> str:
 
 def saved(folder: Path) -> dict[int, int]:
     """The number of ranks that saved each step."""
-    return {found.step: found.world_size for found in dt.checkpoint.list_steps(folder / "ckpt")}
+    return {checkpoint.step: checkpoint.world_size for checkpoint in dt.checkpoint.list_steps(folder / "ckpt")}
 
 
 def run_one(command: str, folder: Path) -> str:
@@ -82,9 +82,9 @@ def run_and_kill(block: str, folder: Path) -> str:
 def commands() -> Iterator[tuple[list[str], str]]:
     """The commands of each block of the shell behind the installation, and what the page shows of their output."""
     blocks = [block for block in BLOCKS if block[0] in ("bash", "text")]
-    for at, (language, text) in enumerate(blocks):
+    for index, (language, text) in enumerate(blocks):
         if language == "bash" and "pip install" not in text:
-            follows = blocks[at + 1] if at + 1 < len(blocks) else ("", "")
+            follows = blocks[index + 1] if index + 1 < len(blocks) else ("", "")
             yield text.splitlines(), follows[1] if follows[0] == "text" else ""
 
 
