@@ -102,7 +102,7 @@ def test_folder_without_config_or_tokenizer_raises_a_one_line_error(folder):
 def test_oversized_vocabulary_or_sequence_raises_a_one_line_error(folder):
     with pytest.raises(SystemExit, match=r"pretrained: --seq 33, but the model has 32 positions; take at most as many"):
         tokenizer_and_config(folder, TEXTS, NAMES, 33)
-    tokenizer_and_config(None, [f"word{at}" for at in range(100)], NAMES, SEQ)[0].save_pretrained(folder)
+    tokenizer_and_config(None, [f"word{number}" for number in range(100)], NAMES, SEQ)[0].save_pretrained(folder)
     with pytest.raises(SystemExit, match=r"pretrained: \d+ words, the model knows 90; put its own tokenizer there"):
         tokenizer_and_config(folder, TEXTS, NAMES, SEQ)
 

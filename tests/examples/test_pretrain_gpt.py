@@ -76,7 +76,7 @@ def losses(out: Path) -> dict[int, float]:
 
 def processes_of(mark: str) -> dict[int, bool]:
     """Processes of a job, by an environment variable that all of them inherit: pid -> whether it runs the script."""
-    found: dict[int, bool] = {}
+    processes: dict[int, bool] = {}
     for folder in Path("/proc").iterdir():
         try:
             env = (folder / "environ").read_bytes().split(b"\0") if folder.name.isdigit() else []
@@ -84,8 +84,8 @@ def processes_of(mark: str) -> dict[int, bool]:
         except OSError:  # it has ended, or is not ours
             continue
         if f"TEST_JOB={mark}".encode() in env:
-            found[int(folder.name)] = line[1:2] == [str(SCRIPT).encode()]  # the launcher runs -m dtrain
-    return found
+            processes[int(folder.name)] = line[1:2] == [str(SCRIPT).encode()]  # the launcher runs -m dtrain
+    return processes
 
 
 def wait_until(condition, what: str) -> None:
@@ -137,7 +137,7 @@ def straight(tmp_path_factory) -> Path:
     text = run(command(*launch(2), out=cwd / "out"), cwd)
     assert "held-out loss" in ended(text).what  # its value says nothing after steps that are all warm-up: see the next test
     assert "[rank 1]" not in text
-    assert [found.step for found in list_steps(cwd / "out" / "checkpoints")] == [MIDDLE, 2 * MIDDLE, STEPS]
+    assert [checkpoint.step for checkpoint in list_steps(cwd / "out" / "checkpoints")] == [MIDDLE, 2 * MIDDLE, STEPS]
     return cwd / "out"
 
 
@@ -193,8 +193,8 @@ def test_killed_run_resumes_bit_for_bit(straight, tmp_path, kills):
     assert told.attempts[-1].last_step == STEPS
     assert told.goodput.by_cause["restart"] > 0
     assert sum(told.goodput.by_cause.values()) == pytest.approx(told.goodput.total_s)
-    assert {each["step"] for each in told.checkpoints} >= {STEPS}
-    assert all(each["blocked_s"] is not None and each["bytes"] for each in told.checkpoints if each["step"] == STEPS)
+    assert {save["step"] for save in told.checkpoints} >= {STEPS}
+    assert all(save["blocked_s"] is not None and save["bytes"] for save in told.checkpoints if save["step"] == STEPS)
 
 
 @pytest.mark.parametrize(
@@ -209,9 +209,9 @@ def test_run_resumes_on_different_ranks_and_strategies(straight, tmp_path, n, st
     out = only_the_middle(straight, tmp_path / "out")
     text = run(command(*launch(n), out=out, strategy=strategy), tmp_path)
     assert f"resuming after step {MIDDLE}" in text
-    found, expected = losses(out), losses(straight)
-    assert list(found) == list(expected)
-    worst = max(abs(found[step] / expected[step] - 1) for step in expected)
+    resumed, expected = losses(out), losses(straight)
+    assert list(resumed) == list(expected)
+    worst = max(abs(resumed[step] / expected[step] - 1) for step in expected)
     print(f"{n} ranks, {strategy}: largest relative difference of a loss over {STEPS - MIDDLE} steps: {worst:.1e}")
     assert worst <= TOLERANCE
 
@@ -272,10 +272,10 @@ def corpus() -> Iterator[tuple[str, str]]:
         for name, value in {**server.environment, "TMPDIR": caches}.items():
             patch.setenv(name, value)
         url = f"{server.root()}/corpus"
-        for part, windows in zip(("train", "val"), train_and_held_out(read_text(TEXT), 128, held_out_windows=64), strict=True):
+        for split, windows in zip(("train", "val"), train_and_held_out(read_text(TEXT), 128, held_out_windows=64), strict=True):
             samples = ({"tokens": window} for window in windows.windows.numpy())
             columns = {"tokens": "ndarray:uint8:129"}
-            write_shards(samples, f"{url}/{part}", format="mds", columns=columns, compression="zstd", max_shard_bytes=2**16)
+            write_shards(samples, f"{url}/{split}", format="mds", columns=columns, compression="zstd", max_shard_bytes=2**16)
         yield "--data", url
         disconnect()
 

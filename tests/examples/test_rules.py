@@ -25,7 +25,7 @@ def code_lines(path: Path) -> list[str]:
         text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
         if text or isinstance(node, (ast.Import, ast.ImportFrom)):
             left_out.update(range(node.lineno, node.end_lineno + 1))
-    lines = (line.strip() for at, line in enumerate(source.splitlines(), 1) if at not in left_out)
+    lines = (line.strip() for number, line in enumerate(source.splitlines(), 1) if number not in left_out)
     return [line for line in lines if line and not line.startswith("#")]
 
 
@@ -95,7 +95,7 @@ def test_example_help_shows_the_launch_command(path, tmp_path, monkeypatch, caps
 @pytest.mark.parametrize("path", LOOPS, ids=lambda path: path.stem)
 def test_example_records_its_run_and_shows_its_progress(path):
     source = path.read_text()
-    lacking = [part for part in ("dt.open_run(", "dt.loggers.progress_bar(", "held_out/") if part not in source]
+    lacking = [call for call in ("dt.open_run(", "dt.loggers.progress_bar(", "held_out/") if call not in source]
     assert lacking == []
     assert 'print(f"step' not in source, "the progress bar shows steps"
 

@@ -31,17 +31,17 @@ def distances(records: dict[int, dict]) -> dict[int, float]:
 def test_training_on_two_ranks_moves_towards_the_ring(tmp_path):
     records, _ = run(tmp_path / "run", steps=100)
     assert list(records) == [1, *range(10, 101, 10)]
-    found = distances(records)
-    assert list(found) == [1, 100]
-    assert found[100] < 0.5 * found[1]
+    by_step = distances(records)
+    assert list(by_step) == [1, 100]
+    assert by_step[100] < 0.5 * by_step[1]
 
 
 @pytest.mark.slow
 def test_training_on_two_ranks_learns_the_ring(tmp_path):
     records, end = run(tmp_path / "run", steps=400)
-    found = distances(records)
-    assert list(found) == [1, 100, 200, 300, 400]
-    assert found[1] > 0.4
+    by_step = distances(records)
+    assert list(by_step) == [1, 100, 200, 300, 400]
+    assert by_step[1] > 0.4
     assert end.value < 0.8 * end.baseline, "nearer to the ring than any normal distribution"
 
 
@@ -97,7 +97,7 @@ def trained_by_steps(strategy: str, norm: bool) -> list[dict[str, list[float]]]:
     g = make.init(maker, torch.optim.AdamW(maker.parameters(), lr=1e-2))
     d = tell.init(judge, torch.optim.AdamW(judge.parameters(), lr=1e-2))
     for step in range(4):
-        real, noise = (part.chunk(ranks)[rank] for part in points(step))
+        real, noise = (tensor.chunk(ranks)[rank] for tensor in points(step))
         made = maker(noise)
         d, _ = tell(d, {"real": real, "made": made.detach()})
         g, _ = make(g, {"made": made})
