@@ -115,8 +115,8 @@ def train(recipe: Recipe, epochs: int, seed: int) -> tuple[float, float, float]:
     used = time.process_time() - begun
     recipe.finish(state, loader)
     quiz = dt.build_loader(pictures.held_out, global_batch_size=256, seed=0, shuffle=False)
-    found = dt.reduce_metrics(dt.evaluate(model, quiz, eval_loss_fn))
-    return found["accuracy"], found["loss"], used
+    scores = dt.reduce_metrics(dt.evaluate(model, quiz, eval_loss_fn))
+    return scores["accuracy"], scores["loss"], used
 
 
 def shown(values: Sequence[float], digits: int) -> str:

@@ -59,13 +59,13 @@ def _saving(run: Run, name: str, way: Way) -> Callable[[], Moments]:
         own = run.root / ("dtrain" if way.one_root else f"{_slug(name)}-{next(numbers)}")
         way.ready(run)
         dist.barrier()
-        found = _slowest(way.save(run, own))
+        seconds = _slowest(way.save(run, own))
         if dist.get_rank() == 0:
             for folder in own.glob("step-*") if way.one_root else [own]:
                 shutil.rmtree(folder, ignore_errors=True)
             os.sync()
         dist.barrier()
-        return found
+        return seconds
 
     return call
 
@@ -113,7 +113,7 @@ def _total(number: int) -> int:
 def _rounds(calls: Mapping[str, Callable[[], Moments]], rounds: int) -> Timings:
     """Each round makes every call twice, in an order drawn anew (the same on all ranks)."""
     order = random.Random(0)
-    found: Timings = {name: {} for name in calls}
+    timings: Timings = {name: {} for name in calls}
     for _ in range(rounds):
         names = [name for name in calls for _ in range(2)]
         order.shuffle(names)
@@ -122,8 +122,8 @@ def _rounds(calls: Mapping[str, Callable[[], Moments]], rounds: int) -> Timings:
             seen[name].append(calls[name]())
         for name, (first, second) in seen.items():
             for moment in first:
-                found[name].setdefault(moment, []).append((first[moment], second[moment]))
-    return found
+                timings[name].setdefault(moment, []).append((first[moment], second[moment]))
+    return timings
 
 
 def leave(model: str, size: int, root: str, ways: Sequence[str]) -> None:

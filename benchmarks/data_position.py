@@ -42,14 +42,14 @@ class Numbers:
 
 def resume(rounds: int, peer_size: int) -> None:
     """Print how long it takes to build a loader, give it a state amid a shuffled epoch, and have its first batch."""
-    found = interleaved({f"{size // M:,} M": our_resume(size) for size in (20 * M, G)}, rounds=rounds, clocks={"wall": WALL})[
+    by_size = interleaved({f"{size // M:,} M": our_resume(size) for size in (20 * M, G)}, rounds=rounds, clocks={"wall": WALL})[
         "wall"
     ]
     theirs = interleaved({"theirs": their_resume(peer_size)}, rounds=1, warmup=0, clocks={"wall": WALL})["wall"]["theirs"]
     print(f"resume to the first batch, {peer_size / M:g} M samples, StatefulDataLoader: {_shown(typical(theirs), 1, 's')}")
-    for size, timings in found.items():
+    for size, timings in by_size.items():
         print(f"resume to the first batch, {size} samples, dtrain: {_shown(typical(timings), 1e3, 'ms')}")
-    for size, timings in found.items():
+    for size, timings in by_size.items():
         print(verdict_line(f"resume at {size} samples", _scaled(typical(timings), 1e3), at_most=RESUME_S * 1e3, unit=" ms"))
 
 

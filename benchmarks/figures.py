@@ -41,7 +41,7 @@ def peers(content: Mapping[str, Any]) -> str:
 
 
 def _cells(what: str, row: Mapping[str, Any], clock: str, seen: Mapping[str, Any]) -> list[str]:
-    shown = {name: _shown(each, row["unit"]) for name, each in seen["candidates"].items()}
+    shown = {name: _shown(candidate, row["unit"]) for name, candidate in seen["candidates"].items()}
     shown |= dict.fromkeys(seen["missing"], "not installed")
     floor = f"{row['floor']} {shown[row['floor']]}" if row["floor"] else ""
     peers = "<br>".join(f"{name} {text}" for name, text in shown.items() if _is_peer(name, row["floor"]))

@@ -123,7 +123,7 @@ def timed_rounds(
         for run in candidates.values():
             run()
     order = random.Random(seed)
-    found: dict[str, dict[str, list[tuple[float, float]]]] = {}
+    timings: dict[str, dict[str, list[tuple[float, float]]]] = {}
     for _ in range(rounds):
         calls = [name for name in candidates for _ in range(2)]
         order.shuffle(calls)
@@ -132,8 +132,10 @@ def timed_rounds(
             seen[name].append(timer(candidates[name]))
         for name, (first, second) in seen.items():
             for clock in first:
-                found.setdefault(clock, {each: [] for each in candidates})[name].append((first[clock], second[clock]))
-    return found
+                timings.setdefault(clock, {candidate: [] for candidate in candidates})[name].append(
+                    (first[clock], second[clock])
+                )
+    return timings
 
 
 def compare(a: Rounds, b: Rounds) -> Comparison:

@@ -63,14 +63,14 @@ def whole(folder: Path, pairs: int) -> list[str]:
         "host": observed(folder / "host", EVERY, looking=False),
     }
     stretches = {name: partial(stretch, step) for name, step in candidates.items()}
-    found = interleaved(stretches, rounds=pairs // 2, warmup=5, clocks={"thread": time.thread_time})["thread"]
+    timings = interleaved(stretches, rounds=pairs // 2, warmup=5, clocks={"thread": time.thread_time})["thread"]
     lines = []
     for name, than, steps, what, limit in (
         ("quiet", "bare", EVERY, "a step that logs nothing, all on", QUIET_US),
         ("logging", "quiet", 1, "a step that logs, all on", LOGGING_US),
         ("host", "quiet", 1, "a step that logs, without norms and activation_stats", LOGGING_US),
     ):
-        against = compare(found[name], found[than])
+        against = compare(timings[name], timings[than])
         more = Figure(**{end: 1e6 * getattr(against.difference, end) / steps for end in ("value", "low", "high")})
         lines.append(verdict_line(what, more, at_most=limit, unit=" us"))
     return [

@@ -112,8 +112,8 @@ def measured(build: Callable[[], nn.Module], ours: Make, theirs: Make, pairs: in
                 side.step()
             check_same(*sides.values())
         runs = {name: side.step for name, side in sides.items()}
-        found = interleaved(runs, rounds=pairs // 2 // BUILDS, warmup=10, clocks={"clock": clock}, seed=turn)["clock"]
-        for name, rounds in found.items():
+        timings = interleaved(runs, rounds=pairs // 2 // BUILDS, warmup=10, clocks={"clock": clock}, seed=turn)["clock"]
+        for name, rounds in timings.items():
             seen[name] += rounds
     return compare(seen["ours"], seen["theirs"])
 
@@ -127,10 +127,10 @@ def main() -> None:
     print(machine())
     for what, (ours, theirs) in CLAIMS.items():
         for name, build in MODELS.items():
-            found = measured(build, ours, theirs, args.pairs, device, same="SGD" not in what)
-            print(f"{name}, {device}, a step of {what}: {found}", flush=True)
+            comparison = measured(build, ours, theirs, args.pairs, device, same="SGD" not in what)
+            print(f"{name}, {device}, a step of {what}: {comparison}", flush=True)
             if "AdamW, both" in what:
-                print(verdict_line(f"{name}, decoupled AdamW", found.ratio, at_most=AT_MOST), flush=True)
+                print(verdict_line(f"{name}, decoupled AdamW", comparison.ratio, at_most=AT_MOST), flush=True)
 
 
 if __name__ == "__main__":
