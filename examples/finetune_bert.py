@@ -64,7 +64,7 @@ def main() -> None:
         dt.seed_all(args.seed, dist.rank)
         folder, parts = folder_of(args.model), rows.parts()
         tokenizer, config = tokenizer_and_config(folder, parts[0].texts, rows.names, args.seq)
-        train, held_out = (Tokenized(part, tokenizer, args.seq) for part in parts)
+        train, held_out = (Tokenized(subset, tokenizer, args.seq) for subset in parts)
         model = on_meta(config)
         model = model if "recompute" in args.without else dt.shard.checkpoint_activations(model, blocks=(Layer,))
         model = dt.shard_model(model, mesh, blocks=(Layer,), precision=dt.Precision(param=args.precision, reduce="fp32"))

@@ -50,7 +50,7 @@ def tokenizer_and_config(folder: Path | None, texts: Sequence[str], names: Seque
     Raises:
         SystemExit: the folder lacks one of them, or they do not fit each other, or ``seq``; in one line.
     """
-    classes = {"id2label": dict(enumerate(names)), "label2id": {name: at for at, name in enumerate(names)}}
+    classes = {"id2label": dict(enumerate(names)), "label2id": {name: number for number, name in enumerate(names)}}
     if folder is None:
         words = build_tokenizer(texts)
         special = {f"{name}_token": f"[{name.upper()}]" for name in ("pad", "unk", "cls", "sep", "mask")}
@@ -91,8 +91,8 @@ def load_into_(model: nn.Module, folder: Path | None, config: Any) -> dt.checkpo
     def place(name: str) -> str | None:
         for old, new in _OLD_NAMES.items():
             name = name.replace(old, new)
-        found = next((each for each in (name, encoder + name) if each in own), None)
-        return found if same_classes or found not in head else None
+        own_name = next((candidate for candidate in (name, encoder + name) if candidate in own), None)
+        return own_name if same_classes or own_name not in head else None
 
     may_be_new = [name for name in own if name in head or name.startswith(f"{encoder}pooler.")]
     return dt.load_weights_(model, folder, rename=place, ignore=sorted(may_be_new))

@@ -55,9 +55,9 @@ def read_digits() -> Pictures:
     """1,797 handwritten digits of 8x8 pixels, every fifth of them held out."""
     from sklearn.datasets import load_digits
 
-    found = load_digits()
-    x = torch.from_numpy(found.images).float().unsqueeze(1) / 8.0 - 1.0
-    whole = TensorDict({"x": x, "y": torch.from_numpy(found.target)}, batch_size=[len(x)])
+    digits = load_digits()
+    x = torch.from_numpy(digits.images).float().unsqueeze(1) / 8.0 - 1.0
+    whole = TensorDict({"x": x, "y": torch.from_numpy(digits.target)}, batch_size=[len(x)])
     held = torch.arange(len(x)) % HELD_OUT_EVERY == 0
     share = _most_frequent(whole[held]["y"].tolist())
     return Pictures(train=whole[~held], held_out=whole[held], channels=1, classes=10, most_frequent=share)
@@ -66,7 +66,7 @@ def read_digits() -> Pictures:
 def read_folder(root: Path, size: int) -> Pictures:
     """``root/train/<class>/`` and ``root/val/<class>/``, as ImageNet is laid out."""
     classes = sorted(path.name for path in (root / "train").iterdir() if path.is_dir())
-    train, held_out = (Folder(root / part, classes, size) for part in ("train", "val"))
+    train, held_out = (Folder(root / split, classes, size) for split in ("train", "val"))
     share = _most_frequent([label for _, label in held_out.files])
     return Pictures(train=train, held_out=held_out, channels=3, classes=len(classes), most_frequent=share)
 

@@ -30,11 +30,11 @@ RUNS = 64
 def stdlib_files() -> list[Path]:
     """Every ``*.py`` of the running interpreter's standard library, sorted by its path below the library's root."""
     root = Path(sysconfig.get_path("stdlib"))
-    found = []
+    paths = []
     for folder, below, names in os.walk(root):
         below[:] = [name for name in below if name not in NOT_STDLIB]  # os.walk goes where this list says
-        found += [Path(folder, name) for name in names if name.endswith(".py")]
-    return sorted((path for path in found if path.is_file()), key=lambda path: path.relative_to(root).as_posix())
+        paths += [Path(folder, name) for name in names if name.endswith(".py")]
+    return sorted((path for path in paths if path.is_file()), key=lambda path: path.relative_to(root).as_posix())
 
 
 def read_text(pattern: str | None = None) -> Tensor:
