@@ -79,6 +79,6 @@ def last_tensors(out: Path) -> dict[str, bytes]:
 
 def ended(printed: str, what: str = "") -> Ending:
     """The last of the lines that give a value beside its baseline, of those whose ``what`` begins with this."""
-    found = [line for line in _LAST_LINE.finditer(printed) if line["what"].startswith(what)]
-    assert found, f"no line '{what}<what> <value>, baseline <value> (<what that is>)' in:\n{printed}"
-    return Ending(what=found[-1]["what"], value=float(found[-1]["value"]), baseline=float(found[-1]["baseline"]))
+    lines = [line for line in _LAST_LINE.finditer(printed) if line["what"].startswith(what)]
+    assert lines, f"no line '{what}<what> <value>, baseline <value> (<what that is>)' in:\n{printed}"
+    return Ending(what=lines[-1]["what"], value=float(lines[-1]["value"]), baseline=float(lines[-1]["baseline"]))

@@ -16,7 +16,7 @@ def interrupted_at(line: int, fn: Callable[[], object], *, within: tuple[str, ..
 
     def trace(frame: FrameType, event: str, arg: object) -> Callable[..., object] | None:
         nonlocal left
-        if not any(part in frame.f_code.co_filename for part in within):
+        if not any(folder in frame.f_code.co_filename for folder in within):
             return None
         if event == "line":
             left -= 1

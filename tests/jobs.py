@@ -73,14 +73,14 @@ class Job:
 
     def processes(self) -> dict[int, str]:
         """All processes of this job that are alive, by pid, with their command lines."""
-        found = {}
+        commands = {}
         for pid in (name for name in os.listdir("/proc") if name.isdecimal()):
             try:
                 if f"JOB_MARK={self.mark}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
-                    found[int(pid)] = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+                    commands[int(pid)] = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
             except (FileNotFoundError, ProcessLookupError, PermissionError):
                 continue
-        return found
+        return commands
 
     def supervisor(self) -> int:
         """The pid of the supervisor: the only child of the front."""

@@ -161,8 +161,8 @@ def _slots(tree: Any) -> list[tuple[Any, Any]]:
 
 
 def _slot(tree: Any, rng: random.Random, *, of: type | tuple[type, ...] = (dict, list)) -> tuple[Any, Any] | None:
-    found = [slot for slot in _slots(tree) if isinstance(slot[0], of)]
-    return rng.choice(found) if found else None
+    slots = [slot for slot in _slots(tree) if isinstance(slot[0], of)]
+    return rng.choice(slots) if slots else None
 
 
 def _replace_value(tree: Any, rng: random.Random) -> str | None:
@@ -189,8 +189,10 @@ def _change_value(tree: Any, rng: random.Random) -> str | None:
     elif isinstance(here, (int, float)):
         slot[0][slot[1]] = rng.choice((here + 1, here - 1, -here, here * 2, here * 10**30, float(here)))
     elif isinstance(here, str):
-        at = rng.randrange(len(here) + 1)
-        slot[0][slot[1]] = here[:at] + rng.choice(("\ud800", "\0", "é", "/", "~", ".", "0")) + here[at + rng.randrange(2) :]
+        index = rng.randrange(len(here) + 1)
+        slot[0][slot[1]] = (
+            here[:index] + rng.choice(("\ud800", "\0", "é", "/", "~", ".", "0")) + here[index + rng.randrange(2) :]
+        )
     elif isinstance(here, list):
         slot[0][slot[1]] = rng.choice((here * 2, here[::-1], here[1:], [here]))
     else:

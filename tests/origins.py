@@ -23,12 +23,12 @@ def placed(batch, begin: EpochPosition, end: EpochPosition, *, loader: object = 
 
 def places(ends: Callable[[int], bool], steps: int) -> list[tuple[EpochPosition, EpochPosition]]:
     """Begin and end of each batch of a run in which those for which ``ends`` is true end an epoch."""
-    at, found = EpochPosition(0, 0), []
+    position, pairs = EpochPosition(0, 0), []
     for step in range(steps):
-        after = EpochPosition(at.epoch + 1, 0) if ends(step) else EpochPosition(at.epoch, at.batch + 1)
-        found.append((at, after))
-        at = after
-    return found
+        after = EpochPosition(position.epoch + 1, 0) if ends(step) else EpochPosition(position.epoch, position.batch + 1)
+        pairs.append((position, after))
+        position = after
+    return pairs
 
 
 def of_epochs(batch, step: int, length: int):

@@ -39,9 +39,9 @@ class Drawing(Numbers):
 class Troubled(Numbers):
     """Does something else at sample ``at``."""
 
-    def __init__(self, size: int, at: int, trouble: Any) -> None:
+    def __init__(self, size: int, index: int, trouble: Any) -> None:
         super().__init__(size)
-        self.at, self.trouble = at, trouble
+        self.at, self.trouble = index, trouble
 
     def __getitem__(self, index: int) -> Any:
         return self.trouble() if index == self.at else super().__getitem__(index)

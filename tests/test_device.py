@@ -71,13 +71,13 @@ def uses_of_cuda(source: str) -> tuple[int, int]:
 
 
 def test_each_use_of_cuda_has_a_reason():
-    found, compared = Counter(), Counter()
+    uses, compared = Counter(), Counter()
     for path in SOURCE.rglob("*.py"):
         # The field ``cuda`` of the facts of `dtrain env` is not torch's module.
         if path.relative_to(SOURCE).as_posix() != "cli/env.py":
             name = path.relative_to(SOURCE).as_posix()
-            found[name], compared[name] = uses_of_cuda(path.read_text())
-    assert +found == {name: count for name, (count, _) in USES_OF_CUDA.items()}
+            uses[name], compared[name] = uses_of_cuda(path.read_text())
+    assert +uses == {name: count for name, (count, _) in USES_OF_CUDA.items()}
     assert +compared == {name: count for name, (count, _) in COMPARISONS_WITH_CUDA.items()}
 
 
@@ -238,8 +238,8 @@ def test_retries_of_the_allocator_are_counted(backend):
 
 def test_figures_that_the_backend_lacks_are_left_out(backend):
     backend.utilization, backend.temperature = (lambda index: 50 + 10 * index), (lambda index: 70 + index)
-    found = system_metrics()(SimpleNamespace(device=XPU))
-    assert {name: value for name, value in found.items() if "gpu" in name} == {
+    readings = system_metrics()(SimpleNamespace(device=XPU))
+    assert {name: value for name, value in readings.items() if "gpu" in name} == {
         "system/gpu_percent": 50.0,
         "system/gpu_temperature_c": 70.0,
     }

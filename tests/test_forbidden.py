@@ -22,23 +22,23 @@ LOADERS = {"torch.load", "torch.storage._load_from_bytes", "torch.hub.load_state
 
 def violations(source: str) -> list[str]:
     """List the forbidden operations of a module, with their lines."""
-    found = []
+    lines = []
     names: dict[str, str] = {}  # what a name of this module stands for
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             names |= {alias.asname or alias.name.split(".")[0]: alias.name if alias.asname else alias.name.split(".")[0]
                       for alias in node.names}  # fmt: skip
-            found += [f"{node.lineno}: import {alias.name}" for alias in node.names if alias.name.split(".")[0] in MODULES]
+            lines += [f"{node.lineno}: import {alias.name}" for alias in node.names if alias.name.split(".")[0] in MODULES]
         elif isinstance(node, ast.ImportFrom):
             names |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
             if (node.module or "").split(".")[0] in MODULES:
-                found.append(f"{node.lineno}: from {node.module} import")
+                lines.append(f"{node.lineno}: from {node.module} import")
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Name | ast.Attribute):
             path = _path(node, names)
             if path in BUILTINS | {f"builtins.{name}" for name in BUILTINS} | LOADERS or _passes_objects(path):
-                found.append(f"{node.lineno}: {path}")
-    return found
+                lines.append(f"{node.lineno}: {path}")
+    return lines
 
 
 def _path(node: ast.expr, names: dict[str, str]) -> str:
@@ -55,13 +55,13 @@ def _passes_objects(path: str) -> bool:
 
 
 def test_package_contains_no_unlisted_unpickling_or_code_execution():
-    found = {
+    by_module = {
         str(path.relative_to(SOURCE)): lines
         for path in sorted(SOURCE.rglob("*.py"))
         if str(path.relative_to(SOURCE)) not in TRUSTED and (lines := violations(path.read_text(encoding="utf-8")))
     }
-    found = {name: [line.split(": ", 1)[1] for line in lines] for name, lines in found.items()}
-    assert found == RUNS_THE_SCRIPT | PICKLED_DATA | FROM_ITS_OWN_CHILDREN | EXPORT_OF_THE_SCRIPT
+    by_module = {name: [line.split(": ", 1)[1] for line in lines] for name, lines in by_module.items()}
+    assert by_module == RUNS_THE_SCRIPT | PICKLED_DATA | FROM_ITS_OWN_CHILDREN | EXPORT_OF_THE_SCRIPT
 
 
 def test_trusted_scripts_are_not_imported():

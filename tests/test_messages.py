@@ -43,7 +43,7 @@ def flatten(node: ast.expr) -> str:
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return node.value
     if isinstance(node, ast.JoinedStr):
-        return "".join(part.value if isinstance(part, ast.Constant) else "{}" for part in node.values)
+        return "".join(piece.value if isinstance(piece, ast.Constant) else "{}" for piece in node.values)
     if isinstance(node, ast.BinOp):
         return flatten(node.left) + flatten(node.right)
     return "{}"
@@ -68,7 +68,7 @@ def problem(text: str) -> str:
 
 
 MODULES = {path.relative_to(SOURCE).as_posix(): path for path in sorted(SOURCE.rglob("*.py"))}
-FOUND = [(module, *found) for module, path in MODULES.items() for found in messages(path.read_text())]
+FOUND = [(module, *message) for module, path in MODULES.items() for message in messages(path.read_text())]
 
 
 def is_exempt(kind: str, module: str, key: tuple[str, str]) -> bool:

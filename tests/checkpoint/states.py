@@ -138,8 +138,8 @@ class WatchedOs:
     )
     WATCHED = CHANGING | {"listdir", "preadv", "close"}
 
-    def __init__(self, *, at: int | None = None, kind: str | None = None, action: str = "fail") -> None:
-        self.at, self.kind, self.action = at, kind, action
+    def __init__(self, *, operation: int | None = None, kind: str | None = None, action: str = "fail") -> None:
+        self.operation, self.kind, self.action = operation, kind, action
         self.calls: list[str] = []
         self.fired = False
 
@@ -152,7 +152,7 @@ class WatchedOs:
             if threading.current_thread().name == HEARTBEAT_THREAD:
                 return real(*args, **options)  # comes at any time: what a save does must be the same each time
             self.calls.append(name)
-            if len(self.calls) - 1 != self.at:
+            if len(self.calls) - 1 != self.operation:
                 return real(*args, **options)
             self.fired = True
             if self.action == "kill":
@@ -169,7 +169,7 @@ class WatchedOs:
 
 
 class watching:
-    """``with watching(at=3) as watched``: the third-next file operation fails."""
+    """``with watching(operation=3) as watched``: the third-next file operation fails."""
 
     def __init__(self, **options: Any) -> None:
         self.watched = WatchedOs(**options)

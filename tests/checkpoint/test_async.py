@@ -280,7 +280,7 @@ def test_wait_timeout_does_not_cancel_save(tmp_path, held):
 
 def test_async_handle_raises_fsync_failure(tmp_path):
     state = train(plain_state(), 1)
-    with watching(at=0, kind="fsync") as watched:
+    with watching(operation=0, kind="fsync") as watched:
         handle = save_sharded(tmp_path, state, mode="async")
         with pytest.raises(CheckpointError, match="No space left"):
             handle.wait(LONG_S)

@@ -50,7 +50,7 @@ def fails_on_one(root: str, failing_rank: int) -> list:
     save_sharded(root, state)
     state = later(state)
     before, said = digest(state), []
-    with watching(**({"at": 0, "kind": "pwritev"} if get_dist_info().rank == failing_rank else {})):
+    with watching(**({"operation": 0, "kind": "pwritev"} if get_dist_info().rank == failing_rank else {})):
         handle = save_sharded(root, state, mode="async")
         handle._task.wait()
     all_gather_json(None)

@@ -46,7 +46,7 @@ def test_full_disk_commits_no_step(tmp_path):
     class Full(WatchedOs):
         def __getattr__(self, name: str):
             if name == "pwritev":
-                self.at = len(self.calls)
+                self.operation = len(self.calls)
             return super().__getattr__(name)
 
     state = saves(tmp_path)
@@ -93,7 +93,10 @@ def test_read_failure_is_not_reported_as_corruption(tmp_path):
     save_sharded(tmp_path, plain_state())
     state = plain_state(3)
     before = digest(state)
-    with watching(at=3, kind="preadv") as watched, pytest.raises(CheckpointError, match="No space left on device: '") as caught:
+    with (
+        watching(operation=3, kind="preadv") as watched,
+        pytest.raises(CheckpointError, match="No space left on device: '") as caught,
+    ):
         load_sharded(tmp_path, state, on_corrupt="previous")
     assert watched.fired
     assert type(caught.value) is CheckpointError

@@ -399,7 +399,7 @@ def test_failed_file_operation_leaves_state_unchanged(tmp_path):
     before = digest(state)
     raised = 0
     for operation in range(len(watched.calls)):
-        with watching(at=operation) as failing:
+        with watching(operation=operation) as failing:
             try:
                 load_sharded(path, state, extra={"counter": Counter()})
             except CheckpointError:
@@ -421,7 +421,7 @@ def test_bit_flip_during_read_is_detected(tmp_path):
     state = train(plain_state(7), 2)
     before = digest(state)
     for operation in range(len(watched.calls)):
-        with watching(at=operation, kind="preadv", action="flip") as flipping, pytest.raises(CorruptCheckpointError):
+        with watching(operation=operation, kind="preadv", action="flip") as flipping, pytest.raises(CorruptCheckpointError):
             load_sharded(path, state)
         assert flipping.fired
         assert digest(state) == before

@@ -142,7 +142,7 @@ def test_failing_read_changes_nothing_or_is_reported(tmp_path, action, first_pas
     for operation in range(total):
         state = train(plain_state(7), 2)
         before = digest(state)
-        with watching(at=operation, kind="preadv", action=action) as failing, pytest.raises(CheckpointError) as caught:
+        with watching(operation=operation, kind="preadv", action=action) as failing, pytest.raises(CheckpointError) as caught:
             load_sharded(path, state)
         assert failing.fired
         if operation < verified:

@@ -510,7 +510,7 @@ def fail_on_one_rank(folder: str, what: str) -> list:
     model = laid_out(net(), "full_shard")
     before = values(model)
     first = get_dist_info().rank == 0
-    options: dict[str, Any] = {"at": None if first else 4, "kind": "preadv"} if what == "disk" else {}
+    options: dict[str, Any] = {"operation": None if first else 4, "kind": "preadv"} if what == "disk" else {}
     rename = {"rename": {"seen": None, "first.bias": None} if first else {"seen": None, "last.bias": None}, "ignore": ["**"]}
     failed = "nothing"
     with watching(**options) as watched:

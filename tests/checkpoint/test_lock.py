@@ -469,7 +469,7 @@ def test_only_one_of_two_checks_recreates_removed_root(tmp_path, monkeypatch):
 def test_failed_heartbeat_is_retried(tmp_path):
     with lock_root(tmp_path, RUN) as held:
         before = on_disk(tmp_path)
-        with watching(at=0, kind="write") as watched:
+        with watching(operation=0, kind="write") as watched:
             locks._renew_heartbeat(held._held)
         assert watched.fired
         assert on_disk(tmp_path) == before
@@ -479,7 +479,7 @@ def test_failed_heartbeat_is_retried(tmp_path):
 
 
 def test_failed_lock_write_leaves_no_file(tmp_path):
-    with watching(at=0, kind="write") as watched, pytest.raises(OSError, match=r"No space left on device: '.*run.lock'"):
+    with watching(operation=0, kind="write") as watched, pytest.raises(OSError, match=r"No space left on device: '.*run.lock'"):
         lock_root(tmp_path, RUN)
     assert watched.fired
     assert names(tmp_path) == []
@@ -551,7 +551,7 @@ def test_acquire_succeeds_after_failure_of_any_operation(tmp_path, begin):
     for operation in range(len(watched.calls)):
         root = tmp_path / str(operation)
         begin(root)
-        with watching(at=operation) as watched:
+        with watching(operation=operation) as watched:
             try:
                 lock_root(root, RUN).release()
             except OSError:

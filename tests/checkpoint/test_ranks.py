@@ -102,7 +102,7 @@ def attempt_save(root: str, failing_rank: int, operation: int, kind: str) -> lis
     before = digest(state)
     failed = "nothing"
     fired = get_dist_info().rank != failing_rank
-    options = {"at": operation, "kind": kind} if get_dist_info().rank == failing_rank else {}
+    options = {"operation": operation, "kind": kind} if get_dist_info().rank == failing_rank else {}
     with watching(**options) as watched:
         try:
             save_sharded(root, state)
@@ -135,7 +135,7 @@ def attempt_load(path: str, strategy: str, flipped_rank: int | None, on_damaged:
     state = sharded_state(strategy, filled=False)
     before = digest(state)
     failed = "nothing"
-    options = {"at": 4, "kind": "preadv", "action": "flip"} if get_dist_info().rank == flipped_rank else {}
+    options = {"operation": 4, "kind": "preadv", "action": "flip"} if get_dist_info().rank == flipped_rank else {}
     with watching(**options):
         try:
             load_sharded(path, state, extra={"history": []}, on_corrupt=on_damaged)

@@ -227,7 +227,7 @@ def pruned_by_a_child(root: Path, operation: int) -> int:
     if child == 0:
         code = 1
         try:
-            with watching(at=operation, action="kill"):
+            with watching(operation=operation, action="kill"):
                 prune(root, keep_last=1)
             code = 0
         finally:
@@ -261,7 +261,7 @@ def test_prune_failing_at_any_operation_is_completed_by_next(tmp_path, fill, mon
         root = tmp_path / str(operation)
         fill(root, [1, 2, 3])
         (root / layout.staging_name(9, "tmp", OTHER, "01234567")).mkdir()
-        with watching(at=operation) as watched, warnings.catch_warnings():
+        with watching(operation=operation) as watched, warnings.catch_warnings():
             # Litter that stays, or a step that cannot be read and for which another one stays.
             warnings.filterwarnings("ignore", message="prune: (could not remove|.* is kept, because no step)")
             try:
@@ -354,7 +354,7 @@ def test_apply_retention_refuses_when_last_step_is_incomplete(tmp_path, fill):
 def test_undeletable_leftovers_give_warning(tmp_path):
     (tmp_path / layout.staging_name(6, "tmp", RUN, "01234567")).mkdir()
     with (
-        watching(at=0, kind="rmdir"),
+        watching(operation=0, kind="rmdir"),
         pytest.warns(UserWarning, match="save_sharded: could not remove .*tmp-aaaaaaaa.*No space"),
     ):
         remove_leftovers(tmp_path)

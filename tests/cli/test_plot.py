@@ -153,8 +153,8 @@ MISTAKES = {
 
 @pytest.mark.parametrize(("args", "code", "expected"), MISTAKES.values(), ids=MISTAKES)
 def test_invalid_arguments_print_one_line(plot, args, code, expected):
-    found, out, err = plot("schedule", *shlex.split(args))
-    assert (found, out, err.count("\n")) == (code, "", 1)
+    exit_code, out, err = plot("schedule", *shlex.split(args))
+    assert (exit_code, out, err.count("\n")) == (code, "", 1)
     assert err.startswith(f"dtrain: {expected}")
     assert "; " in err or ". " in err
 

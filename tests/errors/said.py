@@ -172,7 +172,7 @@ def raised(call: Callable[[], Any]) -> str:
 
 def fits(shown: str, real: str) -> bool:
     """Return True if a message is the shown message."""
-    pattern = ".*".join(re.escape(part) for part in shown.split("..."))
+    pattern = ".*".join(re.escape(piece) for piece in shown.split("..."))
     return re.fullmatch(pattern, real.strip(), re.S) is not None
 
 

@@ -285,7 +285,7 @@ def test_extended_run_continues_with_nonzero_lr(tmp_path: Path) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default")
         assert ours_extended(tmp_path / "short", schedule_of=4)[4:] == [0.0] * 4
-    (warning,) = [each for each in caught if "scale_lr" in str(each.message)]
+    (warning,) = [message for message in caught if "scale_lr" in str(message.message)]
     check(
         "A rate of zero after a finished run was extended",
         by_hand=(raised(one_step_too_many),),

@@ -105,10 +105,10 @@ class Terminal:
     def _read(self) -> None:
         while True:
             try:
-                part = os.read(self._master, 65536)
+                output = os.read(self._master, 65536)
             except OSError:  # the other end is closed
                 return
-            self._parts.append(part)
+            self._parts.append(output)
 
     def sent(self) -> str:
         self.stream.close()

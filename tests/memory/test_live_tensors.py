@@ -129,12 +129,12 @@ def test_preexisting_tensors_can_be_registered_immediately():
 
 def test_tensor_from_another_thread_is_counted_from_its_first_use():
     with LiveBytes() as seen:
-        found = []
-        thread = threading.Thread(target=lambda: found.append(made(10)))
+        tensors = []
+        thread = threading.Thread(target=lambda: tensors.append(made(10)))
         thread.start()
         thread.join(90)
         assert seen.live == 0
-        found[0].add_(1)
+        tensors[0].add_(1)
         assert seen.live == 10 * FLOAT
 
 
@@ -277,9 +277,9 @@ def test_compiled_module_runs_eagerly_and_is_counted():
         expected = layer(made(4, 8))
         bare_live = bare.live
     with LiveBytes() as seen:
-        found = compiled(made(4, 8))
+        output = compiled(made(4, 8))
         assert seen.live == bare_live
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(output, expected)
 
 
 # An alternative history of a few variables: what the counter must say is the sum over distinct storages.

@@ -30,9 +30,9 @@ class Held:
 
 def entry_for(data: bytes, form: str, **details: Any) -> ShardEntry:
     """An entry of these bytes, as of a folder without an index."""
-    samples, found = get_format(form).count(Held(data))
+    samples, counted = get_format(form).count(Held(data))
     file = ShardFile(name="shard", size=len(data))
-    return ShardEntry(file=file, samples=samples, format=form, details={**found, **details})
+    return ShardEntry(file=file, samples=samples, format=form, details={**counted, **details})
 
 
 def opened(data: bytes, form: str, **options: Any) -> Shard:

@@ -35,8 +35,8 @@ class Watch:
             if (self.folder / ".lock").exists():
                 with LockableFile(self.folder / ".lock", "lock") as lock:
                     lock.lock(wait=True)
-                    found = [entry.stat() for entry in self.folder.iterdir()]
-                    self.most = max(self.most, sum(about.st_size for about in found))
+                    entries = [entry.stat() for entry in self.folder.iterdir()]
+                    self.most = max(self.most, sum(about.st_size for about in entries))
                     self.looks += 1
 
     def __enter__(self):

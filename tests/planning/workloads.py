@@ -154,8 +154,8 @@ def tensors_of(value: object) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, dict | list):
-        for each in value.values() if isinstance(value, dict) else value:
-            yield from tensors_of(each)
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from tensors_of(item)
 
 
 def measured(name: str, size: int, count: int, setting: dict) -> int:

@@ -90,14 +90,14 @@ USES: dict[str, Callable] = {
     ),
     "dtrain.evaluate": lambda spec, batch: dt.evaluate(net(), [batch], loss_fn, microbatch_size=2, batch_spec=spec),
     "dtrain.step.auto_batch_eval": lambda spec, batch: torch.cat(
-        dt.step.auto_batch_eval(lambda model, part: model(columns(part)[0]), initial_size=2, batch_spec=spec)(net(), batch)
+        dt.step.auto_batch_eval(lambda model, inputs: model(columns(inputs)[0]), initial_size=2, batch_spec=spec)(net(), batch)
     ),
     "dtrain.data.split_batch": lambda spec, batch: [
-        len(columns(part)[1]) for part in dt.data.split_batch(batch, 2, batch_spec=spec)
+        len(columns(piece)[1]) for piece in dt.data.split_batch(batch, 2, batch_spec=spec)
     ],
     "dtrain.build_loader": lambda spec, batch: [
-        len(columns(part)[1])
-        for part in dt.build_loader([batch] * 4, global_batch_size=2, seed=0, collate=lambda two: two[0], batch_spec=spec)
+        len(columns(piece)[1])
+        for piece in dt.build_loader([batch] * 4, global_batch_size=2, seed=0, collate=lambda two: two[0], batch_spec=spec)
     ],
     "dtrain.step.find_microbatch_size": lambda spec, batch: (
         dt.step.find_microbatch_size(state(), batch, loss_fn=loss_fn, batch_spec=spec).largest_batch
@@ -122,7 +122,7 @@ USES: dict[str, Callable] = {
     "dtrain.transforms.selective_backprop": lambda spec, batch: after_a_step(
         dt.compose_step(
             loss_fn,
-            [dt.transforms.selective_backprop(lambda model, part: model(columns(part)[0])[:, 0], batch_spec=spec)],
+            [dt.transforms.selective_backprop(lambda model, inputs: model(columns(inputs)[0])[:, 0], batch_spec=spec)],
             batch_spec=spec,
         ),
         batch,

@@ -96,7 +96,7 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
         "init: got the optimizer before the model. Swap them: `state = step.init(model, optimizer)`.",
     ),
     "list of optimizers": (
-        initialised(same, lambda model: [sgd(part) for part in model]),
+        initialised(same, lambda model: [sgd(half) for half in model]),
         "init: optimizer must be one torch.optim.Optimizer, got a list of 2. Give the parameters as groups of one optimizer "
         "(dt.optim.param_groups), or make a state for each with missing_ok=True.",
     ),

@@ -12,7 +12,11 @@ from dtrain.shard.unshard import full_params
 from old_torch import torch_before
 
 OURS = vars(torch.optim).values()
-ALL = {each.__name__: each for each in OURS if isinstance(each, type) and issubclass(each, torch.optim.Optimizer)}
+ALL = {
+    optimizer.__name__: optimizer
+    for optimizer in OURS
+    if isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer)
+}
 NOT_FOR_CUT = {"Adafactor", "Rprop"}
 # Before torch 2.13, an operator that DTensor lacks is named in other words.
 REASONS = ("placement", "sharding strategy") if torch_before("2.13") else ("placement",)

@@ -22,8 +22,8 @@ SIZES = [300_000, 300_000, 70_001]
 CONTENT = os.urandom(sum(SIZES))
 
 
-def part_of(part):
-    return [CONTENT[sum(SIZES[:part]) : sum(SIZES[: part + 1])]]
+def part_of(number):
+    return [CONTENT[sum(SIZES[:number]) : sum(SIZES[: number + 1])]]
 
 
 # Which request it is, by server. The object of a file is called "file", that of many parts "data", the folder "folder".

@@ -79,10 +79,10 @@ def test_norm_computes_in_the_autocast_dtype(name):
     norm, low = edited(name)
     x = torch.randn(3, 4, 8)
     with torch.autocast("cpu", torch.bfloat16):
-        found = low(x)
-    assert found.dtype == torch.bfloat16
-    assert found.equal(copy.deepcopy(norm).bfloat16()(x.bfloat16()))
-    torch.testing.assert_close(found.float(), norm(x), rtol=0.02, atol=0.02)  # eight bits of mantissa, three roundings
+        output = low(x)
+    assert output.dtype == torch.bfloat16
+    assert output.equal(copy.deepcopy(norm).bfloat16()(x.bfloat16()))
+    torch.testing.assert_close(output.float(), norm(x), rtol=0.02, atol=0.02)  # eight bits of mantissa, three roundings
 
 
 @each_norm

@@ -72,7 +72,7 @@ def test_replace_modules_searches_modules_that_a_policy_keeps():
 
 
 @pytest.mark.parametrize(
-    ("key", "found"),
+    ("key", "expected"),
     [
         (nn.ReLU, ["0"]),
         ((nn.ReLU, nn.Tanh), ["0", "2"]),
@@ -81,9 +81,9 @@ def test_replace_modules_searches_modules_that_a_policy_keeps():
     ],
     ids=["class", "classes", "predicate of classes", "predicate of names"],
 )
-def test_selectors_pick_modules(key, found):
+def test_selectors_pick_modules(key, expected):
     model = nn.Sequential(nn.ReLU(), SubReLU(), nn.Tanh())
-    assert list(replace_modules(model, {key: lambda module, name: nn.GELU()}).replaced) == found
+    assert list(replace_modules(model, {key: lambda module, name: nn.GELU()}).replaced) == expected
 
 
 def test_the_first_policy_that_picks_a_module_decides():

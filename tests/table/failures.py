@@ -206,10 +206,10 @@ def train(fault: Fault, rank: int, world: int) -> tuple[float, str]:
     step_number, begin = 0, 0.0
 
     def loss(model: nn.Module, batch: torch.Tensor) -> LossSum:
-        found = LossSum(total=model(batch).square().sum(), weight=len(batch))
+        computed = LossSum(total=model(batch).square().sum(), weight=len(batch))
         if step_number == FAULT_STEP:
             fault.in_loss(rank, world)
-        return found
+        return computed
 
     try:
         with dt.init_dist(device="cpu", timeout_s=fault.timeout_s):
@@ -301,10 +301,10 @@ def _read_answers(pipes: dict[int, int], reporters: set[int]) -> dict[int, tuple
 
 def named_ranks(text: str) -> set[int]:
     """Return the ranks that an error names."""
-    found: set[int] = set()
+    numbers: set[int] = set()
     head = text.partition("this rank serves the store")[0]
-    for part in re.findall(r"ranks? \[?([0-9][0-9, \-]*(?:and [0-9]+)?)\]?", head):
-        for item in re.findall(r"[0-9]+-[0-9]+|[0-9]+", part):
+    for words in re.findall(r"ranks? \[?([0-9][0-9, \-]*(?:and [0-9]+)?)\]?", head):
+        for item in re.findall(r"[0-9]+-[0-9]+|[0-9]+", words):
             first, _, last = item.partition("-")
-            found.update(range(int(first), int(last or first) + 1))
-    return found
+            numbers.update(range(int(first), int(last or first) + 1))
+    return numbers

@@ -88,8 +88,8 @@ def _done(name: str, *, lines: Lines = SILENT, **settings: Any) -> Row:
     return Row(name=name, code=0, lines=lines, **settings)
 
 
-def _fails(name: str, code: int, source: str, says: str, *, each: bool = True, **settings: Any) -> Row:
-    return Row(name=name, code=code, lines=FEW, source=source, says=says, each=each, **settings)
+def _fails(name: str, code: int, source: str, says: str, *, on_each: bool = True, **settings: Any) -> Row:
+    return Row(name=name, code=code, lines=FEW, source=source, says=says, each=on_each, **settings)
 
 
 def _ended(name: str, code: int, word: str, *signals: str, source: str = scripts.STAYS, **settings: Any) -> Row:
@@ -111,7 +111,7 @@ _SCRIPT = [
     _refused("the script is a folder", "is a folder", source=None, script="."),
     _refused("the script has a syntax error", ".py:2 is not valid Python", source="import os\nif os\n"),
     _refused("the script is latin-1 and not UTF-8", "not utf-8 text|encoding", source="name = 'é'\n", encoding="latin-1"),
-    _fails("the script imports what is not there", 1, "import not_there\n", "No module named 'not_there'", each=False),
+    _fails("the script imports what is not there", 1, "import not_there\n", "No module named 'not_there'", on_each=False),
 ]
 
 _COUNT = [
@@ -148,15 +148,15 @@ _RANKS = [
     ),
     _fails(
         "one rank is stopped (SIGSTOP)", HUNG, scripts.hangs("stop"), "rank {culprit} of .* no progress",
-        each=False, options=("--hang-timeout", "3", "--grace", "0.5"),
+        on_each=False, options=("--hang-timeout", "3", "--grace", "0.5"),
     ),
     _fails(
         "one rank holds the interpreter's lock", HUNG, scripts.hangs("hold"),
-        r"no progress(.|\n)*rank {culprit}: \S*script.py:", each=False, options=("--hang-timeout", "3", "--grace", "0.5"),
+        r"no progress(.|\n)*rank {culprit}: \S*script.py:", on_each=False, options=("--hang-timeout", "3", "--grace", "0.5"),
     ),
     _fails(
         "one rank fails, the others and their children in sessions of their own ignore signals", 5,
-        scripts.hidden_children(fails=True), "rank {culprit} of .* exit code 5 ", each=False, options=("--grace", "0.5"),
+        scripts.hidden_children(fails=True), "rank {culprit} of .* exit code 5 ", on_each=False, options=("--grace", "0.5"),
     ),
     _done(
         "all ranks are done, their children in sessions of their own go on and ignore signals",
@@ -230,7 +230,7 @@ _OUTPUT = [
     ),
     _fails(
         "the log folder is full, and one rank fails", 1, scripts.PRINTS + scripts.RAISES, "rank {culprit} of .* exit code 1 ",
-        each=False, mounts=True, shell=_FULL,
+        on_each=False, mounts=True, shell=_FULL,
         options=("--run-dir", "{folder}/logs"),
     ),
 ]  # fmt: skip

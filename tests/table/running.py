@@ -126,12 +126,12 @@ def start(
     mark = uuid.uuid4().hex
     words = [*command(row, row.n or str(n)), *extra, row.script, str(culprit), str(n)]
     words = [word.replace("{folder}", str(folder)) for word in words]
-    known = {"LAUNCHER": "dtrain" if command is dtrain else "another"}
+    environment = {"LAUNCHER": "dtrain" if command is dtrain else "another"}
     env = {
         # Jobs start in threads, while pytest changes the environment.
         **{name: os.environ.get(name) for name in list(os.environ)},
         **row.env,
-        **known,
+        **environment,
         "JOB_MARK": mark,
         "FOLDER": str(folder),
         "TMPDIR": str(folder / "tmp"),

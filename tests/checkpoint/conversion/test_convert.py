@@ -35,7 +35,7 @@ def test_failed_file_operation_leaves_no_output(source, to):
     last = len(all_of_it.calls) - 1 - all_of_it.calls[::-1].index("rename")
     assert last > 10
     for operation in range(last + 1):
-        with watching(at=operation) as watched, pytest.raises((OSError, CheckpointError, ConfigError)):
+        with watching(operation=operation) as watched, pytest.raises((OSError, CheckpointError, ConfigError)):
             convert(source, folder / "out", to=to)
         assert watched.fired
         assert os.listdir(folder) == ["x.safetensors"], f"operation {operation}: {watched.calls[operation]}"

@@ -155,7 +155,7 @@ def _suffer(root: Path, how: How, fault: Fault, rank: int) -> dict[str, Any]:
     error, written, begun = None, False, time.monotonic()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        with watching(at=fault.at if mine else None, action=fault.action) as watched:
+        with watching(operation=fault.at if mine else None, action=fault.action) as watched:
             try:
                 written = _save(root, state, how.mode)
             except Exception as problem:  # noqa: BLE001 - which it is, is judged elsewhere

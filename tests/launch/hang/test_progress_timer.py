@@ -8,8 +8,8 @@ from dtrain.launch.heartbeats import ProgressKind, ProgressRecord
 from dtrain.launch.watchdog import ProgressTimer
 
 
-def pulse(kind: ProgressKind, rank: int, at: float, value: int = 0, doing: str = "") -> ProgressRecord:
-    return ProgressRecord(kind=kind, rank=rank, value=value, at=at, activity=doing)
+def pulse(kind: ProgressKind, rank: int, when: float, value: int = 0, doing: str = "") -> ProgressRecord:
+    return ProgressRecord(kind=kind, rank=rank, value=value, at=when, activity=doing)
 
 
 OPEN = [pulse(ProgressKind.OPENED, 0, 10.0), pulse(ProgressKind.OPENED, 1, 11.0)]
