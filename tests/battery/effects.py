@@ -41,7 +41,7 @@ def one_weight(value: float) -> nn.Linear:
 def trained(
     transforms: Sequence[dt.Transform], batches: Sequence[Tensor], seen: Callable[[Any, Any], float], *, lr: float = 0.1,
 ) -> list[float]:  # fmt: skip
-    """Train one weight on the mean of its outputs; return what ``seen`` reads of state and metrics after each step."""
+    """Train one weight on the mean of its outputs; return ``seen(state, metrics)`` of each step."""
     model = one_weight(1.0)
     loss_fn = dt.mean_loss(lambda model, x: model(x).mean(), weight=len)
     step = dt.compose_step(loss_fn, transforms)

@@ -1,4 +1,4 @@
-"""Tensors with gradients, whole and in every layout; and what a function of them comes to in each, against the whole ones."""
+"""Apply a function to tensors with gradients in every layout, and compare the results with those of the whole tensors."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def params(*, spread: float = 3.0) -> dict[str, Tensor]:
 
 
 def placed(plain: Mapping[str, Tensor], mesh: Any, placements: list[Any]) -> dict[str, Tensor]:
-    """The same on a mesh; what has too few dims to be cut so is copied."""
+    """Return the same tensors on a mesh; a tensor with too few dims to be cut this way is copied."""
 
     def put(tensor: Tensor) -> Tensor:
         fits = [place if isinstance(place, Replicate) or place.dim < tensor.ndim else Replicate() for place in placements]

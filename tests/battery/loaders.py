@@ -49,7 +49,7 @@ def unchanged(loader: dt.data.Loader) -> dt.data.Loader:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """A loader under contract: how it is built, and what is broken in it afterwards."""
+    """A loader under contract: how to build it, and how to break it afterwards."""
 
     dataset: str = "tensor"
     shuffle: bool = True
@@ -70,7 +70,7 @@ class Row:
         return self.spoil(loader)
 
     def plain(self) -> Row:
-        """The same without workers and without what is broken: the order to be had."""
+        """Return the same loader without workers and without the damage, as a reference of the order."""
         return replace(self, workers=0, spoil=unchanged)
 
     def epoch(self) -> int:
@@ -127,7 +127,7 @@ class _Forgetful(dt.data.Loader):
 
 
 class _Ahead(dt.data.Loader):
-    """Its position is that of what was fetched: two batches ahead."""
+    """A loader whose position is two batches ahead: that of the fetched batches."""
 
     def state_dict(self) -> dict[str, int]:
         after = self._source.epoch_batches().advance

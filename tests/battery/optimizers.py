@@ -33,7 +33,7 @@ class Row:
     Args:
         make: makes it for a model, as a new process would.
         of: the public names that it is an example of.
-        points: a case whose numbers are known from the formula: at least two pairs of (what came out, what is known).
+        points: a case whose numbers follow from the formula: at least two pairs (computed, expected).
     """
 
     make: Callable[[nn.Module], torch.optim.Optimizer]
@@ -311,7 +311,7 @@ def check_no_host_sync(name: str) -> None:
 
 
 def check_points(points: Points) -> None:
-    """At least two numbers are what the formula says."""
+    """Require at least two numbers that equal those of the formula."""
     assert len(points) >= 2
     for computed, expected in points:
         if computed != expected:

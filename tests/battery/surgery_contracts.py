@@ -189,7 +189,7 @@ def check_no_host_sync(name: str) -> None:
     counts = []
     for model in (plain(name), edited(name)):
         x = inputs(name)
-        model(x).sum().backward()  # what is read once is read now
+        model(x).sum().backward()  # reads now the values that are read only once
         with count_host_syncs() as seen:
             model(x).sum().backward()
         counts.append(seen.count)
@@ -205,9 +205,7 @@ def check_what_stays_is_kept(name: str) -> None:
     after = row(name).edit(model)
     problems = [f"{key} is in training mode" for key, module in after.named_modules() if module.training]
     for key, tensor in [*after.named_parameters(), *after.named_buffers()]:
-        if key.endswith(
-            "blur_kernel"
-        ):  # its numbers are exact in float32, and it is computed with in the dtype of what it meets
+        if key.endswith("blur_kernel"):  # its numbers are exact in float32, and it computes in the dtype of its input
             continue
         if tensor.is_floating_point() and tensor.dtype != torch.float64:
             problems.append(f"{key} is {tensor.dtype}")
@@ -243,7 +241,7 @@ def check_materializes(name: str) -> None:
 
 
 def check_computes_the_same(name: str) -> None:
-    """In evaluation, what the plain model computes, up to rounding."""
+    """Require that, in evaluation, the edited model computes the outputs of the plain model, up to rounding."""
     x = inputs(name)
     here, there = plain(name).eval()(x), edited(name).eval()(x)
     apart = ((here - there).norm() / here.norm()).item()

@@ -61,7 +61,7 @@ def check_resume(name: str, batch: int, before: int, after: int) -> None:
 
 
 def check_position(name: str) -> None:
-    """The state is a few whole numbers, equal on all ranks, and counts what was handed out, not what was fetched ahead."""
+    """The state is a few whole numbers, equal on all ranks, and counts delivered batches, not batches fetched ahead."""
     loaders = group(row(name), 2)
     streams = [loader.until(f"{EPOCHS}ep") for loader in loaders]
     for stream in streams:

@@ -59,7 +59,7 @@ def test_long_signature_is_wrapped_and_keeps_its_quotes():
 
 def test_docstring_section_ends_before_the_next_paragraph():
     def described():
-        """What it does.
+        """Multiply by a factor.
 
         Formula: ``a``
         (and so on)

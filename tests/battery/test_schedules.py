@@ -19,7 +19,7 @@ from battery.schedules import BROKEN, ROWS, row
 from dtrain.schedules.curves import plot, to_lambda_lr
 
 RESUMED = ("warmup-cosine", "cosine_restarts", "warmup_stable_decay", "composer.linear_with_warmup")  # in every run
-NEAR = 1e-7  # of a step; what a schedule changes over it beyond its steepness is a jump
+NEAR = 1e-7  # of a step; a change over it beyond the schedule's steepness is a jump
 
 
 def check_pure(name: str, times: list[float]) -> None:

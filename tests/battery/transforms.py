@@ -28,7 +28,7 @@ ROWS: dict[str, Row] = {
 
 
 def _before(name: str, act: Callable[[Any], Any], seam: str = "update") -> dt.Transform:
-    """A transform that does something to the state before what it wraps, and leaves it so."""
+    """Return a transform that changes the state before the wrapped function runs, and does not change it back."""
 
     def wrap(inner: Any) -> Any:
         def acting(state: Any, *given: Any, **options: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The script that measures what methods cost: that it writes what the recipe cards read, and refuses before it measures."""
+"""The script that measures the costs of methods: it writes the file that the recipe cards read, and refuses early."""
 
 import json
 import sys

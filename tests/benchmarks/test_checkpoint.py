@@ -1,4 +1,4 @@
-"""The checkpoint benchmark at tiny sizes: every way saves and loads, and what is printed says what was measured."""
+"""The checkpoint benchmark at tiny sizes: every way saves and loads, and the output states the measured sizes."""
 
 from __future__ import annotations
 

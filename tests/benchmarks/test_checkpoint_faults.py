@@ -1,4 +1,4 @@
-"""The program that makes the full set of faults: it goes on where it ended, and says what it found."""
+"""The program that makes the full set of faults: it continues an interrupted run, and prints its results."""
 
 from __future__ import annotations
 

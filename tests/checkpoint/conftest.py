@@ -9,7 +9,7 @@ from checkpoint.filled import LAYOUTS, save_filled
 
 @pytest.fixture(scope="session")
 def saved(tmp_path_factory, ranks) -> dict[tuple[int, str], tuple[Path, list[str]]]:
-    """A checkpoint by each world size and strategy, and what each rank's generators draw after it."""
+    """Return a checkpoint for each world size and strategy, and the next draws of each rank's generators."""
     root = tmp_path_factory.mktemp("saved")
     roots = {}
     for world, strategies in LAYOUTS.items():

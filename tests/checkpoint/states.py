@@ -150,7 +150,7 @@ class WatchedOs:
 
         def watched(*args: Any, **options: Any) -> Any:
             if threading.current_thread().name == HEARTBEAT_THREAD:
-                return real(*args, **options)  # comes at any time: what a save does must be the same each time
+                return real(*args, **options)  # comes at any time: the operations of a save must be the same each time
             self.calls.append(name)
             if len(self.calls) - 1 != self.operation:
                 return real(*args, **options)

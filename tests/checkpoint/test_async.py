@@ -288,7 +288,7 @@ def test_async_handle_raises_fsync_failure(tmp_path):
 
 
 def test_interrupted_sync_save_is_not_committed(tmp_path, held, monkeypatch):
-    """The loop may catch the interrupt and go on: what it changes then must not be committed."""
+    """The loop may catch the interrupt and continue: its later changes must not be committed."""
     state = train(plain_state(), 1)
     result = save_thread.SaveTask.result
 

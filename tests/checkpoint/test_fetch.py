@@ -49,7 +49,7 @@ class Files:
 
 @pytest.fixture
 def small(monkeypatch):
-    """Chunks, and what counts as large, of sizes that small files have several of."""
+    """Make chunks and the limit of large tensors so small that small files have several of each."""
 
     def set_sizes(chunk: int, large: int, read: int, threaded: int) -> None:
         for module in (layout, digest_module):

@@ -34,7 +34,7 @@ Mutate = Callable[[bytes, int], Mutation]
 
 
 def signed_manifest(step: Path, mutate: Mutate, seed: int) -> str:
-    """Mutate what the manifest says; sign the result where it is JSON."""
+    """Mutate the content of the manifest; sign the result where it is JSON."""
     body = json.loads((step / "manifest.json").read_bytes())
     del body["sha256"]
     kind, data = mutate(json.dumps(body).encode(), seed)

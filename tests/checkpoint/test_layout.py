@@ -274,7 +274,7 @@ def test_oversized_index_is_not_written(monkeypatch):
 
 @given(st.data())
 def test_merged_parts_are_those_that_the_ranks_have_written(data):
-    """Any boxes of any ranks: the index says of each rank and tensor what the rank has said."""
+    """Any boxes of any ranks: the index has, for each rank and tensor, the box that the rank has written."""
     draw = data.draw
     world, count = draw(st.integers(1, 9)), draw(st.integers(1, 5))
     keys = [f"t{index}" for index in range(count)]

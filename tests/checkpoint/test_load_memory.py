@@ -1,4 +1,4 @@
-"""A load needs the memory of what the state lacks (the optimizer's tensors of a new run), and of a few buffers."""
+"""A load needs the memory of missing tensors of the state (the optimizer's in a new run), and of a few buffers."""
 
 import ctypes
 import gc
@@ -46,7 +46,7 @@ def resident(what: str) -> int:
 def load_and_measure(path: str, placement: str, age: str) -> list[float]:
     state = sharded(placement, stepped=age == "stepped")
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # memory that earlier tests have freed would hide what the load takes
+    ctypes.CDLL(None).malloc_trim(0)  # memory that earlier tests have freed would hide the need of the load
     Path("/proc/self/clear_refs").write_text("5")
     before = resident("VmRSS")
     state = load_sharded(path, state)

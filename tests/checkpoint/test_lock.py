@@ -28,7 +28,7 @@ PATIENCE_S = 90.0
 
 @pytest.fixture(autouse=True)
 def _quiet(monkeypatch):
-    """No heartbeat of this process unless a test wants one, and no waiting for what is torn."""
+    """Send no heartbeat from this process unless a test wants it, and do not wait for torn files."""
     monkeypatch.setattr(locks, "HEARTBEAT_INTERVAL_S", 3600.0)
     monkeypatch.setattr(locks, "TORN_AFTER_S", 0.05)
     monkeypatch.setattr(locks, "_POLL_S", 0.01)
@@ -375,7 +375,7 @@ def test_heartbeat_renews_lock_and_detects_takeover(tmp_path, monkeypatch):
             storage.replace_file(tmp_path / LOCK_FILE, somebody().encode())
             assert time.monotonic() < deadline
             time.sleep(0.05)
-        (tmp_path / LOCK_FILE).unlink()  # the other has ended, but what it did to the root is not known here
+        (tmp_path / LOCK_FILE).unlink()  # the other process has ended, but its changes to the root are not known here
         with pytest.raises(
             CheckpointError, match=r"another process has taken over the lock of this run \(host elsewhere, pid 17"
         ):

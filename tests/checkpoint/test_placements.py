@@ -61,7 +61,7 @@ def check(state: TrainState, *, step: bool = True) -> None:
                 assert (content[key].placements, content[key].device_mesh) == (param.placements, param.device_mesh)
                 assert to_local(content[key]).shape == to_local(param).shape
         assert not is_dtensor(content["step"])
-    if step:  # what was put together is what the optimizer takes
+    if step:  # the optimizer takes the joined tensor
         for param in state.params.values():
             param.grad = torch.ones_like(param)
         state.optimizer.step()
@@ -230,7 +230,7 @@ def test_optimizer_state_keeps_strides_of_its_parameter(tmp_path):
 
 @pytest.mark.parametrize("wanted", ["few", "all"])
 def test_loaded_small_tensors_own_their_storage(tmp_path, wanted):
-    """A tensor of the optimizer that is kept alone does not keep what was read beside it."""
+    """A tensor of the optimizer that is kept alone does not keep tensors that were read beside it."""
     state = by_hand("plain", filled=True)
     save_sharded(tmp_path, state)
     back = load_sharded(tmp_path, by_hand("plain", filled=False))

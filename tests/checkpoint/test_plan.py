@@ -1,4 +1,4 @@
-"""Planning, against what one would do by hand with whole arrays."""
+"""Planning, compared with a computation by hand on whole arrays."""
 
 import itertools
 import sys

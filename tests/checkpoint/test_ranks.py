@@ -49,7 +49,7 @@ def test_each_element_is_stored_once_across_ranks(saved, strategy):
 
 def trainable(strategy: str, *stream: Any) -> TrainState:
     """Small equal weights on all ranks, and generators that differ; dropout and data draw from them."""
-    state = sharded_state(strategy, filled=False, kind=Net)  # a loop by hand does not sum the gradients of what is not cut
+    state = sharded_state(strategy, filled=False, kind=Net)  # a loop by hand does not sum the gradients of uncut tensors
     with torch.no_grad():
         for name, p in state.params.items():
             to_local(p).copy_(to_local(like(p, value_of(name, p.shape).sin())))
@@ -62,7 +62,7 @@ def resume_on_ranks(root: str, strategy: str) -> list:
     save_sharded(root, train(trainable(strategy, "data"), 3))
     state = trainable(strategy, "other")
     with torch.no_grad():
-        state.model(torch.ones(4, 5))  # leaves units gathered: what is loaded must not be hidden by that
+        state.model(torch.ones(4, 5))  # leaves units gathered: that must not hide the loaded values
     state = load_sharded(root, state)
     return [digest(train(state, 2)), expected]
 

@@ -117,7 +117,7 @@ def test_uncommitted_remote_step_is_ignored_and_replaced(server_of, place):
     state = train(state, 1)
     save_sharded(root, state)
     last = storage.resolve_path(root) / "step-00000002"
-    storage.remove_file(last / layout.MANIFEST)  # what a save is that was killed before its end
+    storage.remove_file(last / layout.MANIFEST)  # the state of a save that was killed before its end
     assert latest_checkpoint(root).name == "step-00000001"
     state = load_sharded(root, plain_state(1))
     assert digest(state) == before

@@ -103,7 +103,7 @@ class Indices:
 
 
 def samples_of(root: str, first: int, until: int) -> list:
-    """The samples of each step until then, the weights, and what each generator draws next.
+    """Return the samples of each step until then, the weights, and the next draw of each generator.
 
     Args:
         root: of the checkpoint that is loaded, unless ``first`` is 0, and of the one that is saved.

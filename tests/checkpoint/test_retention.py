@@ -277,7 +277,7 @@ def test_prune_failing_at_any_operation_is_completed_by_next(tmp_path, fill, mon
 
 
 class Recorded(WatchedOs):
-    """Remembers what was removed and renamed, and looks at the root before each operation."""
+    """Record removals and renames, and look at the root before each operation."""
 
     def __init__(self, look) -> None:
         super().__init__()

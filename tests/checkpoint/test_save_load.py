@@ -1,4 +1,4 @@
-"""Saving and loading in one process: what comes back, what is refused, which folders there are."""
+"""Saving and loading in one process: restored values, refused inputs, and the folders on disk."""
 
 import random
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""``dtrain checkpoints list`` and ``verify``: what is listed and verified, and what damage does to both."""
+"""``dtrain checkpoints list`` and ``verify``: their output, and the effect of damage on both."""
 
 from __future__ import annotations
 
@@ -447,11 +447,11 @@ def test_roots_on_servers_are_readable(checkpoints, on_a_server):
 
 def test_diff_compares_selected_state(checkpoints, root):
     for name, seed in (("two", 1), ("other", 2)):
-        save_sharded(name, {"maker": plain_state(), "judge": plain_state(seed)})
-    assert checkpoints("diff", "two", "other", "--state", "maker")[0] == 0
-    assert checkpoints("diff", "two", "other", "--state", "judge")[0] == 1
+        save_sharded(name, {"generator": plain_state(), "discriminator": plain_state(seed)})
+    assert checkpoints("diff", "two", "other", "--state", "generator")[0] == 0
+    assert checkpoints("diff", "two", "other", "--state", "discriminator")[0] == 1
     code, out, err = checkpoints("diff", "two", "other", "--weights")
     assert (code, out) == (2, "")
-    assert "holds the states 'maker', 'judge'. Name one with state (--state)" in err
+    assert "holds the states 'generator', 'discriminator'. Name one with state (--state)" in err
     assert "convert:" not in err
-    assert "states/judge/params/last.bias" in checkpoints("diff", "two", "other")[1]
+    assert "states/discriminator/params/last.bias" in checkpoints("diff", "two", "other")[1]

@@ -1,4 +1,4 @@
-"""``dtrain data inspect``: what it says of a dataset, and what ``--verify`` finds."""
+"""``dtrain data inspect``: its description of a dataset, and the problems that ``--verify`` reports."""
 
 import json
 import os
@@ -148,7 +148,7 @@ def test_verify_finds_undecodable_sample(data, tmp_path, monkeypatch):
 def test_pickled_column_is_refused_unless_allowed(data, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_shards([{"x": {1, 2}}], "shards", format="mds", columns={"x": "pkl"})
-    assert pickle.dumps({1, 2})  # what is in it
+    assert pickle.dumps({1, 2})  # the content of the file
     code, out, err = data("inspect", "shards", "--verify")
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert "column 'x' is pickled" in err

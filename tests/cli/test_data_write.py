@@ -1,4 +1,4 @@
-"""``dtrain data write``: what is written is what was read, whole or not at all, and mistakes are one line."""
+"""``dtrain data write``: the output equals the input, whole or not at all, and mistakes are one line."""
 
 import json
 import os

@@ -349,7 +349,7 @@ def test_sound_machine_has_no_findings(facts):
 def test_single_problem_gives_one_finding(facts, expected):
     (finding,) = map(str, check_machine(facts))
     assert finding.startswith(expected)
-    assert "; " in finding  # and what to do
+    assert "; " in finding  # and the remedy
     assert "\n" not in finding
 
 

@@ -58,7 +58,7 @@ for task, length in {lengths}.items():
 
 @pytest.fixture(scope="module")
 def loops(tmp_path_factory):
-    """The folder in which each loop has run on two ranks, and what rank 0 printed of each."""
+    """Return the folder in which each loop has run on two ranks, and the output of rank 0 of each."""
     with contextlib.chdir(tmp_path_factory.mktemp("loops")):
         for task in TASKS:
             write_loop(f"my_{task}.py", task=task)

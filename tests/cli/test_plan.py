@@ -1,4 +1,4 @@
-"""``dtrain plan``: what it prints, and one line for each mistake."""
+"""``dtrain plan``: its output, and one line for each mistake."""
 
 import json
 import shlex

@@ -196,7 +196,7 @@ def test_screen_fits_narrow_terminal(tmp_path, width, height):
 
 @pytest.fixture
 def on_a_terminal(tmp_path, monkeypatch):
-    """The command on a terminal of its own, for the run ``gpt``: the process, and a function that waits for what it draws."""
+    """Run the command on a terminal of its own, for the run ``gpt``: the process, and a function that waits for its drawing."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "gpt").mkdir()
     mine, its = pty.openpty()  # the other end stays open here too, so that nothing that was written is lost when it exits

@@ -1,4 +1,4 @@
-"""Samples to batches: what default batches are, what is said of samples that do not fit, transforms, samples left out."""
+"""Samples to batches: default batches, errors of samples that do not fit, transforms, and skipped samples."""
 
 from collections import OrderedDict
 from dataclasses import replace

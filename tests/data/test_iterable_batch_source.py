@@ -120,7 +120,7 @@ def test_failing_stream_raises_a_one_line_error():
 
 
 def ragged_run(sizes: list[int], plain: bool = False) -> tuple[list[list[int]], list[int], list[int]]:
-    """Trains on streams of unequal length, two epochs; what this rank saw, the samples of each step, the last position."""
+    """Train on streams of unequal length for two epochs; return this rank's samples, those of each step, the last position."""
     mesh = dt.build_mesh()
     rank, _ = dt.dist.data_rank(mesh)
     model = dt.shard_model(torch.nn.Linear(1, 1), mesh)

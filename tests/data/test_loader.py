@@ -1,4 +1,4 @@
-"""The loader: each sample once per epoch in one order, whatever the ranks, the workers, and the number of resumes."""
+"""The loader: each sample once per epoch in one order, for any number of ranks, workers and resumes."""
 
 from collections.abc import Iterable
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Ranks and their loaders: what goes wrong on one is known to all, and training sees the same data whatever the ranks."""
+"""Ranks and their loaders: all ranks learn of an error on one rank, and training sees the same data on any number of ranks."""
 
 import pytest
 import torch
@@ -98,7 +98,7 @@ def losses(workers: int) -> list[float]:
 
 
 def test_losses_are_equal_for_every_number_of_ranks(ranks):
-    """Float64, so what is left is the order of sums: 1e-12 relative."""
+    """Float64, so only the order of sums differs: 1e-12 relative."""
     alone = ranks(1).run(losses, 0)[0]
     assert len(alone) == 18
     for world, workers in ((2, 2), (4, 0)):
@@ -106,7 +106,7 @@ def test_losses_are_equal_for_every_number_of_ranks(ranks):
 
 
 class Raising:
-    """Raises on rank 1 only, where ``what`` says."""
+    """Raise on rank 1 only, at the place that ``what`` names."""
 
     def __init__(self, what: str, rank: int) -> None:
         self.what, self.rank = what, rank

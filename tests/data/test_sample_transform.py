@@ -19,7 +19,7 @@ DATA = torch.arange(SIZE, dtype=torch.float64).unsqueeze(1)
 
 
 def noisy(sample: Tensor, generator: torch.Generator) -> Tensor:
-    """The sample's number, and what was drawn for it."""
+    """Return the sample's number, and a random draw for it."""
     return torch.cat([sample, torch.rand(2, generator=generator, dtype=torch.float64)])
 
 

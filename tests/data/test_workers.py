@@ -1,4 +1,4 @@
-"""Loader processes: what is wrong with one is one line; they leave signals to their rank, and die with it."""
+"""Loader processes: an error in a worker is one line; workers leave signals to their rank, and die with it."""
 
 import multiprocessing
 import os
@@ -186,7 +186,7 @@ def test_workers_exit_when_their_rank_dies(tmp_path):
             print("first", flush=True)
             time.sleep(600)
     """
-    environment = {**os.environ, "TMPDIR": str(tmp_path.parent)}  # what a killed rank leaves goes with the test's folder
+    environment = {**os.environ, "TMPDIR": str(tmp_path.parent)}  # files of a killed rank go with the test's folder
     rank = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(program)], stdout=subprocess.PIPE, text=True, env=environment
     )

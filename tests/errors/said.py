@@ -1,7 +1,7 @@
 """Messages that docs/errors.md shows, section by section: from torch in loops written by hand, and from dtrain.
 
-The one table that the page and the tests are held to: a test gives ``check`` what was raised, and ``test_page.py`` compares
-the page. ``...`` stands for any text: a path, a port, what another release words otherwise.
+The one table for the page and the tests: a test gives ``check`` the raised errors, and ``test_page.py`` compares
+the page. ``...`` stands for any text: a path, a port, words that differ between releases.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ def fits(shown: str, real: str) -> bool:
 
 
 def check(section: str, *, by_hand: tuple[str, ...] = (), here: tuple[str, ...] = ()) -> None:
-    """Compare what was raised with the table: all messages of a section, in its order."""
+    """Compare raised errors with the table: all messages of a section, in its order."""
     said = SAID[section]
     for shown, real in zip((*said.by_hand, *said.here), (*by_hand, *here), strict=True):
         assert fits(shown, real), f"{section}: shown\n{shown}\nreal\n{real}"

@@ -1,4 +1,4 @@
-"""docs/errors.md, what one process shows: what torch says, and what comes here."""
+"""docs/errors.md, the errors of one process: torch's message, and dtrain's."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from dtrain.testing import inject_fault
 from errors.said import check, raised, told
 
 LOSS = dt.mean_loss(lambda model, batch: model(batch).square().mean(), weight=len)
-PATIENCE_S = 300  # for what takes seconds: the machine may be busy
+PATIENCE_S = 300  # for a task of seconds: the machine may be busy
 
 
 def begun(

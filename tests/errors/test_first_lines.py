@@ -1,4 +1,4 @@
-"""The first lines that people type from other libraries: each is answered by one line that says what to write instead."""
+"""The first lines that people type from other libraries: each gets an answer of one line with the right code."""
 
 from __future__ import annotations
 

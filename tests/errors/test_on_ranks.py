@@ -1,4 +1,4 @@
-"""docs/errors.md, what needs two ranks: what torch says or silently does, and what comes here."""
+"""docs/errors.md, the errors of two ranks: torch's message or silence, and dtrain's message."""
 
 from __future__ import annotations
 

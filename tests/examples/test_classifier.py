@@ -1,4 +1,4 @@
-"""The model of the fine-tuning example: where it comes from, what of stored weights it takes, and what it is written as."""
+"""The model of the fine-tuning example: its source, the stored weights that it loads, and its output files."""
 
 import warnings
 from pathlib import Path
@@ -215,7 +215,7 @@ def test_transformers_loads_an_export_with_equal_outputs(tmp_path):
     state = dt.compose_step(lambda model, batch: None, []).init(model, torch.optim.SGD(model.parameters(), lr=0.1))
     dt.save_sharded(tmp_path / "weights", state, scope="weights")
     folder = tmp_path / "export"
-    for _ in range(2):  # the second time over what is there
+    for _ in range(2):  # the second time over existing files
         export(tmp_path / "weights", folder, config, tokenizer)
     theirs = AutoModelForSequenceClassification.from_pretrained(folder).eval()
     words = AutoTokenizer.from_pretrained(folder)

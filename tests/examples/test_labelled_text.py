@@ -1,4 +1,4 @@
-"""Texts with labels: what a table may look like, what is wrong with one in a line, and what is held out."""
+"""Texts with labels: valid tables, one-line errors of invalid tables, and the held-out rows."""
 
 import json
 from collections.abc import Callable
@@ -102,7 +102,7 @@ def test_every_fifth_row_is_held_out_with_training_majority_baseline():
     assert list(held_out.texts) == ["text 4", "text 9", "text 14", "text 19"]
     assert sorted([*train.texts, *held_out.texts]) == sorted(rows.texts)
     assert list(held_out.labels) == [1, 1, 1, 0]
-    assert held_out.majority(train) == 1 / 4  # 0 leads in what is trained on, 10 to 6, though not in what is held out
+    assert held_out.majority(train) == 1 / 4  # 0 leads in the training rows, 10 to 6, though not in the held-out rows
 
 
 def test_samples_are_truncated_and_padded():

@@ -1,4 +1,4 @@
-"""The example that pretrains: what is masked and packed, that each method is in the model, and that it learns and resumes."""
+"""The example that pretrains: masked and packed tokens, each method in the model, learning, and resuming."""
 
 import itertools
 import shutil
@@ -15,7 +15,7 @@ from pretrain_bert import METHODS, SEQ, build_bert, loss_fn
 
 SCRIPT = "pretrain_bert.py"
 
-# Attention masks some of the scores with the least number there is, whose exp() is 0: what is left is the order of sums.
+# Attention masks some of the scores with the least number there is, whose exp() is 0: only the order of sums differs.
 TOLERANCE = 1e-5
 
 

@@ -60,7 +60,7 @@ def launch(n: int) -> list[str]:
 
 
 def run(arguments: list[str], cwd: Path) -> str:
-    """Run to the end and return what was printed."""
+    """Run to the end and return the output."""
     done = subprocess.run(arguments, cwd=cwd, capture_output=True, text=True, timeout=PATIENCE_S, env=environment())
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -97,7 +97,7 @@ def wait_until(condition, what: str) -> None:
 
 @contextmanager
 def job(arguments: list[str], cwd: Path) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
-    """A running job and its mark; whatever happens, nothing of it is left."""
+    """Yield a running job and its mark; end every process of it."""
     mark = uuid.uuid4().hex
     with (cwd / f"{mark}.log").open("wb") as log:
         process = subprocess.Popen(arguments, cwd=cwd, stdout=log, stderr=log, env=environment(TEST_JOB=mark))

@@ -1,4 +1,4 @@
-"""The example text: which files, which windows, what is held out."""
+"""The example text: its files, its windows, and the held-out windows."""
 
 import math
 import sys

@@ -106,7 +106,7 @@ def test_noise_and_time_depend_on_the_sample():
 
 
 class Oracle(torch.nn.Module):
-    """The velocity towards one picture for each class: what a model says that is never wrong."""
+    """Return the velocity towards one picture for each class, as a perfect model predicts it."""
 
     def __init__(self, images: torch.Tensor) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The example of a policy beside its frozen reference: what its pairs are, and that it learns, and goes on exactly."""
+"""The example of a policy beside its frozen reference: its pairs, learning, and exact resumes."""
 
 import math
 import shutil

@@ -86,7 +86,7 @@ def cluster() -> Iterator[Cluster]:
 
 
 def _end(daemons: list[subprocess.Popen[bytes]], folder: Path) -> None:
-    """End the daemons, and then what they left: the processes that watch over steps outlive them."""
+    """End the daemons, and then their remaining processes: those that watch over steps outlive them."""
     for daemon in reversed(daemons):
         daemon.terminate()
     deadline = time.monotonic() + 2  # the one of a node waits for its last job, which may be one that somebody ended

@@ -91,8 +91,8 @@ LOOP = """
                     return
                 if state.crossed(3):
                     phase("evaluate")
-                    quiz = dt.build_loader(Slow(), mesh=mesh, global_batch_size=8, seed=0)
-                    dt.evaluate(model, quiz, loss_fn)
+                    test_loader = dt.build_loader(Slow(), mesh=mesh, global_batch_size=8, seed=0)
+                    dt.evaluate(model, test_loader, loss_fn)
                 phase("data")
 
     if __name__ == "__main__":
@@ -108,7 +108,7 @@ def logged(folder) -> list[tuple[int, float]]:
 
 @pytest.fixture(scope="module")
 def warm() -> None:
-    """Load what the loop needs, once: forks of this process would load it each for itself, which takes seconds."""
+    """Load the modules of the loop once: each fork of this process would load them for itself, which takes seconds."""
     public.load_all()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

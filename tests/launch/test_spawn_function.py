@@ -1,4 +1,4 @@
-"""``spawn``: real ranks of any function; what fails is named, and nothing is left."""
+"""``spawn``: real ranks of any function; an error names its rank, and no process stays."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ def test_first_failure_ends_other_ranks_and_raises_its_traceback():
         with dt.init_dist(device="cpu") as info:
             if info.rank == 1:
                 raise ValueError("disk full")
-            all_gather_numbers([1.0])  # fails because of rank 1, which is not what is reported
+            all_gather_numbers([1.0])  # fails because of rank 1, and is not reported
 
     text = fails(run, nproc=3)
     head, *rest = text.splitlines()

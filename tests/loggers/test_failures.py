@@ -114,7 +114,7 @@ def test_invalid_arguments_are_refused(make, message):
 
 @pytest.fixture
 def gate() -> Iterator[threading.Event]:
-    """Lets go what hangs, at the end."""
+    """Release the hanging sink at the end."""
     event = threading.Event()
     yield event
     event.set()

@@ -128,7 +128,7 @@ def server(database, tmp_path, port) -> Iterator[str]:
                 time.sleep(0.1)
         yield f"http://127.0.0.1:{port}"
     finally:
-        process.terminate()  # it removes what it has in shared memory
+        process.terminate()  # it removes its shared memory
         try:
             process.wait(PATIENCE_S)
         finally:

@@ -1,4 +1,4 @@
-"""Weights & Biases offline: what is in the files that ``wandb sync`` uploads, as W&B's own records have it. No network."""
+"""Weights & Biases offline: the content of the files that ``wandb sync`` uploads, read as W&B's own records. No network."""
 
 import json
 import math

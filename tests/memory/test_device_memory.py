@@ -189,7 +189,7 @@ def test_other_errors_are_not_out_of_memory(error):
 def raised(error: BaseException, *, cause: BaseException | None = None) -> BaseException:
     try:
         raise error from cause
-    except BaseException as caught:  # noqa: BLE001  # the very object, with what raising adds to it
+    except BaseException as caught:  # noqa: BLE001  # the very object, with the attributes that raising adds
         return caught
 
 

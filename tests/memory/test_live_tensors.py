@@ -252,7 +252,7 @@ def test_fake_tensors_are_filtered_by_device_type(inside):
     outer, inner = (fake, seen) if inside else (seen, fake)
     with outer, inner:
         kept = [torch.empty(10), torch.empty(20, device="cuda")]
-        if inside:  # a fake mode inside of the counter keeps its operations to itself; the next use shows what it made
+        if inside:  # a fake mode inside of the counter keeps its operations to itself; the next use shows its tensors
             assert seen.live == kept[1].nbytes
     with fake, seen:
         kept[0].add_(1)
@@ -282,7 +282,7 @@ def test_compiled_module_runs_eagerly_and_is_counted():
     torch.testing.assert_close(output, expected)
 
 
-# An alternative history of a few variables: what the counter must say is the sum over distinct storages.
+# An alternative history of a few variables: the counter must give the sum over distinct storages.
 ACTIONS = st.lists(
     st.tuples(
         st.sampled_from(["make", "view", "copy", "drop", "resize", "storage", "swap", "detach", "same"]),

@@ -1,4 +1,4 @@
-"""Statistics of activations against all of them put together, whatever runs the forwards."""
+"""Statistics of activations compared with those of all activations joined, for every way to run the forwards."""
 
 import math
 import re
@@ -34,7 +34,7 @@ def of(x):
 
 
 def by_hand():
-    """Of the first and last layer of the small model on the first batch, and what the last one was given."""
+    """Return statistics of the first and last layer of the small model on the first batch, and of the last layer's input."""
     model, x = net(), whole_batch(0)["x"]
     first = model.first(x)
     inner = torch.tanh(first)
@@ -99,7 +99,7 @@ def test_rank_without_samples_does_not_change_the_maximum(ranks):
 
 
 class Outputs(nn.Module):
-    """Returns what it is told to: a tuple, a mapping, indices before values."""
+    """A module that returns a given value: a tuple, a mapping, indices before values."""
 
     def __init__(self, wrap):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Copies that have drifted apart are found, whatever it is and whoever holds it; and hashes of bits."""
+"""Replicas that differ are detected, for every tensor and every rank; and hashes of bits."""
 
 import random
 
@@ -71,7 +71,7 @@ def test_hash_supports_any_dtype_layout_and_size(dtype):
         lambda x: x.flip(0),
         lambda x: x.roll(1),
         lambda x: -x,
-        lambda x: x * (1.0 - 2.0 * (torch.arange(len(x)) < 2)),  # two signs: what a plain sum of 64-bit words would not see
+        lambda x: x * (1.0 - 2.0 * (torch.arange(len(x)) < 2)),  # two signs: a plain sum of 64-bit words would not see them
         lambda x: x.index_copy(0, torch.tensor([0, 2**15]), x[[2**15, 0]]),  # the same place in two blocks
         lambda x: x.index_add(0, torch.tensor([4, 6, 8]), torch.tensor([1.0, -2.0, 1.0], dtype=x.dtype)),
     ],
@@ -117,7 +117,7 @@ class Heard:
 
 
 def spoiled(what, strategy, rank, options=None, steps=2):
-    """A run of two steps on these ranks, something that differs on one of them, and what the check says there."""
+    """Run two steps on these ranks with a difference on one of them, and return the result of the check."""
     seed_all(3)
     step, state = begin([ema(0.9)], strategy, ADAMW)
     sizes = [2] * get_dist_info().world_size

@@ -230,7 +230,7 @@ def test_missing_proc_gives_no_readings(monkeypatch, tmp_path):
 
 
 def reduced() -> tuple[dict[str, float], dict[str, float], int, list[str]]:
-    """All ranks' numbers and this one's, inside a budget on rank 1 only, and what it took."""
+    """Return all ranks' numbers and this rank's, inside a budget on rank 1 only, and the cost."""
     with memory_budget({1: 1 << 20}):
         kept = [torch.zeros(100 * (1 + get_dist_info().rank))]
         memory_stats(CPU)  # makes the record that later calls use

@@ -73,7 +73,7 @@ def test_spike_raises_and_usual_loss_does_not():
 
 def test_window_follows_recent_losses():
     step, state = begin(watch_loss(factor=3.0, window=10))
-    state = run(step, state, [1.0] * 12 + [2.5] * 12 + [7.0] * 4)  # 7 is 2.8 times what is usual by then
+    state = run(step, state, [1.0] * 12 + [2.5] * 12 + [7.0] * 4)  # 7 is 2.8 times the usual loss by then
     assert list(state.transform_states["watch_loss"]["usual"].values()) == [2.5] * 8 + [7.0] * 2
 
 

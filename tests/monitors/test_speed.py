@@ -137,7 +137,7 @@ def test_throughput_needs_no_device_sync():
     model = nn.Linear(3, 1)
     step = compose_step(mean_loss(lambda model, x: model(x).mean(), weight=len))
     state = step.init(model, torch.optim.SGD(model.parameters(), lr=0.1, fused=True))
-    state, _ = step(state, torch.ones(5, 3))  # which makes what later steps use
+    state, _ = step(state, torch.ones(5, 3))  # allocates the tensors of later steps
     speed, readings = throughput("2ba"), {}
     with count_host_syncs() as seen:
         for _ in range(4):

@@ -34,7 +34,7 @@ def plain(transforms, kind=ADAMW, steps=2):
 
 
 def by_hand(kind, steps=2):
-    """The same with torch alone: (name, what) -> tensor, in the last step."""
+    """Compute the same with torch alone: (name, kind) -> tensor, in the last step."""
     model = net()
     optimizer = optimizer_of(kind, model)
     for number in range(steps):

@@ -1,4 +1,4 @@
-"""torchmetrics, unmodified: on ranks with ragged and empty shares it says what it says in one process."""
+"""torchmetrics, unmodified: on ranks with ragged and empty shares it gives the values of one process."""
 
 from __future__ import annotations
 

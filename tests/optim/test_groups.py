@@ -1,4 +1,4 @@
-"""Parameter groups: who is in which, what does not decay, and what is refused."""
+"""Parameter groups: their members, the members without decay, and refused rules."""
 
 import pytest
 import torch

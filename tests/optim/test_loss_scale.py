@@ -1,4 +1,4 @@
-"""float16 under a loss scale: the decision to leave a step out is the same on all ranks, whatever the optimizer."""
+"""float16 under a loss scale: the decision to skip a step is the same on all ranks, for every optimizer."""
 
 import pytest
 import torch

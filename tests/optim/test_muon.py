@@ -1,4 +1,4 @@
-"""Muon against torch's, under FSDP2 in every layout, its collectives, and what it refuses."""
+"""Muon compared with torch's, under FSDP2 in every layout, its collectives, and its refusals."""
 
 import pytest
 import torch

@@ -31,7 +31,7 @@ def assumed(page: Path) -> set[str]:
 
 
 class _Reader:
-    """Follows statements in order. What a function reads is looked up when it is called, so it counts after the block."""
+    """Follow statements in order. Names that a function reads are looked up at its call, so they count after the block."""
 
     def __init__(self, bound: set[str]) -> None:
         self.bound = bound

@@ -1,7 +1,7 @@
 """Run mistakes of loops written by hand on ``torch.distributed``, and the same mistakes with dtrain.
 
 docs/from_ddp.md shows each function of this module that is named ``..._by_hand`` or ``..._here``. ``test_from_ddp.py`` beside
-it runs them all on two ranks and holds what comes out. After a change: ``python tests/written.py``.
+it runs them all on two ranks and compares the results. After a change: ``python tests/written.py``.
 """
 
 import torch

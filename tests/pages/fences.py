@@ -79,7 +79,7 @@ def commands(fence: Fence) -> Iterator[list[str]]:
 
 
 def ours(words: list[str]) -> list[str] | None:
-    """The arguments of ``dtrain`` in a command, whatever starts it (variables, ``srun``, ``ssh``); None without it."""
+    """Return the arguments of ``dtrain`` in a command, behind any starter (variables, ``srun``, ``ssh``); None without it."""
     for index, word in enumerate(words):
         if word == "dtrain" and words[max(index - 1, 0)] not in ("install", "import", "cd"):
             return words[index + 1 :]

@@ -1,7 +1,7 @@
 """The pictures of docs/seams.md, drawn of steps that are run by ``python tests/written.py``.
 
-Each seam of each transform notes when it is entered and left, while one step is made. So a picture shows what calls what, and
-how often; nothing in it is drawn by hand.
+Each seam of each transform notes its entry and its exit while one step is made. So a picture shows the order and the
+number of calls; nothing in it is drawn by hand.
 """
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ def test_page_sessions_run_in_an_empty_interpreter(page: Path) -> None:
 
 @pytest.mark.parametrize("page", [page for page in PAGES if assumed(page)], ids=called)
 def test_page_says_what_its_code_assumes(page: Path) -> None:
-    """Code of a page runs in an empty interpreter, or a line behind the first block names what has to be there."""
+    """Code of a page runs in an empty interpreter, or a line behind the first block lists the names that it needs."""
     # The page of the loop does not link to itself.
     there = "the loop above" if called(page) == "docs/loop.md" else "[a loop](loop.md)"
     assert sentence(assumed(page)).replace("[a loop](loop.md)", there) in prose(page).splitlines()

@@ -1,4 +1,4 @@
-"""Docstrings state the contract of each public function: what it returns, mutates, sends, waits for and raises."""
+"""Docstrings state the contract of each public function: its result, mutations, messages, waits and errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/distributed.md: its table of what a rank sends in a step is what two ranks are seen to send."""
+"""docs/distributed.md: its table of a rank's messages in a step equals the messages of two ranks."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def reductions(rank: int) -> dict[str, list[float]]:
 
     slipped = shown_code.on_rank_0_by_hand(torch.tensor([5.0]), torch.tensor([10.0 * (rank + 1)]))
     if rank == 1:
-        dist.all_reduce(torch.zeros(1))  # what rank 0 waits for
+        dist.all_reduce(torch.zeros(1))  # rank 0 waits for it
     log = dt.loggers.in_memory()
     right = shown_code.on_rank_0_here(torch.tensor([5.0]), torch.tensor([10.0 * (rank + 1)]), log)
     numbers["on_rank_0"] = [slipped, right]
@@ -171,7 +171,7 @@ def results(ranks, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, l
     return ranks(2).run(everything, str(tmp_path_factory.mktemp("saves")), timeout_s=300)
 
 
-# Name, rank, what comes by hand, what comes here. The page quotes them.
+# Name, rank, the number by hand, the number here. The page quotes them.
 NUMBERS = [
     ("logged_loss", 0, 0.5, 2.0),
     ("gradient", 0, -12.0, -8.0),  # -(4 + 20) / 2, and -2 * 16 / 4

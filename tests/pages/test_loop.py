@@ -89,7 +89,7 @@ def run(lines: list[str], head: list[str], tail: list[str]) -> str | list:
 
 
 def preparation() -> tuple[list[str], list[str], list[str]]:
-    """The loop in three: what opens its block, the statements that prepare, and the iterations; shorter than on the page."""
+    """Split the loop in three: the code that opens its block, the preparation, and the iterations; shorter than on the page."""
     text = next(fence.text for fence in fences(PAGE) if fence.language == "python")
     text = text.replace('"3ep"', '"4ba"').replace('"1ep"', '"4ba"').replace("256", "16").replace('"100ba"', '"2ba"')
     block = next(node for node in ast.parse(text).body if isinstance(node, ast.With))

@@ -1,4 +1,4 @@
-"""docs/nodes.md: its manifest, script and loop are read by what they are for, as far as that is possible without a cluster."""
+"""docs/nodes.md: programs for its manifest, script and loop read them, as far as that is possible without a cluster."""
 
 from __future__ import annotations
 

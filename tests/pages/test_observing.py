@@ -1,4 +1,4 @@
-"""docs/observing.md: its loop runs with everything on, and its other code does what it says."""
+"""docs/observing.md: its loop runs with everything on, and its other code does as the page says."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.skipif("DTRAIN_SITE" not in os.environ, reason="needs t
 in_a_browser = pytest.mark.skipif(PROGRAM is None, reason="needs chromium")
 
 
-# What was built.
+# The built files.
 
 
 class Page(HTMLParser):
@@ -117,7 +117,7 @@ def test_command_reference_has_every_command() -> None:
     assert "--hang-timeout" in text
 
 
-# What a browser shows.
+# The pages in a browser.
 
 SCREENS = {"wide": {"width": 1280}, "dark": {"width": 1280, "dark": True}, "phone": {"width": 390, "height": 844}}
 LOOKED_AT = (

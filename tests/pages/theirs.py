@@ -1,6 +1,6 @@
 """Run one process of a page's script of another library: ``torchrun ... theirs.py PAGE``, in an empty folder.
 
-What the script takes for granted is a stand-in, as for ours. It prints how many batches the process has seen.
+A stand-in replaces each name that the script assumes, as for ours. It prints how many batches the process has seen.
 """
 
 from __future__ import annotations

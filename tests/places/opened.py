@@ -46,7 +46,7 @@ def rows(shard: Shard) -> list[Any]:
 
 
 def shards_of(folder: Path, **options: Any) -> Iterator[Shard]:
-    """The opened shards of a dataset in a folder; what its index says of sizes and digests is checked."""
+    """Open the shards of a dataset in a folder; check sizes and digests against its index."""
     for entry in read_index((folder / "index.json").read_bytes()):
         stored = raw = (folder / entry.file.name).read_bytes()
         if entry.file.compression:

@@ -1,4 +1,4 @@
-"""Real servers on loopback, each with a proxy in between: what the storage layer is tested against. None has a fixed port.
+"""Real servers on loopback, each behind a proxy, for the tests of the storage layer. None has a fixed port.
 
 Where a server cannot be had its tests are skipped, with the reason.
 """

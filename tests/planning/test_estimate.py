@@ -1,4 +1,4 @@
-"""``estimate_memory`` against what can be counted by hand, and what it refuses."""
+"""``estimate_memory`` compared with counts by hand, and its refusals."""
 
 import math
 import multiprocessing
@@ -249,7 +249,7 @@ def test_estimate_refuses_open_process_groups(ranks):
     assert all("before dt.init_dist()" in text for text in ranks(2).run(with_groups))
 
 
-TOLERANCE = 0.1  # of what is measured: the issue's bound; most cases are far inside it
+TOLERANCE = 0.1  # of the measured bytes; most cases are far inside it
 
 QUICK = [
     pytest.param("gpt", 2, 4, 2, {"strategy": "full_shard"}, id="gpt-full_shard"),
@@ -283,7 +283,7 @@ SLOW += [
 
 
 def off(ranks, name: str, world: int, size: int, count: int, setting: dict) -> float:
-    """By how much the plan is wrong, as a share of what the rank that holds most has."""
+    """Return the error of the plan, as a share of the bytes of the rank that holds most."""
     setting = {**setting, "dp_replicate": 2 if setting["strategy"] == "hybrid_shard" else 1}
     real = max(ranks(world).run(measured, name, size, count, setting))
     low = setting.pop("precision", None)
@@ -351,7 +351,7 @@ class Lines:
     limit=st.integers(0, 2 * 10**6),
     at_most=st.integers(1, AT_MOST),
 )
-@example(lines=[(0, 1), (6, 0)], limit=6, at_most=9)  # exactly what is held whatever the size: flat, and then too large
+@example(lines=[(0, 1), (6, 0)], limit=6, at_most=9)  # a limit equal to the constant bytes: flat, and then too large
 @example(lines=[(0, 1), (150, 0)], limit=150, at_most=AT_MOST)
 @example(lines=[(26, 2), (88, 1), (94, 0)], limit=102, at_most=AT_MOST)
 @settings(max_examples=300, deadline=None)

@@ -189,7 +189,7 @@ def measured(name: str, size: int, count: int, setting: dict) -> int:
     held = tensors_of([list(model.parameters()), list(model.buffers()), optimizer.state, state.transform_states])
     with memory_budget(UNLIMITED, existing=map(to_local, held)) as budget:
         peaks = []
-        for _ in range(5):  # gloo's threads may drop what they have sent late, on a busy machine
+        for _ in range(5):  # gloo's threads may drop sent tensors late, on a busy machine
             budget.reset()
             state, _ = step(state, workload.batch(size * count))
             peaks.append(budget.peak)

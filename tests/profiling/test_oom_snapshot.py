@@ -1,4 +1,4 @@
-"""A snapshot where memory runs out: what is written, and what is not."""
+"""A snapshot where memory runs out: the steps that write it, and the steps that do not."""
 
 import json
 

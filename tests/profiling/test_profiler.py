@@ -1,4 +1,4 @@
-"""The profiler in a loop: what it writes, when it stops, and that nothing else changes."""
+"""The profiler in a loop: its files, when it stops, and that nothing else changes."""
 
 import contextlib
 import gc
@@ -115,7 +115,7 @@ def test_exit_during_active_window_writes_recorded_steps(tmp_path):
         for _ in range(3):
             work()
             prof.step()
-    assert steps(tmp_path / "trace-rank-00000-step-00000001.pt.trace.json") == [1, 2]  # what comes after the last step is none
+    assert steps(tmp_path / "trace-rank-00000-step-00000001.pt.trace.json") == [1, 2]  # code after the last step is no step
     assert not torch.autograd._profiler_enabled()
 
 
@@ -307,7 +307,7 @@ def test_memory_option_writes_timeline_and_budget_snapshot(tmp_path):
         torch.zeros(2000)
     path = tmp_path / "trace-rank-00000-step-00000000.pt.trace.json"
     held = [sample.bytes for sample in memory_timeline(path)["cpu"]]
-    assert [round(bytes, -3) for bytes in held] == [4000, 12000, 4000]  # and what an open mark holds
+    assert [round(bytes, -3) for bytes in held] == [4000, 12000, 4000]  # and those of an open mark
     assert json.loads((tmp_path / "memory-rank-00000-step-00000000.json").read_text())["storages"][0]["bytes"] == kept.nbytes
 
 

@@ -1,4 +1,4 @@
-"""Render reports: what the page says, what it draws, and what it forbids."""
+"""Render reports: the texts on the page, its charts, and its content security policy."""
 
 import hashlib
 import json

@@ -184,7 +184,7 @@ def test_resumed_attempt_may_open_before_loading_checkpoint(tmp_path, says):
 
 
 def test_first_sum_of_resumed_run_counts_no_steps(tmp_path):
-    """As open_run writes it: ``resumed`` has what passed before it written down first, with the step that was loaded."""
+    """As open_run writes it: ``resumed`` first writes down the sums so far, with the step that was loaded."""
     where = "/a/folder/with/a/name/that/is/longer/than/many/others/" * 4 + "step-00000300"
     folder = write_run(tmp_path / "gpt", [Part(begin=0, end=340, reason=None), Part(begin=300, end=400, resumed=where)])
     run = read(folder)

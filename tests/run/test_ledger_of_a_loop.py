@@ -1,4 +1,4 @@
-"""A loop as users write it: its ledger says where the time of each of its parts went, and what happened."""
+"""A loop as users write it: its ledger has the time of each of its parts, and its events."""
 
 import json
 from collections import Counter
@@ -44,7 +44,7 @@ def made():
 
 
 def loop(folder, steps=4):
-    """Everything once; then what the ledger has: how often each span was entered, and the events."""
+    """Run each part once; return the ledger's content: how often each span was entered, and the events."""
     spans._RECORDER = spans._SpanRecorder()
     run = open_run(f"{folder}/run", every=1)
     mesh = build_mesh()

@@ -1,4 +1,4 @@
-"""The folder of a run, written by one process and by several: what is in it, and that it never stops training."""
+"""The folder of a run, written by one process and by several: its content, and that it never stops training."""
 
 import argparse
 import dataclasses
@@ -27,7 +27,7 @@ SECRET = "s3cr3t-Xq9-value-71"
 
 @pytest.fixture(autouse=True)
 def recorder(monkeypatch):
-    """A recorder of this test's own; whatever is open at the end is closed."""
+    """Yield a recorder of this test's own; close all open files at the end."""
     fresh = spans._SpanRecorder()
     monkeypatch.setattr(spans, "_RECORDER", fresh)
     yield fresh

@@ -100,7 +100,7 @@ def compiled(net: nn.Module) -> nn.Module:
     return compile_blocks(net, blocks=KINDS[0] if isinstance(net.blocks[0], Noisy) else Quiet, backend="aot_eager")
 
 
-BEFORE = {  # what is done to the model before it is sharded
+BEFORE = {  # edits of the model before it is sharded
     "checkpointed": again,
     "every second": lambda net: again(net, every=2),
     "matmuls kept": lambda net: again(net, keep="matmuls"),
@@ -156,7 +156,7 @@ def trained(net: nn.Module):
     share = SAMPLES // get_dist_info().world_size
     data = torch.randn(SAMPLES, DIM, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     batch = {"x": data[get_dist_info().rank * share : (get_dist_info().rank + 1) * share]}
-    for _ in range(2):  # the second begins with what the first has left
+    for _ in range(2):  # the second begins with the state that the first has left
         microbatch_step(state, batch, loss_fn=loss_fn, microbatch_size=2 if get_dist_info().world_size > 2 else 4)
     return numbers(net)
 
@@ -229,7 +229,7 @@ def test_unusual_models_match_the_single_process_gradient(ranks, strategy):
         assert max(errors.values()) <= 1e-12, errors
 
 
-# What is kept, and what it saves
+# Kept and saved memory
 
 
 def saved_bytes(net: nn.Module) -> int:

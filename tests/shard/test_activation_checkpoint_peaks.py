@@ -33,7 +33,7 @@ def loss_fn(model: nn.Module, batch: Tensor) -> LossSum:
 
 
 def peak(strategy: str, **options) -> tuple[int, float]:
-    """The most that tensors held in a step beyond what was there before it; and the norm of the gradient."""
+    """Return the most bytes that a step held beyond those before it; and the norm of the gradient."""
     torch.manual_seed(0)
     net = nn.Sequential(*(Block() for _ in range(BLOCKS)))
     if options:

@@ -215,7 +215,7 @@ def test_sync_batch_norm_trains_on_a_gpu(ranks):
 
 
 class Router(nn.Module):
-    """Counts what its forwards have seen, in buffers of both kinds, and shifts its choice by a bias that an update writes."""
+    """A module that counts its forwards in buffers of both kinds, and shifts its choice by a bias that an update writes."""
 
     def __init__(self, strays: bool = True) -> None:
         super().__init__()

@@ -27,7 +27,7 @@ OPTIONS = {
     "own group": {"reduce_group": "own"},
     "buffers": {"reduce_buffers": 3},
 }
-MISSING = {  # what torch before 2.13 lacks, and what dtrain says of it
+MISSING = {  # fields that torch before 2.13 lacks, and dtrain's message
     case: f"shard_model: {option} needs torch 2.13, got {torch.__version__}. Leave {option} out."
     for case, option in (("own group", "reduce_group='own'"), ("buffers", "reduce_buffers"))
     if torch_before("2.13")
@@ -70,7 +70,7 @@ def test_comm_options_keep_gradients_and_collective_counts(ranks, strategy):
 
 
 class Unit(FSDPModule, nn.Module):
-    """Stands for a unit of FSDP2, and writes down what it is told."""
+    """Stand for a unit of FSDP2, and record the calls."""
 
     def __new__(cls, *args):
         return object.__new__(cls)

@@ -18,14 +18,14 @@ from shard import test_activation_checkpoint as memory
 from shard.test_activation_checkpoint import Noisy, Quiet, made, same
 
 pytestmark = [
-    # dynamo looks at .grad of whatever a frame is given, and means to hide what torch then says of it
+    # dynamo looks at .grad of every value in a frame, and means to hide torch's warning about it
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
     # importing the compiler makes old modules of torch's own
     pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated"),
 ]
 
 TOLERANCE = 1e-12  # float64; a compiler may add in another order
-ROUTES = {  # what is done before sharding, and after it
+ROUTES = {  # functions to apply before sharding, and after it
     "compiled before": (lambda net: compiled(net), same),
     "compiled after": (same, lambda net: compiled(net)),
     "checkpointed": (memory.again, lambda net: compiled(net)),
@@ -169,7 +169,7 @@ def test_smaller_activation_budget_saves_fewer_bytes():
     assert torch._functorch.config.activation_memory_budget == 1.0, "the process's own setting is untouched"
 
 
-# Where compiled code is kept
+# Places of compiled code
 
 
 @pytest.mark.parametrize(("own", "expected"), [(None, "compiled"), ("mine", "mine")], ids=["not set", "the user's own"])

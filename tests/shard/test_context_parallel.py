@@ -1,4 +1,4 @@
-"""Sequences sharded over ``cp``: attention, counts, gradients, and what is whole again afterwards."""
+"""Sequences sharded over ``cp``: attention, counts, gradients, and the tensors that are whole again afterwards."""
 
 from functools import partial
 

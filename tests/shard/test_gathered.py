@@ -126,7 +126,7 @@ def test_init_with_gathered_parameter_copies_is_refused(ranks, strategy, before_
 
 
 def one_rank_alone(strategy: str) -> float:
-    """Rank 0 runs a block alone, whose record would make its next backward gather what the other ranks do not."""
+    """Rank 0 runs a block alone, whose record would make its next backward gather a unit that other ranks do not gather."""
     state = state_of(sharded(strategy, blocks=(Block, nn.Linear)))
     with unshard_params(state.model):
         if get_dist_info().rank == 0:

@@ -124,7 +124,7 @@ def test_step_issues_the_collectives_of_its_strategy_only(ranks, strategy, accum
 
 
 def uneven(fill: bool) -> list:
-    """Ranks use different branches inside a unit; without zeros in place of what is missing, gradients do not fit together."""
+    """Ranks use different branches inside a unit; without zeros for missing gradients, the shapes do not fit together."""
     if not fill:
         grad_sync.zero_fill_missing_grads = lambda group: ([], [])
     try:

@@ -170,7 +170,7 @@ class Junk(nn.Module):
 
 
 class Scales(nn.Module):
-    """An initialiser that changes what its child drew."""
+    """An initialiser that changes the draws of its child."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -34,7 +34,7 @@ def compare(name: str, strategies: list) -> dict[str, list]:
         for accumulate in ("local", "sharded"):
             net = shard_model(make(name), mesh_for(strategy), strategy=strategy, accumulate=accumulate, **CASES[name].options)
             state = init_state(net, torch.optim.AdamW(net.parameters(), lr=0.1))
-            for size in (2, None):  # the second time with what the first one left in FSDP2
+            for size in (2, None):  # the second time with the state that the first has left in FSDP2
                 state, _ = microbatch_step(state, share(batch(name, WEIGHTS)), loss_fn=CASES[name].loss, microbatch_size=size)
             odd = [key for key, p in state.params.items() if (p.grad is None) != (expected[key] is None)]
             names_fit = sorted(state.params) == sorted(expected)

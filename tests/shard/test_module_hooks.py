@@ -57,7 +57,7 @@ def linked(y: torch.Tensor) -> Node:
 
 
 class Cache:
-    """Travels through the blocks, and collects what each computes."""
+    """A value that travels through the blocks, and collects the output of each."""
 
     def __init__(self, hidden: torch.Tensor) -> None:
         self.hidden, self.past = hidden, list[torch.Tensor]()

@@ -1,4 +1,4 @@
-"""Draws of ``random_like`` are those of one process, whatever the layout; resumes draw on."""
+"""Draws of ``random_like`` are those of one process, in every layout; resumed runs continue the draws."""
 
 from functools import partial
 

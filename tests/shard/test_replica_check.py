@@ -15,7 +15,7 @@ from shard.copies import ADAMW, begin, part
 
 
 def trained(strategy, spoil=None, *, steps=3, transforms=(), interval=100, spoiled_step=1, tp=1, root=None, dtype=None):
-    """A run of some steps, in which ``spoil`` changes the parameters before the step ``at``, and what the run says."""
+    """Run some steps; ``spoil`` changes the parameters before the step ``spoiled_step``. Return the last step and the error."""
     info = get_dist_info()
     # The plan cuts one layer, and the other layer is whole along tp.
     plan = {"tp_plan": {"first": ColwiseParallel(output_layouts=Replicate())}} if tp > 1 else {}

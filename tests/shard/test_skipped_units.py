@@ -213,7 +213,7 @@ def test_no_grad_forwards_gather_once_per_loss_forward(ranks, root):
     first, second = ranks(2).run(generated, root, [9, 1, 3, 12, 2], [[], [], [], [], [1]], timeout_s=CAP_S)
     assert first == second
     per_token = (first[3] - first[1]) / 11
-    assert per_token >= 3  # three blocks, and what backward gathers ahead of them
+    assert per_token >= 3  # three blocks, and the units that backward gathers ahead of them
     assert first[2] - first[1] == 2 * per_token
     assert first[4] - first[1] == per_token
 

@@ -1,4 +1,4 @@
-"""Tensor parallelism beside sharding: gradients, counts, weights at the start, training, and what is refused."""
+"""Tensor parallelism beside sharding: gradients, counts, weights at the start, training, and refused plans."""
 
 import math
 
@@ -377,7 +377,7 @@ def test_tp_plan_trains_with_low_precision(ranks):
 
 
 def cross_entropies() -> list:
-    """Of logits that are cut, against torch's, with a target left out; then of what cannot be taken."""
+    """Compare losses of sharded logits with torch's, with an ignored target; then the error of unsupported logits."""
     mesh = init_device_mesh("cpu", (2,))
     logits = torch.randn(2, 3, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * 50
     targets = torch.tensor([[0, 5, 2], [-100, 3, 1]])

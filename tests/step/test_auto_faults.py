@@ -8,7 +8,7 @@ from step.abandoned import BUCKETS, STRATEGIES, compare
 
 CAP_S = 60.0  # nobody waits for a peer: a hang would take the groups' timeout, of many minutes
 
-# Where, and at which of the calls there: two microbatches have two of each forward, backward, and so on.
+# The place of the fault, and the number of the call: two microbatches have two forwards, two backwards, and so on.
 FORWARD, RECOMPUTED, INSIDE = "forward", "recomputed", "inside_backward"
 POINTS = {
     "first-forward": (FORWARD, 1),

@@ -1,4 +1,4 @@
-"""``auto_microbatch`` with budgets of memory: the size it finds, how it follows them, what it costs, and what it refuses."""
+"""``auto_microbatch`` with budgets of memory: the size it finds, how it follows them, its cost, and its refusals."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def by_budget(strategy: str) -> dict:
             sizes.append(size_of(state))
             peaks.append(held.peak <= held.limit)
     by_hand, low, high = [], 1, SAMPLES
-    while low < high:  # what an exhaustive search by hand finds, in a process of its own each time
+    while low < high:  # an exhaustive search by hand, in a process of its own each time
         middle = (low + high + 1) // 2
         by_hand.append(middle)
         _, state = wide(strategy, auto_microbatch(initial_size=middle, min_size=middle, grow_every=None))
@@ -155,7 +155,7 @@ def test_infeasible_microbatch_raises_one_line_error_on_all_ranks(ranks):
 
 
 def leaks(rounds: int) -> list[int]:
-    """Tries that fail in turn at other places, and what is alive after each."""
+    """Fail in turn at several places, and return the live tensors after each try."""
     step, state = start("full_shard", auto_microbatch(initial_size=4, min_size=4, grow_every=None))
     data = batches(1)[0]
     live = []

@@ -1,4 +1,4 @@
-"""Ways in which ``auto_microbatch`` was once seen to hang, to say something wrong, or to keep what it should give back."""
+"""Faults that reviews found in ``auto_microbatch``: hangs, wrong messages, and memory that it did not free."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_loaded_size_from_another_layout_is_ignored(ranks):
 
 
 def collective_of_its_own() -> list:
-    """The loss gathers what the others have: as many numbers as the microbatch has samples."""
+    """A loss that gathers as many numbers from the other ranks as the microbatch has samples."""
 
     def loss(net: nn.Module, batch: torch.Tensor) -> LossSum:
         out = net(batch)

@@ -139,7 +139,7 @@ def sweep(architecture: str, strategy: str, size: int, every: int) -> dict:
     cases = 0
     for where, (first, after) in POINTS.items():
         if where in (("gather", "reduce") if strategy == "replicate" else ("reduce_bucket",)):
-            continue  # FSDP2 gathers and reduces what is cut, and nothing else
+            continue  # FSDP2 gathers and reduces cut tensors, and nothing else
         total = pair.calls(where) - after
         for call in range(first, total + 1):
             for checked in (False, True):

@@ -185,7 +185,7 @@ def test_missing_trace_on_one_rank_restarts_the_check(ranks):
 
 
 def refuses_zeros() -> list:
-    """While rank 1 stands in with zeros, rank 0 computes with them, and its loss refuses what comes out."""
+    """While rank 1 stands in with zeros, rank 0 computes with them, and its loss refuses the result."""
 
     def loss(model: nn.Module, batch: Tensor) -> LossSum:
         out = model(batch)
@@ -210,7 +210,7 @@ def test_errors_caused_by_a_peers_zero_filled_tensors_are_ignored(ranks):
 
 
 def catches_everything(point: str, steps: int) -> list:
-    """A loss that makes an error of its own of whatever the model raises."""
+    """A loss that replaces each error of the model by an error of its own."""
 
     def loss(model: nn.Module, batch: Tensor) -> LossSum:
         try:

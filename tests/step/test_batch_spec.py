@@ -69,7 +69,7 @@ def state() -> dt.TrainState:
 
 
 def after_a_step(step: dt.step.Step, batch: object) -> tuple:
-    """The loss, the weights, and what the clock has counted."""
+    """Return the loss, the weights, and the counts of the clock."""
     after, metrics = step(start(step), batch)
     weights = torch.cat([param.detach().flatten() for param in after.params.values()])
     return dt.reduce_metrics(metrics)["loss"], weights, after.clock.samples

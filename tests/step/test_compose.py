@@ -148,7 +148,7 @@ def test_each_data_parallel_rank_has_its_own_generator(ranks):
 
 
 def failing(name: str, where: str, *, after: bool) -> Transform:
-    """A transform that raises before or after what it wraps."""
+    """A transform that raises before or after it calls the wrapped function."""
 
     def half(inner):
         def broken(state, *given, **options):

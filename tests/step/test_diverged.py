@@ -30,7 +30,7 @@ def run(step: dt.step.Step, state: dt.TrainState, values: list[float]) -> dt.Tra
 
 
 def stopped_at(step: dt.step.Step, state: dt.TrainState, values: list[float]) -> tuple[int, str]:
-    """The step that raised, -1 if none did, and what it said."""
+    """Return the step that raised (-1 if none did) and its message."""
     for value in values:
         try:
             state, _ = step(state, torch.full((2, 1), value))

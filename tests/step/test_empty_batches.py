@@ -1,4 +1,4 @@
-"""Batches without a sample, given to a step by hand: one line that says what to do, on all ranks alike."""
+"""Batches without a sample, given to a step by hand: one line with the remedy, on all ranks alike."""
 
 from functools import partial
 

@@ -41,7 +41,7 @@ def now_and_then(source, until: str, *, every: int):
 
 
 def slices(source, until: str, *, parts: int):
-    """One step on each slice of a batch: what is left of a minibatch of a rollout."""
+    """Make one step on each slice of a batch, as on the minibatches of a rollout."""
     for batch in source.until(until):
         yield [{"x": piece.clone()} for piece in batch["x"].chunk(parts)]
 

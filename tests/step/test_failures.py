@@ -97,7 +97,7 @@ def hooks(net: nn.Module) -> int:
 
 
 def after_failures(strategy: str, accumulate: str, wider: bool, by_hand: bool) -> dict[str, list]:
-    """By kind of failure: what was left behind, and whether the next gradient is bit for bit that of before."""
+    """Return by kind of failure: the leftovers, and True if the next gradient is bit for bit that of before."""
     reset_of_torch = vars(FSDPModule).get("reset_iter_state")
     if by_hand and reset_of_torch:  # as torch does it that has no reset_iter_state of its own
         del FSDPModule.reset_iter_state

@@ -1,4 +1,4 @@
-"""First contact: mistakes that newcomers make with states and steps, each answered by one line that says what to do."""
+"""First contact: mistakes that newcomers make with states and steps, each answered by one line with the remedy."""
 
 import re
 from collections import OrderedDict
@@ -31,7 +31,7 @@ def begun() -> dt.TrainState:
 
 
 def initialised(*given: Callable[[nn.Module], object], **options: object) -> Callable[[], object]:
-    """A call of ``init`` with what each of ``given`` makes of one model."""
+    """Return a call of ``init`` with the result of each function in ``given`` for one model."""
 
     def call() -> object:
         model = net()

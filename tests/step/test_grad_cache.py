@@ -1,4 +1,4 @@
-"""``grad_cache_step``: a loss over the whole global batch has its exact gradient, whatever the model is cut into.
+"""``grad_cache_step``: a loss over the whole global batch has its exact gradient, for every division of the model.
 
 The reference is written without dtrain, in one process, with one batch; where random numbers are drawn, it is the same loss,
 unsplit, that runs the model on one part of the rows after another.
@@ -164,7 +164,7 @@ def test_plain_microbatches_give_a_wrong_contrastive_gradient():
 
 
 def in_parts(size: int):
-    """The loss, with the model run on ``size`` samples after another, all with their graph: what draws the same numbers."""
+    """The loss, with the model run on ``size`` samples at a time, all with their graph: it draws the same numbers."""
 
     def loss(model: nn.Module, batch: dict[str, Tensor]) -> LossSum:
         def embed(x: Tensor) -> Tensor:
@@ -346,7 +346,7 @@ def test_peak_memory_is_close_to_one_microbatch():
     assert peaks["cached"] < peaks["unsplit"] / 2
 
 
-# The rules for what the model is called with and returns.
+# The rules for arguments and results of the model.
 
 
 def needs_grad(model: nn.Module, batch: dict) -> LossSum:
@@ -435,7 +435,7 @@ class Refused(Exception):
 
 
 def after_exceptions(strategy: str) -> list:
-    """An exception in each of the passes, on all ranks, and then a step: its error, and what was left in between."""
+    """Raise in each of the passes, on all ranks, then make a step: its error, and the leftovers in between."""
     state, batch, left = sharded(strategy, dropout=0.0), part_of(pairs(), [6, 5]), []
 
     def breaking(forward: int):

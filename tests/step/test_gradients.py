@@ -1,4 +1,4 @@
-"""The central promise: one gradient, whatever the split into microbatches and ranks, the strategy, and the weights.
+"""The central promise: one gradient, for every split into microbatches and ranks, strategy, and weights.
 
 Reference and candidate differ only in the split; the reference is written without dtrain, in one process, with one batch.
 """
@@ -22,7 +22,7 @@ TOLERANCES = {"float64": 1e-12, "float32": 1e-5}
 SIZES = (1, 2, 3, 5, None)
 STRATEGIES = ("full_shard", "shard_grad_op", "hybrid_shard", "replicate")
 
-# How the samples lie on the ranks: even, ragged, with a rank that has one microbatch fewer, with a rank that has none.
+# The samples on the ranks: even, ragged, with a rank that has one microbatch fewer, with a rank that has none.
 SPLITS = {
     1: [[11]],
     2: [[6, 5], [10, 1], [11, 0], [0, 11]],

@@ -1,4 +1,4 @@
-"""microbatch_step: what it counts and leaves, and what it refuses. Its gradient is proven in test_gradients."""
+"""microbatch_step: its counts, the state it leaves, and its refusals. Its gradient is proven in test_gradients."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""Batches of any kind: cut and counted by the caller; what cannot be is an error on all ranks, not a hang."""
+"""Batches of any kind: cut and counted by the caller; an invalid batch is an error on all ranks, not a hang."""
 
 import numpy as np
 import pytest

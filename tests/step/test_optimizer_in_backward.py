@@ -40,7 +40,7 @@ CHOSEN = {  # models, each with an optimizer and with how often that runs in a s
     "frozen": ("fused", (3,)),  # one unit of four has nothing to apply
     "everything": ("sgd", (3, 4)),
     "left out": ("sgd", (3,)),
-    "some unused": ("adamw", (2, 3)),  # by what the rank's samples reach
+    "some unused": ("adamw", (2, 3)),  # by the parameters that the rank's samples reach
 }
 
 
@@ -107,7 +107,7 @@ def held(net):
 
 
 def compared(strategy):
-    """By model: in what the two ways differ, and how often the optimizer ran in a step."""
+    """Return by model: the keys that differ between the two ways, and how often the optimizer ran in a step."""
     results = {}
     for index, (name, (kind, _)) in enumerate(CHOSEN.items()):
         ends = []
@@ -193,7 +193,7 @@ class Escapes(nn.Module):
 
 
 def broken(kind):
-    """A step that fails after the optimizer has run on the last unit: its error, and what becomes of the state."""
+    """Make a step that fails after the optimizer has run on the last unit: its error, and the state afterwards."""
 
     def loss(net, x):
         x.requires_grad_()

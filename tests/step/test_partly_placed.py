@@ -1,4 +1,4 @@
-"""A loop that makes some of its batches of new tensors: slices of long ones, or what a mask leaves."""
+"""A loop that makes some of its batches of new tensors: slices of long sequences, or selections by a mask."""
 
 import torch
 from torch import nn

@@ -55,7 +55,7 @@ def set_gradients(model, step):
 
 
 def differences(name):
-    """Names of what differs after a few steps of one optimizer, on DTensors and on shards."""
+    """Return the names of values that differ after a few steps of one optimizer, on DTensors and on shards."""
     models = [sharded(), sharded()]
     optimizers = [OPTIMIZERS[name](groups(model)) for model in models]
     paths = []
@@ -152,7 +152,7 @@ class Inherited(Elementwise):
     pass
 
 
-CASES = {  # what the optimizer is, what is done to it, and the DTensors that it sees in each of its two groups
+CASES = {  # the optimizer, the edit of it, and the DTensors that it sees in each of its two groups
     "elementwise": (Elementwise, unchanged, [0, 0]),
     "with a scheduler of torch": (Elementwise, scheduled, [0, 0]),
     "of another class": (Spy, unchanged, [2, 2]),

@@ -1,4 +1,4 @@
-"""``should_stop``: one rank's signal stops all at the same step; what was saved decides how ``init_dist``'s block is left."""
+"""``should_stop``: one rank's signal stops all at the same step; the last save decides how ``init_dist``'s block ends."""
 
 import os
 import signal
@@ -36,7 +36,7 @@ BATCH = torch.ones(2, 3)
 
 
 def train(rank, *, folder, asks=True, saves="after", number=signal.SIGTERM, steps=9):
-    """A loop; what it says is the step that it stopped after."""
+    """Run a loop; print the step after which it stopped."""
     with dt.init_dist():
         step, state = begin()
         for now in range(steps):
@@ -57,7 +57,7 @@ def train(rank, *, folder, asks=True, saves="after", number=signal.SIGTERM, step
             raise KeyError("after it was saved") if saves == "fails" else SystemExit(3 if saves == "exits with 3" else None)
 
 
-# How the ranks end, and the last step that is saved. The signal before step AT is in the record of that step.
+# The exit codes of the ranks, and the last saved step. The signal before step AT is in the record of that step.
 ENDS = {
     "saved after it": ("after", 75, AT + 1),
     "saved twice": ("twice", 75, AT + 1),

@@ -20,7 +20,7 @@ ALL = {
 NOT_FOR_CUT = {"Adafactor", "Rprop"}
 # Before torch 2.13, an operator that DTensor lacks is named in other words.
 REASONS = ("placement", "sharding strategy") if torch_before("2.13") else ("placement",)
-OTHERS = {"Optimizer", "LBFGS", "SparseAdam"}  # the base; what takes a closure; what takes sparse gradients
+OTHERS = {"Optimizer", "LBFGS", "SparseAdam"}  # the base; the optimizer with a closure; the optimizer for sparse gradients
 TRAIN = sorted(ALL.keys() - NOT_FOR_CUT - OTHERS)
 TOLERANCE = {"Muon": 1e-3}  # it multiplies in bfloat16, in steps of 0.01 * 2**-8
 ROUNDING = 1e-9  # float64; quotients of moments magnify it

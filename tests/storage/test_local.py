@@ -1,4 +1,4 @@
-"""File operations of this machine: their order, their durability, and what they do when a call of the system fails.
+"""File operations of this machine: their order, their durability, and their behaviour when a system call fails.
 
 ``test_stores.py`` has the contract that local files share with files on servers.
 """

@@ -1,4 +1,4 @@
-"""File operations on this machine and on real servers, which keep one contract, and what only servers do."""
+"""File operations on this machine and on real servers, which keep one contract, and operations of servers only."""
 
 import io
 import os

@@ -50,7 +50,7 @@ def test_values_match_the_plain_model_also_for_one_image():
 
 
 def sharded() -> list[bool]:
-    # FSDP2 stores weights contiguous, whatever format they had.
+    # FSDP2 stores weights contiguous, in any format they had.
     model = dt.shard_model(net().to(memory_format=LAST), dt.build_mesh(), blocks=nn.Conv2d)
     assert all(to_local(param).is_contiguous() for param in model.parameters())
     model = dt.shard_model(channels_last(net()), dt.build_mesh(), blocks=nn.Conv2d)

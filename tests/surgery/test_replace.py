@@ -1,4 +1,4 @@
-"""replace_modules: what it changes, says, keeps, and refuses."""
+"""replace_modules: its changes, its report, the kept attributes, and its refusals."""
 
 import copy
 import pickle
@@ -27,7 +27,7 @@ GELU = {nn.ReLU: lambda module, name: nn.GELU()}
 
 
 class Wrapping(nn.Module):
-    """Keeps what it replaces."""
+    """A module that keeps the module it replaces."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -326,7 +326,7 @@ def test_attention_with_alibi_biases_can_be_pickled():
 
 
 class Counted(nn.Conv2d):
-    """Says for itself what is pickled."""
+    """A module that chooses its pickled content itself."""
 
     def __getstate__(self):
         return {**self.__dict__, "pickled": True}

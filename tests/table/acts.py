@@ -16,7 +16,7 @@ Act = Callable[[Job, int], None]
 World = Callable[[], AbstractContextManager[Mapping[str, str]]]
 """Holds something while the job runs; gives variables for it."""
 
-USUAL_PORT = 29500  # torchrun's, and what people write into MASTER_PORT
+USUAL_PORT = 29500  # torchrun's, and a common value of MASTER_PORT
 _ANSWER_S = 5.0  # how long a rank is waited for that may never be told
 _APART_S = 0.5  # a person takes longer to press a key again
 

@@ -38,7 +38,7 @@ NEVER_S = 600
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """One row: what happens to which ranks.
+    """One row: the event, and its ranks.
 
     Args:
         name: text of the row.
@@ -69,7 +69,7 @@ class Outcome:
         errors: error by rank of ranks that report.
         seconds: time from the fault to the error of each of these ranks.
         innocent: ranks that were named without a reason.
-        unclear: ranks whose error does not say what the row expects.
+        unclear: ranks whose error lacks the text that the row expects.
     """
 
     errors: dict[int, str] = field(default_factory=dict)

@@ -1,7 +1,7 @@
 """The truth table of ``dtrain launch``: one row for each thing that goes wrong between a program and its machine.
 
-A row says what is run, what is done to it, and what the launcher has to come to. ``test_table`` holds dtrain to it on 2 and 4
-ranks, with and without preload; ``benchmarks/truth_table.py`` prints what other launchers come to. No row imports torch.
+A row has the script, the disturbance, and the result that the launcher must have. ``test_table`` holds dtrain to it on 2 and 4
+ranks, with and without preload; ``benchmarks/truth_table.py`` prints the results of other launchers. No row imports torch.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Row:
     """One row. ``{folder}`` in options and script is the job's own folder, where it is started.
 
     Args:
-        name: what happens, as the page about the table has it.
-        code: what the launcher exits with.
+        name: the event, as the page about the table has it.
+        code: exit code of the launcher.
         lines: how much it says.
         says: a pattern that is found in it; ``{culprit}`` is the rank in question.
         source: of the script; None: there is none.
@@ -44,11 +44,11 @@ class Row:
         n: the number of ranks, where the row is about it.
         options: of dtrain; nobody else has them.
         env: variables of the launcher; None: it has none of that name.
-        world: what is around the job while it runs; gives more variables.
-        shell: what a shell does before it becomes the launcher.
+        world: the environment of the job while it runs; gives more variables.
+        shell: commands of a shell before it becomes the launcher.
         mounts: the shell mounts something, in a view of the file system that is the job's own.
         stdout: where the launcher's output goes.
-        act: what is done to the running job.
+        act: the disturbance of the running job.
         finished: files that the ranks have left, each with its rank.
         not_for_others: why other launchers are not asked to.
     """

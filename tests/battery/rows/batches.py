@@ -1,4 +1,4 @@
-"""Rows: what is done to a batch."""
+"""Rows of transforms that change the batch."""
 
 from __future__ import annotations
 

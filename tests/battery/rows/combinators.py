@@ -1,4 +1,4 @@
-"""Rows: when and where a transform acts; and the house patterns, what no method of the library does, but a user's may."""
+"""Rows of combinators, which choose when and where a transform acts, and of house patterns, which a user may write."""
 
 from __future__ import annotations
 

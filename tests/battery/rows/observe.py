@@ -1,4 +1,4 @@
-"""Rows: what watches a step, and changes nothing."""
+"""Rows of transforms that observe a step and change nothing."""
 
 from __future__ import annotations
 

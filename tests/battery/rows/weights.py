@@ -1,4 +1,4 @@
-"""Rows: what is done to weights."""
+"""Rows of transforms that change weights."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ def source(tmp_path):
 
 @pytest.mark.parametrize("to", ["hf", "dtrain"])
 def test_failed_file_operation_leaves_no_output(source, to):
-    """Every operation up to the rename; what fails after it cannot take the folder away again, and may leave an empty side
+    """Every operation up to the rename; a failure after it cannot take the folder away again, and may leave an empty side
     folder."""
     folder = source.parent
     with watching() as all_of_it:

@@ -1,4 +1,4 @@
-"""Towards ``torch.distributed.checkpoint``: its own ``load`` reads what was written."""
+"""Conversion to ``torch.distributed.checkpoint``: torch's own ``load`` reads the output."""
 
 import errno
 import os

@@ -1,4 +1,4 @@
-"""Towards Hugging Face: what ``from_pretrained`` loads is the model that was saved, bit for bit."""
+"""Conversion to Hugging Face: ``from_pretrained`` loads the model that was saved, bit for bit."""
 
 import json
 

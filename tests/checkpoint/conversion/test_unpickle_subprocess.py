@@ -84,7 +84,7 @@ def test_unreadable_trusted_file_leaves_no_output(tmp_path):
 
 @pytest.fixture
 def program(tmp_path, capsys):
-    """``program(tree, key)``: the tensors that the program makes of what ``torch.save`` wrote, or its complaint."""
+    """Return ``program(tree, key)``: the tensors that the program reads from a file of ``torch.save``, or its error."""
 
     def run(tree, key=None, **options):
         torch.save(tree, tmp_path / "x.pt", **options)

@@ -1,8 +1,8 @@
 """A run that is killed 1 to 10 times within an epoch, and each time goes on with another number of ranks.
 
-All ranks die at once at the begin of a step. What must not show is how often that was, and how many ranks there were: every
+All ranks die at once at the begin of a step. The number of kills and the number of ranks must not show in the results: every
 sample is trained on once in an epoch, in the same batches in the same order, and the weights are those of a run of one rank
-that nothing happened to.
+that was never killed.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ def _of_the_older_step(step: Path, name: str) -> str:
 
 def _of_another_run(step: Path, name: str) -> str:
     shutil.copy(step.parent / "other" / step.name / name, step / name)
-    # Its manifest is sound in itself: what it says of the other files is what does not hold.
+    # Its manifest is sound in itself, but its statements about the other files do not hold.
     return name if name != "manifest.json" else "index.json"
 
 

@@ -99,7 +99,7 @@ def _load(step: Path, given: Any) -> Any:
 
 
 def _still_sound(step: Path, given: Any) -> None:
-    """With every bit back in its place the step loads: what was refused was refused for its bit."""
+    """Restore every bit and load the step: it was refused for the flipped bit and nothing else."""
     import dtrain as dt
 
     dt.checkpoint.verify(step)

@@ -1,7 +1,7 @@
 """SIGKILL of one rank, of all ranks, or of the launcher, at a random time of a run; then it is resumed, and killed again.
 
-Two ranks, a save every two steps, until the run is done. After each kill every committed step is read to the last byte; what
-the next attempt loads is compared with the run that nothing happened to, and so are all losses and the final weights.
+Two ranks, a save every two steps, until the run is done. After each kill every committed step is read to the last byte; the
+state that the next attempt loads is compared with that of the undisturbed run, and so are all losses and the final weights.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ IN_FLIGHT = {"sync": 1, "async": 2}  # intervals of work at risk: an asynchronou
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Undisturbed:
-    """The run that nothing happened to: what every rank logged, and how long it trained."""
+    """The undisturbed run: the log of every rank, and its training time."""
 
     losses: dict[int, str]
     digests: dict[tuple[int, int], str]
@@ -44,7 +44,7 @@ class Undisturbed:
 
 @dataclass(slots=True, kw_only=True)
 class Attempt:
-    """One start of the run, and what ended it."""
+    """One start of the run, and the cause of its end."""
 
     target: str
     newest: int | None = None
@@ -215,7 +215,7 @@ def _children(pid: int) -> list[int]:
 
 
 def _judge(run: Run, attempt: Attempt) -> None:
-    """Look at what the kill has left. Mutates: ``attempt``."""
+    """Inspect the files that the kill has left. Mutates: ``attempt``."""
     seen = apart(look, asdict(run))
     if seen["wrong"]:
         attempt.problems.append(seen["wrong"])
@@ -270,7 +270,7 @@ def _compare(run: Run, reference: Undisturbed, attempts: list[Attempt]) -> list[
 def _litter(run: Run, log: list[dict[str, Any]]) -> list[str]:
     """Return leftovers of killed saves that no later save has removed.
 
-    A start that was killed before its first commit was a run of its own, which nobody can go on with: what it was writing is
+    A start that was killed before its first commit was a run of its own, which nobody can continue: its unfinished files are
     left to ``prune``. And a start that finds nothing more to do saves nothing.
     """
     last = max(index for index, line in enumerate(log) if "attempt" in line)

@@ -42,8 +42,8 @@ class Case:
         name: which of its kind.
         attack: changes a sound step.
         believed: whether it may be loaded: numbers that the attacker has chosen and signed are numbers.
-        unread: whether only deep verification has to refuse it: a load leaves alone what nobody has asked for.
-        named: whether only a load has to refuse it: the names of tensors are whatever the writer has said.
+        unread: only deep verification has to refuse it: a load does not read a file that nobody has asked for.
+        named: only a load has to refuse it: the writer chooses the names of tensors.
         weights: whether it is a folder of plain safetensors files, which ``load_weights_`` reads.
     """
 
@@ -405,7 +405,7 @@ _TOUCHES = {
 
 
 class Hook:
-    """Notes what is run, and what is touched outside of a root. Once set it cannot be taken away, only told to look away."""
+    """Record executed code and files touched outside of a root. Once set it cannot be removed, only told to look away."""
 
     def __init__(self) -> None:
         self.root: str | None = None
@@ -444,10 +444,10 @@ def draw(seed: int, k: int) -> list[dict[str, Any]]:
 def _try_all(folder: str, k: int) -> list[dict[str, Any]]:
     hook, sound = Hook(), Path(folder) / "sound" / "step-00000002"
     for weights in (False, True):
-        _look_at(sound, hook, weights=weights)  # what is imported late is imported here
+        _look_at(sound, hook, weights=weights)  # makes late imports happen here
     (sound / "manifest.json").write_bytes(b"{}")
     for weights in (False, True):
-        _look_at(sound, hook, weights=weights)  # and what words of refusal need, here
+        _look_at(sound, hook, weights=weights)  # and the allocations of refusals happen here
     return plain([
         _try(case, Path(folder) / str(number) / "step-00000002", hook)
         for number, case in enumerate(cases()[k * BATCH : (k + 1) * BATCH])
@@ -471,7 +471,7 @@ def _try(case: Case, step: Path, hook: Hook) -> Outcome:
 
 
 def _look_at(step: Path, hook: Hook, *, weights: bool) -> tuple[set[str], list[str], float, float]:
-    """Have everything read it that reads checkpoints: which did not refuse it, what was wrong, the most seconds and bytes."""
+    """Read it with everything that reads checkpoints: the readers that accepted it, problems, the most seconds and bytes."""
     import dtrain as dt
 
     given = states_of(KIND, 7)
@@ -498,7 +498,7 @@ def _look_at(step: Path, hook: Hook, *, weights: bool) -> tuple[set[str], list[s
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 read()
-            if name != "list_steps":  # which leaves out what it does not believe
+            if name != "list_steps":  # list_steps leaves out a step that it does not trust
                 believers.add(name)
         except (dt.errors.CheckpointError, dt.errors.ConfigError):
             pass

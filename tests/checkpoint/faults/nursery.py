@@ -1,7 +1,7 @@
 """A process that has everything loaded and no thread: from it are forked the processes that are made to fail.
 
 Importing torch takes seconds, a fork hundredths of one. The nursery itself comes from multiprocessing's fork server, which the
-other tests use as well, so it is a clean process whatever the caller has done before.
+other tests use as well, so it is a clean process, independent of the caller's past.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def _serve(pipe: Connection, env: dict[str, str]) -> None:
             return
         try:
             answer = {"result": getattr(importlib.import_module(module), name)(*args)}
-        except BaseException:  # noqa: BLE001 - whatever it is, the caller raises it
+        except BaseException:  # noqa: BLE001 - the caller raises every kind of error
             answer = {"error": traceback.format_exc()}
         pipe.send_bytes(json.dumps(answer).encode())
 
@@ -93,7 +93,7 @@ def _prepare() -> None:
     torch.set_num_threads(1)
     public.load_all()
     for name in _USED_LATER:
-        with suppress(ImportError):  # another version of torch: a fork imports what it needs, more slowly
+        with suppress(ImportError):  # another version of torch: a fork imports the missing modules, more slowly
             importlib.import_module(name)
     gc.collect()
     gc.freeze()
@@ -155,7 +155,7 @@ def _run(fn: Callable[..., Any], args: tuple[Any, ...], pipe: int, parent: int) 
     try:
         die_with_parent(parent)
         for stream in (1, 2):
-            os.dup2(_nowhere(), stream)  # notices by the thousand; what went wrong comes back through the pipe
+            os.dup2(_nowhere(), stream)  # notices by the thousand; errors come back through the pipe
         try:
             answer = {"result": fn(*args)}
         except Exception:  # noqa: BLE001 - the parent raises it

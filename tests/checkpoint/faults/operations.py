@@ -126,7 +126,7 @@ def prepare(root: str) -> None:
 
 
 def record(root: str, how: dict[str, Any]) -> dict[str, Any]:
-    """The operations of a save that nothing happens to, and digests of what it saves."""
+    """The operations of an undisturbed save, and digests of the saved values."""
     from checkpoint.states import digest
 
     _small_chunks(how["threads"])
@@ -139,7 +139,7 @@ def record(root: str, how: dict[str, Any]) -> dict[str, Any]:
 
 
 def suffer(folder: str, how: dict[str, Any], faults: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Save once for each fault, each in a root of its own, and say what came of it on this rank."""
+    """Save once for each fault, each in a root of its own, and return the outcome on this rank."""
 
     _small_chunks(how["threads"])
     rank = _joined(how["ranks"]).rank
@@ -367,7 +367,7 @@ _CLEAN = ("", "CheckpointError", "PeerError")
 
 
 def _kill(how: How, fault: Fault, root: Path) -> dict[int, dict[str, Any]] | None:
-    """Kill a rank in an operation. Returns what the others said; None when the save did not come to the operation."""
+    """Kill a rank in an operation. Return the survivors' answers; None when the save did not come to the operation."""
     survivors = {}
     with fork_ranks(how.ranks, suffer, str(root.parent), asdict(how), [asdict(fault)]) as children:
         for rank, child in enumerate(children):

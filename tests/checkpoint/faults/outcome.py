@@ -16,8 +16,8 @@ class Outcome:
 
     Args:
         fault: its kind, as a row of a table would name it.
-        came: what it came to, in a word or two ("resumed", "refused", "harmless").
-        wrong: what must not have happened and did; empty when all is well.
+        came: the outcome in a word or two ("resumed", "refused", "harmless").
+        wrong: a forbidden effect that did happen; empty when all is well.
         numbers: figures whose largest is reported, by name.
     """
 
@@ -55,7 +55,7 @@ class Tally:
 
     @property
     def bound(self) -> float:
-        """With 95% confidence the rate of what goes wrong is below this, when nothing did: 3/N (the rule of three)."""
+        """Return an upper bound of the error rate with 95% confidence when no error occurred: 3/N (the rule of three)."""
         return min(1.0, 3 / self.count) if self.count else 1.0
 
 

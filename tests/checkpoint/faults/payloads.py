@@ -28,7 +28,7 @@ class _Calls:
         return self._call
 
     def __call__(self) -> None:
-        """Never called: pickle wants to see that what is to be called can be."""
+        """A function that is never called: pickle needs a callable here."""
 
 
 def payloads(command: str) -> dict[str, bytes]:

@@ -24,7 +24,7 @@ def test_malicious_files_are_refused_cheaply_without_execution(collect, one_in):
 
 
 def test_payloads_run_when_unpickled(nursery):
-    """They are what they are called: unpickled, most run their command. Only here, and in a process of its own."""
+    """The payloads are genuine: unpickled, most run their command. Only here, and in a process of its own."""
     assert len(payloads("true")) >= 40
     assert nursery.ask(malicious.how_many_payloads_run) >= 15
 

@@ -1,4 +1,4 @@
-"""The run that is killed: a small MLP with AdamW and EMA that saves every two steps, and a log of what it did.
+"""The run that is killed: a small MLP with AdamW and EMA that saves every two steps, and writes a log of its steps.
 
 Each rank appends lines of JSON to a file of its own, with one ``write`` each: they are there after a SIGKILL.
 """
@@ -66,7 +66,7 @@ def read_log(folder: str, rank: int = 0) -> list[dict[str, Any]]:
 
 
 def train(values: dict[str, Any]) -> int:
-    """One attempt, on every rank: resume from what there is, and go on to the end. Returns the last step."""
+    """Run one attempt, on every rank: resume from the newest checkpoint, and train to the end. Return the last step."""
     run = Run(**values)
     with dt.init_dist(device="cpu") as info:
         log = Log(run.folder, info.rank)

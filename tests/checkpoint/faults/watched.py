@@ -29,7 +29,7 @@ _Call = Callable[..., Any]
 
 
 class Faulty:
-    """``os`` for a module. At call number ``at`` (from 0, of all threads together) it does ``action``, else what it is told."""
+    """``os`` for a module. Call number ``operation`` (from 0, over all threads) does ``action``; other calls are real."""
 
     def __init__(self, *, operation: int | None = None, action: str = "") -> None:
         self.operation, self.action = operation, action
@@ -68,7 +68,7 @@ class Faulty:
 
 
 def _half(name: str, real: _Call, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-    """A write that takes half of what it is given; any other call as it is."""
+    """Write half of the given bytes; any other call is unchanged."""
     if name not in WRITES:
         return real(*args, **options)
     handle, data, *rest = args

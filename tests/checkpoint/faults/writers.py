@@ -84,7 +84,7 @@ def _gated(asks: int, turns: int, fn: Callable[..., Any], args: tuple[Any, ...])
     return fn(*args)
 
 
-# --- what the processes do -----------------------------------------------------------------------------------------
+# --- bodies of the processes ---------------------------------------------------------------------------------------
 
 
 def load(path: str, state: Any) -> Any:
@@ -100,7 +100,7 @@ def load(path: str, state: Any) -> Any:
 
 
 def write_steps(root: str, seed: int, resumes: bool, keep_last: int | None, steps: int) -> dict[str, Any]:
-    """Save some steps. Returns what was saved, in order, and the error that ended it."""
+    """Save some steps. Return the saved steps in order, and the error that ended it."""
     from checkpoint.states import digest, plain_state, train
     from dtrain.checkpoint.save import save_sharded
     from dtrain.dist.rng import seed_all
@@ -124,7 +124,7 @@ def write_steps(root: str, seed: int, resumes: bool, keep_last: int | None, step
 
 
 def read_newest(root: str) -> dict[str, Any]:
-    """Load, once. Returns what came, or the error and whether the state is as it was."""
+    """Load, once. Return the step, or the error and True if the state is unchanged."""
     from checkpoint.states import digest, plain_state
 
     state = plain_state(7)
@@ -139,7 +139,7 @@ def read_newest(root: str) -> dict[str, Any]:
 
 
 def look(root: str) -> dict[str, Any]:
-    """The committed steps, each read to the last byte, and what each restores."""
+    """Read each committed step to the last byte; return the steps and the state that each restores."""
     import dtrain as dt
     from checkpoint.states import digest, plain_state
 
@@ -228,7 +228,7 @@ PAIRS: dict[str, dict[str, tuple[Any, ...]]] = {
 
 
 def _judge(before: list[Any], answers: Mapping[str, dict[str, Any]], after: dict[str, Any]) -> tuple[str, list[str]]:
-    """Each step there is one that somebody saved; what was said to be saved is there, or a later save took its place."""
+    """Require that each step was saved by a process, and that each reported save is there, or a later save in its place."""
     if after["wrong"]:
         return "failed", [after["wrong"]]
     problems = [

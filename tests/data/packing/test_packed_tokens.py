@@ -116,7 +116,7 @@ def test_packed_tokens_accepts_several_length_types(lengths):
 
 
 class Counted:
-    """Documents that count how often each of them is read, and remember what they were told to fetch."""
+    """Documents that count the reads of each document, and record the requests for fetching."""
 
     def __init__(self, lengths: list[int]) -> None:
         self.documents = documents(lengths)

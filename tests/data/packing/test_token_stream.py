@@ -1,4 +1,4 @@
-"""A stream of blocks: the same as with known lengths, wherever it is stopped and with whatever source it goes on."""
+"""A stream of blocks: the same as with known lengths, wherever it stops and on any source that continues it."""
 
 import json
 from collections.abc import Callable, Iterator

@@ -1,4 +1,4 @@
-"""Documents as windows of tokens: which tokens, in which order, what is left out, and which tokenizers there are."""
+"""Documents as windows of tokens: the tokens, their order, left-out remainders, and the choice of tokenizers."""
 
 import json
 import sys

@@ -27,7 +27,7 @@ def test_sample_and_batch_counts_match_the_batch_bounds(size, batch, last_batch)
     ids=LAST_BATCH_MODES,
 )
 def test_last_batch_modes_hold_after_the_batch_size_changed_in_an_epoch(last_batch, expected):
-    """Batches of 4 from position 3 on: none is short with "drop" and "pad", whatever was handed out before."""
+    """Batches of 4 from position 3 on: no batch is short with "drop" and "pad", at any position."""
     assert batches(10, 4, last_batch, start=3) == expected
     assert batches(10, 4, last_batch, start=2) == [(2, 6), (6, 10)]
 

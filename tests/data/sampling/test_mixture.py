@@ -18,7 +18,7 @@ LIMITS = {1: 0, 2: 0.5, 3: 1, 4: 1.25}
 
 
 class Recorded:
-    """A dataset that keeps what it is asked, and names its samples."""
+    """A dataset that records requested indices, and names its samples."""
 
     def __init__(self, name, size):
         self.name, self.size, self.asked, self.told, self.closed = name, size, [], [], 0
@@ -141,7 +141,7 @@ def test_a_range_equals_the_same_range_of_the_whole_epoch(start, stop, epoch):
 )
 @settings(max_examples=50, deadline=None)
 def test_weight_changes_at_resumes_lose_or_repeat_no_sample(weights, steps):
-    """Every source goes on where it was: its draws are one walk through its epochs, whatever the weights were."""
+    """Every source continues at its own position: its draws are one walk through its epochs, for any weights."""
     walks, place, state, names = {"a": [], "b": [], "c": []}, 0, None, ("a", "b", "c")
     for parts, step in zip(weights, steps, strict=False):
         mixture = three(**dict(zip(names, parts, strict=True)))

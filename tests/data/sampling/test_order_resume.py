@@ -1,4 +1,4 @@
-"""Whoever reads, in whatever parts, an epoch is the same. Ranks and kills are simulated by argument."""
+"""An epoch is the same for every reader and every division. Ranks and kills are simulated by argument."""
 
 import pytest
 import torch

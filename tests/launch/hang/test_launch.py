@@ -155,7 +155,7 @@ def test_hang_names_stopped_rank_and_exits_124_unlike_long_work(start, tmp_path)
         job, result, folder = jobs[kind], results[kind], tmp_path / kind / "hang"
         if not case.says:
             assert result.summary == [], result.err
-            assert not folder.exists()  # what was prepared for a hang is gone
+            assert not folder.exists()  # the preparations for a hang are gone
             continue
         lines = result.err.splitlines()
         assert result.summary == [f"dtrain: launch: hang: {case.says}; see {folder}/report.txt"], result.err

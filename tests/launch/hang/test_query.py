@@ -1,4 +1,4 @@
-"""Asking what the ranks of a job do: while it runs, from a rank and from a terminal, and afterwards from what was written."""
+"""Queries of the ranks of a job: while it runs, from a rank and from a terminal, and afterwards from its files."""
 
 from __future__ import annotations
 
@@ -256,7 +256,7 @@ def announced(folder: Path, pid: int) -> None:
 
 
 def test_folder_removed_while_reading_has_no_records(tmp_path):
-    """A launcher that ends removes what nobody wrote to."""
+    """A launcher that ends removes a file that is empty."""
     records = tmp_path / "hang"
     records.mkdir()
 

@@ -146,7 +146,7 @@ def test_stopped_rank_is_named_and_not_resumed(start, tmp_path):
     pid = start("stopped")
     wait_until(lambda: state(pid) == "T")
     lines = inspected(suspects(tmp_path, pid, phase=True))
-    # The other one has ended, which is what is said first.
+    # The other rank has ended, so its end is reported first.
     assert "rank 1 of 2 ended while the others went on" in lines[0]
     assert lines[1] == "  rank 0: its stack is not known (step, point of progress 3 or later)"
     alone = DumpTargets(run_dir=tmp_path, world_size=1, timeout_s=7.0, pids={0: pid}, exit_codes={}, progress={})

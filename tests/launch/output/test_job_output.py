@@ -1,4 +1,4 @@
-"""All streams of a job: what the terminal shows, what the files keep, and what a failure can quote."""
+"""All streams of a job: the lines on the terminal, the lines in files, and the lines that a failure can quote."""
 
 from __future__ import annotations
 

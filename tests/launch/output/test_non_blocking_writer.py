@@ -1,4 +1,4 @@
-"""An outlet takes no more than there is room for, and says what it had to drop."""
+"""An outlet takes no more than there is room for, and counts the dropped lines."""
 
 from __future__ import annotations
 

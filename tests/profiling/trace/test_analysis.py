@@ -1,4 +1,4 @@
-"""Shares of time in traces by hand; times are in microseconds there, and in seconds in what is found."""
+"""Shares of time in traces made by hand; times are in microseconds there, and in seconds in the results."""
 
 import pytest
 

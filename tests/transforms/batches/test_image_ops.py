@@ -54,7 +54,7 @@ def test_pixel_operations_match_pillow(name, picture):
 def test_color_operations_match_pillow_up_to_rounding(name, picture):
     amount, operation = ROUNDED[name]
     apart = (ours(name, PICTURES[picture], amount) - pillows(PICTURES[picture], operation)).abs()
-    # Pillow rounds what it blends with to whole levels, and the result once more.
+    # Pillow rounds the blended image to whole levels, and the result once more.
     assert apart.max() <= 1 + abs(amount)
 
 

@@ -37,7 +37,7 @@ def test_resize_batch_sides_are_multiples_of_the_increment(side, scale, incremen
 
 
 def test_resize_batch_filters_with_a_triangle():
-    # Half the size: a pixel's triangle is four wide, here with 3, 3 and 1 parts of what is inside the image.
+    # Half the size: a pixel's triangle is four wide, here with 3, 3 and 1 parts inside the image.
     made = resize_batch(image(1, 4).expand(1, 2, 4), scale=0.5, size_increment=1)
     torch.testing.assert_close(made, torch.tensor([[[5 / 7, 16 / 7]]]))
 

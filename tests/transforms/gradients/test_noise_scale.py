@@ -1,4 +1,4 @@
-"""The gradient noise scale against what is known of the data; and that measuring it changes nothing."""
+"""The gradient noise scale compared with that of known data; and that measuring it changes nothing."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""Gradients that are not finite: one decision on all ranks, what is counted, and when it is too much."""
+"""Gradients that are not finite: one decision on all ranks, its counts, and its limit."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""SAM against the paper's formulas; what comes back bit for bit, and what the second pass leaves."""
+"""SAM compared with the paper's formulas; values restored bit for bit, and the state after the second pass."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Options of groups as schedules: which group gets what, what is refused, and that all is as it was afterwards."""
+"""Options of groups as schedules: the groups they select, refusals, and that all is as it was afterwards."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Autocast as a transform: what torch's own would compute, per microbatch, with every strategy."""
+"""Autocast as a transform: the results of torch's own autocast, per microbatch, with every strategy."""
 
 from __future__ import annotations
 
@@ -158,6 +158,6 @@ def held_after_forward(how: str) -> int:
 
 def test_autocast_with_full_shard_keeps_low_precision_weight_copies(ranks):
     copies = 8 * SIDE * SIDE * 2
-    late = 0.25 * copies  # one gathered weight: gloo may drop what it has sent late, on a busy machine
+    late = 0.25 * copies  # one gathered weight: gloo may drop sent tensors late, on a busy machine
     assert ranks(2).run(held_after_forward, "precision")[0] < late
     assert 0.8 * copies < ranks(2).run(held_after_forward, "autocast")[0] < 1.1 * copies + late

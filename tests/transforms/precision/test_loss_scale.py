@@ -123,7 +123,7 @@ def test_loss_scale_preserves_gradients_below_float16_range():
     assert (grads[1] - exact).norm() / exact.norm() < 0.01  # float16 has 11 bits
 
 
-# ---- what the others see ----------------------------------------------------------------------------------------------------
+# ---- values that other transforms see -----------------------------------------------------------------------------------
 
 
 SEEN: dict[str, list[torch.Tensor]] = {}
@@ -160,7 +160,7 @@ def seen_of(transform: Transform) -> list[torch.Tensor]:
 
 
 def penalised() -> Transform:
-    """At the loss seam: adds to the loss what only the parameters decide."""
+    """A transform at the loss seam: adds a term that only the parameters decide."""
 
     def wrap(inner: Any, context: StepContext) -> Any:
         def loss(model: Any, x: Any) -> dt.LossSum:

@@ -1,4 +1,4 @@
-"""An average in the place of the parameters: what sees it, what is refused meanwhile, and that every bit comes back."""
+"""An average in the place of the parameters: its readers, refused calls meanwhile, and that every bit comes back."""
 
 import pytest
 import torch
@@ -154,7 +154,7 @@ def evaluated(strategy: str) -> dict[str, object]:
             whole = {name: full.clone() for name, full in dt.full_params(state)}
             model(batch)
         again = model(batch).sum().item()
-    dt.evaluate(model, [batch], loss)  # puts away what that forward has left
+    dt.evaluate(model, [batch], loss)  # frees the tensors of that forward
     after = [to_local(p).detach().clone() for p in (*state.params.values(), *means.values())]
     step(state, batch)
     return {

@@ -188,7 +188,7 @@ def test_frozen_unit_skips_gradient_reduction_and_most_gathers(ranks):
         whole, one, both = counts[0], counts[2], counts[4]
         assert (counts[1], counts[3]) == (whole, one)
         assert [whole["reduce_scatter"] - frozen["reduce_scatter"] for frozen in (one, both)] == [1, 2]
-        # FSDP2 gathers ahead what is next in backward, and does not know that backward ends there.
+        # FSDP2 gathers the next unit of backward ahead, and does not know that backward ends there.
         assert [whole["all_gather"] - frozen["all_gather"] for frozen in (one, both)] == [0, 1]
 
 

@@ -1,4 +1,4 @@
-"""Copies that train apart: what each computes, and what is sent."""
+"""Replicas that train apart: their computations, and their messages."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ TOLERANCE = 1e-12  # float64, a few steps
 EVEN = (4, 4)
 
 
-# What copies compute.
+# Computations of replicas.
 
 
 def trained(transforms: Any, strategy: str, kind: Any, steps: int, sizes: tuple[int, ...] = (), **options: Any) -> Any:
@@ -193,7 +193,7 @@ def test_replicas_agree_on_a_microbatch_size_after_out_of_memory(ranks):
     assert [failures > 0 for _, failures in results] == [False, True]
 
 
-# What a copy without weight, or with a broken gradient, does.
+# A replica without weight, or with a broken gradient.
 
 
 def masked_loss(weights: tuple[float, float]) -> Any:
@@ -286,7 +286,7 @@ def test_backward_outside_a_step_reduces_over_all_ranks(ranks):
     assert max(ranks(2).run(own_backward)) <= TOLERANCE
 
 
-# What is sent.
+# Messages.
 
 
 def sent(interval: int) -> list[dict[str, int]]:
@@ -339,7 +339,7 @@ def test_invalid_arguments_are_refused(arguments, match):
         local_sgd(**arguments)
 
 
-# What may be saved, and what goes on from there.
+# Saves, and resumes from them.
 
 
 def hand_written() -> float:
@@ -487,7 +487,7 @@ def test_every_function_named_on_the_page_exists():
     assert public.unknown_in(page) == set()
 
 
-# What is refused.
+# Refusals.
 
 
 def refusals() -> list[str]:

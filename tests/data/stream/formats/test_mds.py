@@ -192,7 +192,7 @@ def test_pickled_column_is_refused_unless_trusted_or_excluded(tmp_path: Path) ->
     with pytest.raises(ConfigError, match="column 'evil' is pickled"):
         opened(data, "mds")
     with pytest.raises(ConfigError, match="column 'evil' is pickled"):
-        opened(data, "mds", allow_pickle="yes")  # what is not exactly True is no consent
+        opened(data, "mds", allow_pickle="yes")  # only True itself is consent
     assert opened(data, "mds", columns=["n"])[0] == {"n": 2}
     assert opened(data, "mds", allow_pickle=True)[0] == {"evil": {"a": 1}, "n": 2}
 
