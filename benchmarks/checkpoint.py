@@ -56,7 +56,7 @@ def speed(
 
 
 def memory_of_loads(size: int, root: str, rounds: int) -> None:
-    """Resident memory of loading what 2 ranks saved on another number of ranks, each time in new processes."""
+    """Measure the resident memory of a load of 2 ranks' checkpoint on another number of ranks, each time in new processes."""
     ways = ("dtrain", "DCP")
     run_ranks(leave, WORLD, "large", size, root, list(ways), timeout_s=TIMEOUT_S)
     rows = []

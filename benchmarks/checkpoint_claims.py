@@ -16,7 +16,7 @@ class Claim:
     """Claim that a moment of one way comes within a multiple of the moment of another way.
 
     Args:
-        what: the claim in words.
+        what: text of the claim.
         of: way and moment.
         against: way and moment.
         at_most: the ratio that is promised; None where none is.

@@ -130,7 +130,7 @@ def theirs(case: Case, where: str, folder: Path, samples: int) -> Run:
 
 
 def _run(case: Case, built: Callable[[Path], Epoch], folder: Path, samples: int) -> Run:
-    """A pass per call, with whatever has to be built for it."""
+    """Return a function that makes one pass per call, and builds its reader and cache for it."""
     caches = (folder / f"{case.name}-{case.workers}-{number}" for number in count())
     once = built(next(caches)) if not case.remote else None
     warm = next(caches)

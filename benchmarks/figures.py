@@ -1,7 +1,7 @@
 """Write the tables of docs/figures.md and docs/gpu.md that benchmarks leave as JSON.
 
     python benchmarks/figures.py            # writes the pages
-    python benchmarks/figures.py --check    # changes nothing; exits with 1 if a page is not what the files say
+    python benchmarks/figures.py --check    # changes nothing; exits with 1 if a page differs from the files
 
 A table stands between ``<!-- benchmarks/results/NAME.json -->`` and ``<!-- end of NAME.json -->``. The tables of a GPU may have
 no file yet; the list of its runs stands between ``<!-- runs on a GPU -->`` and ``<!-- end of runs on a GPU -->``.

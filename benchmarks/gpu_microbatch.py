@@ -217,7 +217,7 @@ def _induced_failures(setting: Setting, sizes: Sizes, memory: Memory) -> Table:
         equal += all(torch.equal(a, b) for a, b in zip(auto.parameters(), fixed.parameters(), strict=True))
         del state, step
         gc.collect()
-        # The first step allocates what a run keeps, such as workspaces.
+        # The first step allocates memory that a run keeps, such as workspaces.
         live = live or memory.live
     return Table(
         title="Steps whose first size ran out of memory, each against a step that starts with the size that fits",

@@ -90,7 +90,7 @@ def paired(a: Run, b: Run, *, pairs: int = 300, warmup: int = 10, clock: Clock =
 
     Args:
         a: the candidate; called without arguments, its result is dropped.
-        b: what it is compared with.
+        b: the reference.
         pairs: number of ratios, even; 300 or more for a training step, 5 or more (6) for a process.
         warmup: calls of each before the first one that counts.
         clock: seconds so far: ``CPU``, ``WALL``, ``child_cpu``, or any other.

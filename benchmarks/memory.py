@@ -5,7 +5,7 @@
     python benchmarks/memory.py --pairs 1000       # a narrower band
 
 A step in between runs against the same step with a fixed size; both are composed by dtrain. Budgets of memory are those of
-``dtrain.testing.memory_budget``. What other options cost is measured by ``memory_options.py`` and ``memory_hybrid.py``.
+``dtrain.testing.memory_budget``. ``memory_options.py`` and ``memory_hybrid.py`` measure the costs of other options.
 """
 
 import argparse
@@ -151,7 +151,7 @@ def tries(width: int, samples: int) -> list[float]:
 
 
 def show_tries() -> None:
-    """Twenty shapes, on two ranks, with a budget between what one sample and the whole batch need."""
+    """Search for twenty shapes, on two ranks, with a budget between the needs of one sample and of the whole batch."""
     shapes = []
     with Ranks(2) as pool:
         for width in WIDTHS:

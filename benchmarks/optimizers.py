@@ -5,10 +5,10 @@
 
 Both sides compute the same, which is checked before anything is timed: ``DecoupledAdamW`` with a decay of ``x`` is fused AdamW
 with one of ``x / lr``; ``Muon`` in one process is ``torch.optim.Muon`` beside fused AdamW. The claim is that of decoupled
-AdamW, a speed of at least 0.98 of torch's: at most 1 / 0.98 of its time, for a model; what it costs in microseconds is seen
-at the tiny one. On a GPU, where there is one, wall time is judged, after the device has finished. Models are small enough for
-the
-caches. Where tensors happen to lie moves a ratio of equals by 3%, so both sides are built anew ``BUILDS`` times, in turn first.
+AdamW, a speed of at least 0.98 of torch's: at most 1 / 0.98 of its time, for a model; its cost in microseconds is seen
+at the tiny one. On a GPU, where there is one, wall time is judged, after the device has finished. Models are small
+enough for the caches. The place of tensors in memory moves a ratio of equals by 3%, so both sides are built anew ``BUILDS``
+times, in turn first.
 """
 
 import argparse
