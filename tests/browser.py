@@ -85,7 +85,7 @@ class Browser:
             )
 
     def picture(self, path: Path, *, whole: bool = True) -> None:
-        """Write what is shown, or all of the page, as a PNG."""
+        """Write the visible part of the page, or all of it, as a PNG."""
         shown = self.call("Page.captureScreenshot", captureBeyondViewport=whole, optimizeForSpeed=True)
         path.write_bytes(base64.b64decode(shown["data"]))
 

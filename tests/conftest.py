@@ -21,7 +21,7 @@ from dtrain.testing import Ranks
 
 torch.set_num_threads(1)
 
-# What the fork server of all ranks imports: what dtrain.testing names, and what each rank would import at its first use.
+# Imports of the fork server of all ranks: names of dtrain.testing, and the modules that each rank would import at first use.
 PRELOADED = ["dtrain.testing.ranks", "torch.distributed.fsdp", "torch.testing", "torch._dynamo"]
 
 LEFT_BEHIND = 9  # the exit code of a run that leaves something behind
@@ -62,7 +62,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    """Report what a worker of pytest-xdist left behind."""
+    """Report processes and files that a worker of pytest-xdist left behind."""
     report_left_behind(node.config, getattr(node, "workeroutput", {}).get("left", ()))
 
 

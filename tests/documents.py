@@ -1,4 +1,4 @@
-"""Documents to pack, whose every token says where it came from, and what packing them must come to."""
+"""Documents to pack, whose every token names its place, and the expected result of packing them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def documents(lengths: list[int]) -> list[list[int]]:
 
 
 def unpacked(blocks: Iterable[dict[str, Any]], count: int) -> list[list[int]]:
-    """The documents back, out of what blocks say of their tokens."""
+    """Return the documents, read back from the blocks."""
     tokens = defaultdict(list)
     for block in blocks:
         for token, number in zip(block["input_ids"].tolist(), block["documents"].tolist(), strict=True):

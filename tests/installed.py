@@ -2,7 +2,7 @@
 
     python tests/installed.py RUN_DIR   # any run that was observed; with the interpreter that has the wheel or the sdist
 
-Run by ``nox -s package``. It needs no pytest, so that nothing is there but what dtrain itself asks for.
+Run by ``nox -s package``. It needs no pytest, so that only dtrain's own dependencies are installed.
 """
 
 import importlib.util
@@ -56,7 +56,7 @@ def command(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 def calls(folder: Path) -> dict[str, Callable[[], object]]:
-    """For each extra, what cannot work without it."""
+    """Check, for each extra, the functions that cannot work without it."""
     rows = folder / "rows.parquet"
     rows.write_bytes(b"PAR1")
     return {

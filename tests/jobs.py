@@ -62,7 +62,7 @@ class Job:
         return Result(code=self.process.returncode, out=out or "", err=err or "")
 
     def wait_for(self, *names: str) -> list[str]:
-        """Wait until the script has written these files, and return what is in them."""
+        """Wait until the script has written these files, and return their contents."""
         deadline = time.monotonic() + LONG_S
         for name in names:
             while not (path := self.folder / name).exists() or not path.read_text():

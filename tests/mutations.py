@@ -1,4 +1,4 @@
-"""Mutated copies of real files, each chosen by a seed: for tests that read what nobody should have written.
+"""Mutated copies of real files, each chosen by a seed: for tests that read invalid files.
 
 ``mutate_bytes`` knows nothing of the format. ``mutate_json`` changes one value, key or container of a JSON text, so that the
 parser accepts the text and the reader has to refuse the content. Both are pure: the same data and seed give the same mutation.

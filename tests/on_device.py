@@ -89,7 +89,7 @@ def skip_tests_of_the_host(items: list[pytest.Item]) -> None:
 
 
 class Counts:
-    """Tests of each topic by what happens to them on a device. A plugin of pytest that sees the collected tests."""
+    """Tests of each topic by their result on a device. A plugin of pytest that sees the collected tests."""
 
     def __init__(self) -> None:
         self.by_topic = {topic: Counter[str]() for topic in TOPICS}

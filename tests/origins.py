@@ -1,4 +1,4 @@
-"""Batches that say what a loader's would: their place in its data."""
+"""Batches with the marks that a loader sets: their place in its data."""
 
 from collections.abc import Callable
 
@@ -10,7 +10,7 @@ _LOADER = object()
 
 
 def fresh(batch):
-    """``batch`` in other tensor objects over the same memory: what was attached to the old ones is gone."""
+    """Return ``batch`` in other tensor objects over the same memory, without the attributes of the old objects."""
     return {key: value.detach() for key, value in batch.items()} if isinstance(batch, dict) else batch.detach()
 
 

@@ -70,7 +70,7 @@ def write_run(
         straggler: a rank that is slow in loading, and that the others wait for.
         metrics: whether to write them.
         ledger: whether to write it.
-        about: whether to write what was run.
+        about: True to write the file that describes each attempt.
         started: when the run began, in seconds since 1970.
         seed: of noise.
         name: of the run, in its settings.

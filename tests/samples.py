@@ -30,14 +30,14 @@ class Numbers:
 
 
 class Drawing(Numbers):
-    """Sample ``i`` is what the three global generators give."""
+    """A dataset whose sample ``i`` is a draw of each of the three global generators."""
 
     def __getitem__(self, index: int) -> Tensor:
         return torch.tensor([index, random.random(), np.random.rand(), torch.rand(()).item()], dtype=torch.float64)
 
 
 class Troubled(Numbers):
-    """Does something else at sample ``at``."""
+    """A dataset that does something else at sample ``index``."""
 
     def __init__(self, size: int, index: int, trouble: Any) -> None:
         super().__init__(size)

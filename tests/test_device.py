@@ -86,7 +86,7 @@ def test_new_uses_of_cuda_are_found():
 
 
 class Stream:
-    """A stream of the simulated accelerator, which notes what it is asked."""
+    """A stream of the simulated accelerator, which records its calls."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -98,7 +98,7 @@ class Stream:
 
 @pytest.fixture
 def backend(monkeypatch):
-    """An XPU of which this process has started two, whose module has what torch.xpu has. No call reaches ``torch.cuda``."""
+    """An XPU of which this process has started two, with the functions of torch.xpu. No call reaches ``torch.cuda``."""
     generators = (torch.Generator(), torch.Generator())
     module = SimpleNamespace(
         chosen=[],

@@ -11,7 +11,7 @@ SOURCE = Path(dtrain.__file__).parent
 TRUSTED = {"checkpoint/conversion/unpickle_subprocess.py"}  # a program of its own, run only when the user says --trust
 RUNS_THE_SCRIPT = {file: ["exec"] for file in ("launch/rank_main.py", "prove/runs.py")}  # as Python itself would
 PICKLED_DATA = {"data/stream/formats/shard_format.py": ["import pickle"]}  # of others, read only with allow_pickle=True
-FROM_ITS_OWN_CHILDREN = {"data/workers.py": ["import pickle"]}  # what its loader workers send a rank
+FROM_ITS_OWN_CHILDREN = {"data/workers.py": ["import pickle"]}  # messages of its loader workers to a rank
 EXPORT_OF_THE_SCRIPT = {"prove/evaluations.py": ["torch.load"]}  # that a proof has just made, with weights_only=True
 
 MODULES = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
@@ -23,7 +23,7 @@ LOADERS = {"torch.load", "torch.storage._load_from_bytes", "torch.hub.load_state
 def violations(source: str) -> list[str]:
     """List the forbidden operations of a module, with their lines."""
     lines = []
-    names: dict[str, str] = {}  # what a name of this module stands for
+    names: dict[str, str] = {}  # the meaning of each name of this module
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             names |= {alias.asname or alias.name.split(".")[0]: alias.name if alias.asname else alias.name.split(".")[0]

@@ -168,7 +168,7 @@ def f():
 
 
 def test_only_the_dtensor_module_imports_torch_dtensor():
-    applied = ("torch.distributed.tensor.parallel", "torch.distributed.tensor.experimental")  # what torch does with modules
+    applied = ("torch.distributed.tensor.parallel", "torch.distributed.tensor.experimental")  # torch's changes of modules
     rows = [
         name
         for name, path in modules().items()

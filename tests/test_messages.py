@@ -1,4 +1,4 @@
-"""The messages of dtrain's errors say what to do: ``<function>: <parameter> must be <condition>, got <value>. <Advice.>``
+"""The messages of dtrain's errors give advice: ``<function>: <parameter> must be <condition>, got <value>. <Advice.>``
 
 The check reads the source. A formatted value counts as one unknown word, ``{}``.
 """

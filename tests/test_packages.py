@@ -1,4 +1,4 @@
-"""Versions without an import of the package, commits from files that git has, and extras that bring what they promise."""
+"""Versions without an import of the package, commits from files that git has, and the packages of each extra."""
 
 import importlib.util
 import platform

@@ -30,7 +30,7 @@ def documentation(function: Any) -> str:
 
 
 def runs_collectives(source: str) -> set[str]:
-    """Functions and methods of a module that call, themselves or through others of it, what exchanges between ranks."""
+    """Return functions and methods of a module that call, directly or through its functions, an exchange between ranks."""
     tree = ast.parse(source)
     exchanges = {
         alias.asname or alias.name

@@ -1,4 +1,4 @@
-"""The recorder of wall time: every nanosecond of the main thread is in exactly one span, whatever happens to the code in it."""
+"""The recorder of wall time: every nanosecond of the main thread is in exactly one span, also after errors in it."""
 
 import os
 import threading

@@ -14,7 +14,7 @@ from pages.fences import DOCS, ROOT
 
 
 def files() -> Iterator[tuple[Path, str]]:
-    """Each with what is to stand in it."""
+    """Yield each generated file with its content."""
     yield names_page.PAGE, names_page.page()
     yield from cards.files()
     yield from curves.files()

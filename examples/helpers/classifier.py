@@ -77,7 +77,7 @@ def load_into_(model: nn.Module, folder: Path | None, config: Any) -> dt.checkpo
         config: that the model was made of.
 
     Returns:
-        What was loaded, what keeps its initial values (a new head), and what was left out.
+        The loaded names, the names that keep their initial values (a new head), and the left-out names.
 
     Mutates: ``model``. Collective: as ``load_weights_``, whose errors it raises.
     """

@@ -33,7 +33,7 @@ class Folder:
         try:
             with Image.open(path) as image:
                 square = ImageOps.fit(image.convert("RGB"), (self.size, self.size), Image.Resampling.BILINEAR)
-        except (OSError, SyntaxError) as error:  # the second is what Pillow makes of some broken PNG files
+        except (OSError, SyntaxError) as error:  # Pillow raises SyntaxError for some broken PNG files
             raise OSError(f"{path} cannot be read: {error}") from error
         pixels = torch.frombuffer(bytearray(square.tobytes()), dtype=torch.uint8)
         x = pixels.view(self.size, self.size, 3).float() / 255.0

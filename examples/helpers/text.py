@@ -19,7 +19,7 @@ from torch.utils.data import Dataset
 
 Sample = dict[str, Tensor]
 
-# Third-party packages may be installed below the standard library; what is there differs from machine to machine.
+# Third-party packages may be installed below the standard library; they differ from machine to machine.
 NOT_STDLIB = {"site-packages", "dist-packages", "__pycache__"}
 
 # Held-out windows come in up to this many runs. More follow the text's mixture better; fewer, longer runs have fewer
@@ -84,7 +84,7 @@ class ByteWindows(Dataset[Sample]):
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[Sample]:
-        """The samples at ``indices``: views of one gathered tensor, whatever their number."""
+        """Return the samples at ``indices``: views of one gathered tensor."""
         gathered = self.windows[torch.as_tensor(indices, dtype=torch.int64)].long()
         return [
             {"input_ids": inputs, "labels": labels} for inputs, labels in zip(gathered[:, :-1], gathered[:, 1:], strict=True)
@@ -94,7 +94,7 @@ class ByteWindows(Dataset[Sample]):
 def cut_windows(text: Tensor, seq: int) -> Tensor:
     """The text (uint8 ``[bytes]``) in order, in rows of ``seq + 1`` bytes: uint8 ``[count, seq + 1]``, a view.
 
-    No byte is in two rows: what one row asks for as a label, no other row shows as input. The price is that a row's
+    No byte is in two rows: a label of one row is never an input of another. The price is that a row's
     first byte is never predicted, one in ``seq + 1``. A remainder that does not fill a row is left out.
     """
     count = len(text) // (seq + 1)
@@ -139,7 +139,7 @@ def next_byte_batch(samples: Sequence[Mapping[str, Any]]) -> Sample:
     """Windows that were read from shards as a batch like those of ``ByteWindows``: int64 ``[batch, seq]`` each.
 
     Args:
-        samples: mappings with ``tokens``, numpy ``[seq + 1]``; what ``dtrain data write --tokenizer bytes --concat`` makes.
+        samples: mappings with ``tokens``, numpy ``[seq + 1]``, as ``dtrain data write --tokenizer bytes --concat`` makes them.
     """
     windows = torch.from_numpy(np.stack([sample["tokens"] for sample in samples])).long()
     return {"input_ids": windows[:, :-1], "labels": windows[:, 1:]}
