@@ -35,7 +35,7 @@ def tests(session: nox.Session) -> None:
 
 @nox.session
 def full(session: nox.Session) -> None:
-    """All tests, also those that take too long for every change."""
+    """Run all tests, also those that take too long for every change."""
     install_to_test(session)
     session.run("pytest", *SIDE_BY_SIDE, "--slow", *session.posargs, env={**ONE_THREAD, "TEST_MOMENTS": "100"})
 
@@ -98,7 +98,7 @@ def package(session: nox.Session) -> None:
 
 @nox.session
 def ways_in(session: nox.Session) -> None:
-    """Scripts of other libraries that the pages show, and their names. Composer is only read: it wants another torch."""
+    """Scripts of other libraries that the pages show, and their names. Composer is only read: it needs another torch."""
     install_to_test(session)
     install(session, "accelerate==1.15.0", "deepspeed==0.19.8", "lightning==2.6.6")
     session.install("--no-deps", "mosaicml==0.32.1")

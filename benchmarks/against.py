@@ -1,4 +1,4 @@
-"""Measure this checkout against another one: each part of a loop on 1 to 8 ranks, in processor and wall time.
+"""Measure this checkout against another checkout: each part of a loop on 1 to 8 ranks, in processor and wall time.
 
     python benchmarks/against.py                         # this checkout against itself: the A/A band
     python benchmarks/against.py /path/to/src            # against the folder src of another checkout

@@ -206,7 +206,7 @@ def transforms_of(case: Case) -> list[dt.Transform]:
 
 
 def check_same(name: str, case: Case, given: list[Batch]) -> None:
-    """Stop here if both sides do not come to the same parameters in float64: then they did different arithmetic."""
+    """Stop here if both sides do not reach the same parameters in float64: then they did different arithmetic."""
     sides = [Composed(model_of(case.kind).double(), transforms_of(case)), METHODS[name](model_of(case.kind).double())]
     for batch in (given * STEPS)[:STEPS]:
         wide = {key: value.double() if value.is_floating_point() else value for key, value in batch.items()}

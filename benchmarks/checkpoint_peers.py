@@ -1,8 +1,8 @@
 """Ways to save and load a training state on the ranks of a job: dtrain's, DCP's, ``torch.save``, and bare copies and writes.
 
-Each way says in which moments it is to be judged: ``held`` is when the training thread may change parameters again, ``done``
+Each way lists the moments in which it is compared: ``held`` is when the training thread may change parameters again, ``done``
 is when the bytes are durable (of a save) or in place (of a load). Objects that a peer can prepare once per run, its tree of
-tensors, it may prepare beforehand. Nobody's figures profit from unfinished work: all that is written is flushed to the disk.
+tensors, it may prepare beforehand. No figure profits from unfinished work: all written bytes are flushed to the disk.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def _bytes(tensor: Tensor) -> memoryview:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Way:
-    """A way to save and, if there is one, to load again.
+    """A way to save and, if the way supports it, to load again.
 
     Args:
         save: writes the run below a folder, which is new for every call unless ``one_root``.
@@ -203,7 +203,7 @@ def _dcp(run: Run, folder: Path) -> Moments:
 
 
 def _dcp_async(run: Run, folder: Path, stager: DefaultStager | None = None) -> Moments:
-    """Save with DCP's async save. With its default stager the call returns when all is staged; with another, a future tells."""
+    """Save with DCP's async save. With its default stager the call returns when all is staged; else a future resolves then."""
     tree = _tree(run)
     group = run.once("group", lambda: dist.new_group(backend="gloo"))  # its thread uses it alone
     with _quietly():

@@ -212,7 +212,7 @@ def _report(what: str, size: int, seen: Mapping[str, Mapping[str, Any]], judged:
 
 
 def layers(rounds: int, scale: float) -> None:
-    """Print the time of a batch of small mappings as the parts of dtrain's loader are added one by one, beside torch's."""
+    """Print the time of a batch of small mappings as the parts of dtrain's loader are added step by step, beside torch's."""
     torch.set_num_threads(1)
     work = next(work for work in WORKS if work.name == "small mappings")
     size = max(2 * work.batch_size, int(work.size * scale) // work.batch_size * work.batch_size)

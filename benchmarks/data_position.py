@@ -54,7 +54,7 @@ def resume(rounds: int, peer_size: int) -> None:
 
 
 def our_resume(size: int) -> Run:
-    """A loader that is built, takes the state, and hands out the batch that comes next; checked once to be the right one."""
+    """Build a loader, load the state, and return the next batch; checked once to be the right batch."""
 
     def build() -> dt.data.Loader:
         return dt.build_loader(Numbers(size), global_batch_size=BATCH, seed=0, collate=torch.tensor)
@@ -152,7 +152,7 @@ def agreement(steps: int) -> None:
 
 
 def quality(shards: int, samples: int, batch_size: int = 256) -> None:
-    """Print how near shuffles with limited locality come to a full one, dtrain's and MosaicML's, with so many shards in use."""
+    """Print how near shuffles with limited locality come to a full shuffle, dtrain's and MosaicML's, by shards in use."""
     sizes = [samples] * shards
     print(f"shuffles of {shards} shards of {samples} samples, batches of {batch_size}; a full shuffle has 1, 0, 1, 1:")
     orders: dict[str, SampleOrder] = {"full": dt.data.ElasticSampler(size=sum(sizes))}

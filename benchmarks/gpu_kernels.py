@@ -78,7 +78,7 @@ def _products(setting: Setting, sizes: Sizes) -> Table:
 
 
 def _compared(setting: Setting, runs: Mapping[str, Run], *, seconds: float, memory: Memory | None = None) -> list[list[Cell]]:
-    """Compare all runs with the first one; a run that fails gets a row with its reason."""
+    """Compare all runs with the first run; a run that fails gets a row with its reason."""
     usable, reasons, peaks = {}, {}, {}
     for name, run in runs.items():
         try:

@@ -193,7 +193,7 @@ def _peak(step: Callable[[], None], counter: Memory) -> int:
 
 
 def _option_row(setting: Setting, sizes: Sizes, name: str, counter: Memory) -> list[Cell]:
-    """Measure peaks one after the other, then the times of both sides interleaved."""
+    """Measure peaks of both sides in turn, then their times interleaved."""
     make = partial(
         _stepping,
         setting,

@@ -125,7 +125,7 @@ def _fits(setting: Setting, model: nn.Module, batch: Tensor, size: int) -> bool:
             raise
         return False
     finally:
-        # Without this, fragments of the last try decide about the next one.
+        # Without this, fragments of the last try decide about the next try.
         gc.collect()
         if setting.device.type == "cuda":
             torch.cuda.empty_cache()

@@ -97,7 +97,7 @@ def loss_fn(model: nn.Module, batch: Tensor) -> dt.LossSum:
 def run_parts(root: str) -> list[list[Any]]:
     """Run a loop on this rank. Return the name of each part, and the numbers of ``Sent``.
 
-    Some parts run twice, because a first step compares more between the ranks than a later one.
+    Some parts run twice, because a first step compares more between the ranks than a later step.
     """
     rows: list[list[Any]] = []
 

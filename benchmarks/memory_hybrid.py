@@ -4,8 +4,8 @@
     python benchmarks/memory_hybrid.py --pairs 1000       # a narrower band
 
 Four ranks, two copies of two shards each. Every microbatch's gradients are reduce-scattered within a copy; summing over copies
-can wait for the last one. Three sides do the same arithmetic on the same model: dtrain's step; a loop by hand with FSDP2 that
-waits too; and the same loop with FSDP2's default, which does not. That they do is checked, before and after.
+can wait for the last microbatch. Three sides do the same arithmetic on the same model: dtrain's step; a loop by hand with
+FSDP2 that waits too; and the same loop with FSDP2's default, which does not. The arithmetic is checked, before and after.
 """
 
 import argparse

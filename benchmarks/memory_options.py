@@ -127,7 +127,7 @@ def table(by_name: dict[str, dict[str, float]]) -> str:
 
 
 def check_same(by_name: dict[str, dict[str, float]]) -> None:
-    """Refuse figures of options that computed something else."""
+    """Refuse figures of options that computed other values."""
     norms = [figures["norm"] for figures in by_name.values()]
     if max(norms) - min(norms) > SAME * norms[0]:
         raise SystemExit(f"memory_options: the gradients differ: norms {norms}")

@@ -1,4 +1,4 @@
-"""Measure the cost of observing: everything switched on, against the same loop with nothing, not even the sums of the ledger.
+"""Measure the cost of observing: all monitors on, against the same loop with none, not even the sums of the ledger.
 
     python benchmarks/observe.py                    # two minutes on a free core
     python benchmarks/observe.py --pairs 4000       # a narrower band
@@ -54,7 +54,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def whole(folder: Path, pairs: int) -> list[str]:
-    """The lines about a quiet step and about one that logs."""
+    """Print the lines about a quiet step and about a step that logs."""
     dt.open_run(folder / "run", settings={"lr": 1e-3})
     candidates = {
         "bare": bare(),
@@ -98,7 +98,7 @@ def bare() -> Callable[[], None]:
 
 
 def observed(folder: Path, interval: int, *, looking: bool = True) -> Callable[[], None]:
-    """A step of the loop with everything, which logs every ``interval`` steps; without the monitors in ``looking``."""
+    """Return a step of the loop with all monitors, which logs every ``interval`` steps; without the monitors in ``looking``."""
     folder.mkdir()
     inside = [
         dt.profiling.snapshot_on_oom(folder / "memory"),

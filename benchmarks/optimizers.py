@@ -101,7 +101,7 @@ def check_same(a: Side, b: Side) -> None:
 
 
 def measured(build: Callable[[], nn.Module], ours: Make, theirs: Make, pairs: int, device: str, *, same: bool) -> Comparison:
-    """The time of a step of one side against that of the other."""
+    """Return the time of a step of one side against that of the other side."""
     clock, seen = WALL if device == "cuda" else CPU, {"ours": [], "theirs": []}
     makes = {"ours": ours, "theirs": theirs}
     for turn in range(BUILDS):

@@ -4,9 +4,9 @@
     nox -s peers -- --quick                                   # few pairs and small sizes, written nowhere: do all rows run?
     python benchmarks/peers.py --only "bare step" --pairs 100 # with the peers that are installed; the other rows stay
 
-A row has candidates: the loop by hand or another floor where there is one, peers, dtrain. All of them run interleaved in one
+A row has candidates: the loop by hand or another floor where the row has one, peers, dtrain. All of them run interleaved in one
 process, or one set of processes. They are compared with the ``reference`` of the row; ``measure`` has the arithmetic. A
-peer that is not installed is listed as missing, and a row that is lost is published like any other.
+peer that is not installed is listed as missing, and a row that dtrain loses is published like any other row.
 """
 
 from __future__ import annotations
@@ -72,11 +72,11 @@ class Row:
     Args:
         what: name of the row.
         measure: times, or weighs, all candidates.
-        reference: candidate that the others are divided by.
+        reference: candidate that divides the others.
         at_most: target of dtrain's ratio; of its figure where there is a unit.
-        candidates: all that belong here, also those that are not installed; the first ones are the peers or the floor.
+        candidates: all candidates of the row, also those not installed; the first ones are the peers or the floor.
         floor: candidate that does the least that can be done; empty where there is none.
-        unit: of the figures, if not seconds; they are judged themselves then, not their ratio.
+        unit: of the figures, if not seconds; the figures themselves are then compared, not their ratio.
     """
 
     what: str
@@ -308,7 +308,7 @@ def main() -> None:
 
 
 def write(path: Path, results: Mapping[str, Any]) -> None:
-    """Write rows beside those that the file has, in the order of the table."""
+    """Write rows beside the rows of the file, in the order of the table."""
     rows = {**(json.loads(path.read_text())["rows"] if path.exists() else {}), **results}
     seen_on = machine().removeprefix("machine: ").splitlines()
     content = {

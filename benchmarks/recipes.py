@@ -29,7 +29,7 @@ from example_runs import ended, launched
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """An example, its methods, and two lengths: one that sets the quality to reach, and that of the example's own default.
+    """An example, its methods, and two lengths: the length that sets the quality to reach, and the example's own default.
 
     Args:
         what: begin of the line with the quality; "" takes the last line.
@@ -102,7 +102,7 @@ def main() -> None:
 
 
 def measured(recipe: Recipe, lengths: Sequence[str]) -> list[Run]:
-    """All runs of a recipe, one after the other."""
+    """Run all runs of a recipe in turn."""
     return [one(recipe, without, length) for without in ("", *recipe.methods) for length in lengths]
 
 

@@ -7,7 +7,7 @@
 Prints Markdown. All figures are counts, except for the seconds and the memory of opening a checkpoint of 4,096 ranks.
 
 - **bytes**: all bytes that a rank reads from files during a load, indexes included, over the bytes of the rank's own shards.
-- **requests**: HTTP requests of a load from an S3 server on this machine (moto), and those that are not for tensor data.
+- **requests**: HTTP requests of a load from an S3 server on this machine (moto), and requests that are not for tensor data.
 - **plan**: the same bytes from the library's own planning, for a model of 7 B or 65 B parameters with AdamW's state in float32.
 - **open**: one rank opens a checkpoint of 4,096 ranks with 3,000 tensors, and plans its reads.
 """
@@ -404,7 +404,7 @@ def peak_bytes(*, reset: bool = False) -> int:
 
 
 def print_bytes(ranks: Sequence[int], root: Path) -> None:
-    """Bytes on real ranks, on the same number of ranks and on others."""
+    """Print the bytes on real ranks, on the same number of ranks and on other numbers."""
     rows = []
     for world in ranks:
         folder = str(root / f"of-{world}")

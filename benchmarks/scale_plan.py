@@ -1,4 +1,4 @@
-"""Compare planned seconds of communication with measured ones, on gloo ranks of this machine.
+"""Compare planned seconds of communication with measured seconds, on gloo ranks of this machine.
 
     python benchmarks/scale_plan.py                        # 2, 4, 8 and 16 ranks: half a minute on a quiet machine
     python benchmarks/scale_plan.py --link 200             # each rank behind a link of 200 Mbit/s: some minutes, as root

@@ -42,7 +42,7 @@ SAME_FLOAT32 = 1e-3  # relative; hundreds of steps of training magnify rounding 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """A model to train: how to build it, its batches, and the most that a step may cost against the hand-written one."""
+    """A model to train: how to build it, its batches, and the largest ratio of a step to the hand-written step."""
 
     name: str
     build: Callable[[], nn.Module]

@@ -5,7 +5,7 @@
     python examples/finetune_bert.py --model FOLDER                             # weights of save_pretrained, one process
 
 On two CPU cores the first command takes 23 s and predicts the package of 0.76 of the held-out docstrings (majority class:
-0.18). The same command goes on after the last checkpoint. At the end from_pretrained loads OUT/export.
+0.18). The same command resumes from the last checkpoint. At the end from_pretrained loads OUT/export.
 Needs `pip install transformers`. Downloads nothing, unless --model names a model on the hub.
 """
 

@@ -79,7 +79,7 @@ def calls(folder: Path) -> dict[str, Callable[[], object]]:
 
 
 def fp8() -> object:
-    """Asks for a GPU of some age before it asks for the package: this process says that it has one."""
+    """Call a function that checks the GPU before it imports the package: this process pretends to have a GPU."""
     torch.cuda.is_available, torch.cuda.get_device_capability = (lambda: True), (lambda: (8, 9))
     return dt.shard.convert_to_fp8(torch.nn.Sequential(torch.nn.Linear(16, 16)))
 

@@ -7,7 +7,7 @@ from types import FrameType
 
 
 def interrupted_at(line: int, fn: Callable[[], object], *, within: tuple[str, ...] = ("/dtrain/",)) -> bool:
-    """Send SIGINT when ``fn`` comes to its ``line``-th line in files whose path contains one of ``within``.
+    """Send SIGINT when ``fn`` reaches its ``line``-th line in files whose path contains one of ``within``.
 
     Returns:
         True if ``KeyboardInterrupt`` has ended ``fn``, False if ``fn`` has fewer lines.

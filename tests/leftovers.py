@@ -40,7 +40,7 @@ def look() -> Before:
 
 
 def left_since(before: Before, *, shared_memory: bool = True) -> list[str]:
-    """List everything that is there now and was not there before, one line each.
+    """List all leftovers that are there now and were not there before, one line each.
 
     Args:
         before: state before the tests.
@@ -72,7 +72,7 @@ def _marked(mark: str) -> dict[int, str]:
     """Processes that began below these tests, by pid with their command lines."""
     commands = {}
     for pid in (int(name) for name in os.listdir("/proc") if name.isdecimal() and int(name) != os.getpid()):
-        with suppress(OSError):  # it has ended, or is somebody else's
+        with suppress(OSError):  # it has ended, or belongs to another user
             if f"{MARK}={mark}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
                 command = Path(f"/proc/{pid}/cmdline").read_bytes()
                 if not any(word in command for word in _END_WITH_US):
@@ -86,7 +86,7 @@ def _shared() -> dict[int, str]:
 
 
 def _mapped() -> set[int]:
-    """Inodes of those that a process has mapped: others use this machine, too. A semaphore is mapped under another name."""
+    """Inodes of the files that a process has mapped: other users have files here. A semaphore is mapped by another name."""
     inodes = set()
     for pid in (name for name in os.listdir("/proc") if name.isdecimal()):
         with suppress(OSError):

@@ -71,7 +71,7 @@ def mutate_json(data: bytes, seed: int) -> Mutation:
 
 
 def _span(data: bytes, rng: random.Random) -> tuple[int, int]:
-    """A place in ``data``, most often a short one."""
+    """Choose a place in ``data``, most often a short range."""
     begin = rng.randrange(len(data) + 1)
     length = min(len(data) - begin, rng.choice((1, 2, 4, 8, 64, 4096, len(data))))
     return begin, begin + length
@@ -180,7 +180,7 @@ def _replace_raw(tree: Any, rng: random.Random) -> str | None:
 
 
 def _change_value(tree: Any, rng: random.Random) -> str | None:
-    """Another value of the same type, close to the one that was there."""
+    """Return another value of the same type, close to the old value."""
     if (slot := _slot(tree, rng)) is None:
         return None
     here = slot[0][slot[1]]

@@ -80,7 +80,7 @@ def names_used(function: Callable[..., object]) -> set[str]:
 
 
 def skip_tests_of_the_host(items: list[pytest.Item]) -> None:
-    """Mark the tests that cannot run on the device, if there is one."""
+    """Mark the tests that cannot run on the device, if the machine has one."""
     if not DEVICE:
         return
     for item in items:

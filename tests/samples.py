@@ -83,7 +83,7 @@ def lock() -> Any:
 
 
 class Reporting(Numbers):
-    """Leaves the pid of whoever reads, and how it takes signals, in a folder."""
+    """A dataset that leaves the pid of its reader, and its signal handling, in a folder."""
 
     def __init__(self, size: int, folder: Path) -> None:
         super().__init__(size)

@@ -291,7 +291,7 @@ def new_state(step: dt.step.Step, loader: dt.data.Loader) -> dt.TrainState:
 
 
 def test_training_keeps_its_own_tensors_on_the_host(other_default, tmp_path):
-    """A user who calls ``torch.set_default_device`` moves no tensor that dtrain needs on the host."""
+    """A user's call of ``torch.set_default_device`` moves no tensor that dtrain needs on the host."""
     transforms = [dt.transforms.clip_by_norm(1.0), dt.transforms.ema(0.9)]
     step = dt.compose_step(sum_loss, transforms, grad=partial(dt.microbatch_step, microbatch_size=2))
     loader = dt.build_loader(torch.ones(12, 2, device="cpu"), global_batch_size=4, seed=0, transform=lambda row, seed: row)

@@ -10,12 +10,12 @@ import dtrain
 SOURCE = Path(dtrain.__file__).parent
 TRUSTED = {"checkpoint/conversion/unpickle_subprocess.py"}  # a program of its own, run only when the user says --trust
 RUNS_THE_SCRIPT = {file: ["exec"] for file in ("launch/rank_main.py", "prove/runs.py")}  # as Python itself would
-PICKLED_DATA = {"data/stream/formats/shard_format.py": ["import pickle"]}  # of others, read only with allow_pickle=True
+PICKLED_DATA = {"data/stream/formats/shard_format.py": ["import pickle"]}  # of other programs, read only with allow_pickle=True
 FROM_ITS_OWN_CHILDREN = {"data/workers.py": ["import pickle"]}  # messages of its loader workers to a rank
 EXPORT_OF_THE_SCRIPT = {"prove/evaluations.py": ["torch.load"]}  # that a proof has just made, with weights_only=True
 
 MODULES = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
-BUILTINS = {"eval", "exec"}  # as functions: ``model.eval()`` is something else
+BUILTINS = {"eval", "exec"}  # as functions: ``model.eval()`` is a method
 OBJECTS = "_object"  # torch's collectives of Python objects, which pickle: all_gather_object, broadcast_object_list, ...
 LOADERS = {"torch.load", "torch.storage._load_from_bytes", "torch.hub.load_state_dict_from_url", "torch.jit.load"}
 

@@ -52,7 +52,7 @@ PROGRAMS_WITH_TORCH = {
     "cli.torch_probe",
     "launch.agent_main",
     "launch.forkserver_main",
-}  # run in a process of their own, imported by nobody but each other
+}  # run in a process of their own, imported only by each other
 
 
 def modules() -> dict[str, Path]:
@@ -64,7 +64,7 @@ def modules() -> dict[str, Path]:
 
 
 def imports(path: Path) -> set[str]:
-    """Absolute names of everything that ``path`` imports, inside functions and TYPE_CHECKING blocks too."""
+    """Return absolute names of all imports of ``path``, inside functions and TYPE_CHECKING blocks too."""
     return imported(ast.walk(ast.parse(path.read_text())), path)
 
 

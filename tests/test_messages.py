@@ -25,7 +25,7 @@ ADVICE = re.compile(r"[.?] ?(?=[A-Z`{])|\{\} (?=[A-Z])")
 RELAY = re.compile(r"(?!.*(must be|, got )).*[:/] ?(\{\})+", re.S)
 
 EXCEPTIONS = {
-    # Reasons: the bytes of a file are wrong, so the remedy is the same everywhere and is told once.
+    # Reasons: the bytes of a file are wrong, so the remedy is the same everywhere and is given once.
     ("CorruptCheckpointError", "checkpoint/*"): "names file and damage; load_sharded adds the newest older step that is intact",
     ("DataError", "data/stream/*"): "names file and damage; docs/data.md tells how to verify and restore shards",
     # Reasons: the last value of the message is its advice.

@@ -1,4 +1,4 @@
-"""Files that are made of the code: ``python tests/written.py`` makes them all anew and names those that have changed.
+"""Files generated from the code: ``python tests/written.py`` writes them all anew and names those that have changed.
 
 Each of them has a test that fails where it is not up to date.
 """

@@ -48,7 +48,7 @@ def tokenizer_and_config(folder: Path | None, texts: Sequence[str], names: Seque
     """Return the folder's tokenizer and config, or new ones: a WordPiece tokenizer of the texts, a small BERT; and class names.
 
     Raises:
-        SystemExit: the folder lacks one of them, or they do not fit each other, or ``seq``; in one line.
+        SystemExit: a file of the folder is missing, or the files do not fit each other, or ``seq``; in one line.
     """
     classes = {"id2label": dict(enumerate(names)), "label2id": {name: number for number, name in enumerate(names)}}
     if folder is None:

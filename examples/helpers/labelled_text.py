@@ -1,7 +1,7 @@
-"""Texts with a label each: from a table of one's own, and as the samples of a classifier.
+"""Texts with labels: read from a table, and as the samples of a classifier.
 
-A table is a CSV, JSONL or Parquet file with the columns ``text`` and ``label``; others are left alone. Labels may be words or
-whole numbers, and their classes are numbered in sorted order.
+A table is a CSV, JSONL or Parquet file with the columns ``text`` and ``label``; other columns are ignored. Labels are
+words or whole numbers, and their classes are numbered in sorted order.
 """
 
 import csv

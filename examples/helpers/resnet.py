@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arch:
-    """Blocks of each stage, channels of the first one, and by how much a block's output is wider than its middle."""
+    """Blocks of each stage, channels of the first stage, and the ratio of a block's output width to its middle width."""
 
     blocks: tuple[int, ...]
     width: int

@@ -38,7 +38,7 @@ def stdlib_files() -> list[Path]:
 
 
 def read_text(pattern: str | None = None) -> Tensor:
-    """The bytes of all files that match ``pattern``, one after the other: uint8 ``[bytes]``.
+    """Return the bytes of all files that match ``pattern``, joined in sorted order: uint8 ``[bytes]``.
 
     Args:
         pattern: a glob in which ``**`` crosses folders; its files are taken in sorted order. None: ``stdlib_files()``.
@@ -94,7 +94,7 @@ class ByteWindows(Dataset[Sample]):
 def cut_windows(text: Tensor, seq: int) -> Tensor:
     """The text (uint8 ``[bytes]``) in order, in rows of ``seq + 1`` bytes: uint8 ``[count, seq + 1]``, a view.
 
-    No byte is in two rows: a label of one row is never an input of another. The price is that a row's
+    No byte is in two rows: no row has a label of another row as input. The price is that a row's
     first byte is never predicted, one in ``seq + 1``. A remainder that does not fill a row is left out.
     """
     count = len(text) // (seq + 1)

@@ -24,7 +24,7 @@ def numbered(values: Sequence[float]) -> Points:
 
 
 def held(values: Sequence[float]) -> Points:
-    """Return points over 0, 1, 2, ..., each of which lasts to the next one, as a line of steps."""
+    """Return points over 0, 1, 2, ..., each of which lasts to the next point, as a line of steps."""
     return [(k + end, value) for k, value in enumerate(values) for end in (0, 1)]
 
 

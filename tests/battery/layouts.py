@@ -25,7 +25,7 @@ LAYOUTS: dict[int, dict[str, tuple[tuple[int, ...], list[Any]]]] = {
 
 
 def params(*, spread: float = 3.0) -> dict[str, Tensor]:
-    """Plain parameters with gradients of very different sizes, in float64; one is zero, one has no gradient."""
+    """Make plain parameters with gradients of very different sizes, in float64; one gradient is zero, one is missing."""
     generator = torch.Generator().manual_seed(4)
     made: dict[str, Tensor] = {}
     for name, shape in {**SHAPES, "zero": (3, 2), "without": (3, 2)}.items():
@@ -50,7 +50,7 @@ def placed(plain: Mapping[str, Tensor], mesh: Any, placements: list[Any]) -> dic
 
 
 def largest_differences(act: Callable[[Mapping[str, Tensor]], Any], world_size: int) -> dict[str, float]:
-    """By layout, how far parameters and gradients after ``act`` are from those after ``act`` on whole ones; for a rank."""
+    """Return by layout the distance of parameters and gradients after ``act`` from those after ``act`` on whole tensors."""
     expected = params()
     act(expected)
     largest = {}

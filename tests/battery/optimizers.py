@@ -1,4 +1,4 @@
-"""The registry of optimizers: a new one is a row, and every contract holds it from then on.
+"""The registry of optimizers: a new optimizer is a row, and every contract tests it from then on.
 
 ``BROKEN`` has one optimizer per way of breaking a contract, each with the contract that must find it.
 """
@@ -70,7 +70,7 @@ def _adamw_points() -> Points:
 
 
 def _sgdw_points() -> Points:
-    """The second decay is half of the first one, as the rate is; the buffer has no decay in it."""
+    """The second decay is half of the first, as the rate is; the buffer has no decay in it."""
     plain = stepped(lambda p: DecoupledSGDW(p, lr=0.5, momentum=0.5, weight_decay=0.25), [8.0], [1.0], [3.0], factors=(1, 0.5))
     ahead = stepped(lambda p: DecoupledSGDW(p, lr=0.5, momentum=0.5, weight_decay=0.25, nesterov=True), [8.0], [1.0])
     return [(plain[0], [5.5]), (plain[1], [5.5 * 0.875 - 0.25 * 3.5]), (ahead[0], [8 * 0.75 - 0.5 * 1.5])]
@@ -194,7 +194,7 @@ class OfTheShard(torch.optim.SGD):
 
 
 class Looking(torch.optim.SGD):
-    """Asks the device whether there is anything to do."""
+    """An optimizer that reads a value of the device to decide about the step."""
 
     def step(self, closure: Any = None) -> None:
         if all(float(p.grad.sum()) == 0.0 for group in self.param_groups for p in group["params"]):
@@ -257,7 +257,7 @@ def check_resume_equals_straight(name: str, root: str) -> None:
 
 
 def numbers_at_the_end(name: str, root: str | None = None) -> list[float]:
-    """All parameters after a whole run, or after the rest of the one that is saved in ``root``."""
+    """Return all parameters after a whole run, or after the rest of the run that is saved in ``root``."""
     run, state = begin(name)
     if root is not None:
         state = dt.load_sharded(root, state)

@@ -119,7 +119,7 @@ def encode(pixels: Tensor) -> bytes:
     """Return an RGBA PNG ``[height, width, 4]``. Each row is stored as its difference from the row above."""
     height, width, _ = pixels.shape
     rows = torch.cat([torch.zeros_like(pixels[:1]), pixels])
-    changes = (rows[1:] - rows[:-1]).reshape(height, width * 4)  # uint8 wraps, as the format wants
+    changes = (rows[1:] - rows[:-1]).reshape(height, width * 4)  # uint8 wraps, as the format needs
     lines = b"".join(b"\x02" + bytes(line.tolist()) for line in changes)
     header = struct.pack(">IIBBBBB", width, height, 8, 6, 0, 0, 0)
     return SIGNATURE + _chunk(b"IHDR", header) + _chunk(b"IDAT", zlib.compress(lines, 9)) + _chunk(b"IEND", b"")

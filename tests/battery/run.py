@@ -1,4 +1,4 @@
-"""A small training run that the contracts are held against, and everything about it that a step may change."""
+"""A small training run for the contracts, and all values of it that a step may change."""
 
 from __future__ import annotations
 

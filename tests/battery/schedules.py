@@ -35,7 +35,7 @@ class Row:
 
     Args:
         make: makes it anew.
-        values: some of its values, worked out by hand; the last one is where it ends and stays, if it does.
+        values: some of its values, worked out by hand; the last value is where it ends and stays, if it does.
         steepest: no step changes it by more; within a step, not by more than this times the share of it to the power ``root``.
         joins: where two formulas meet.
         jumps: where it may change at once: from there on, not just behind it.

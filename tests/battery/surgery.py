@@ -1,4 +1,4 @@
-"""The registry of edits of models: a new one is a row in ``rows/``, and every contract holds it from then on.
+"""The registry of edits of models: a new edit is a row in ``rows/``, and every contract tests it from then on.
 
 ``BROKEN`` has one edit per way of breaking a contract, each with the contract that must find it.
 """

@@ -1,4 +1,4 @@
-"""Every loader keeps every contract; and every contract is broken by something that it must find."""
+"""Every loader keeps every contract; and for every contract there is a broken loader that it must detect."""
 
 from itertools import chain
 

@@ -1,4 +1,4 @@
-"""Every optimizer keeps every contract; and every contract is broken by something that it must find."""
+"""Every optimizer keeps every contract; and for every contract there is a broken optimizer that it must detect."""
 
 import importlib
 import itertools

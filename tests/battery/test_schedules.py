@@ -1,4 +1,4 @@
-"""Every schedule keeps every contract; and every contract is broken by something that it must find."""
+"""Every schedule keeps every contract; and for every contract there is a broken schedule that it must detect."""
 
 import importlib
 import inspect
@@ -60,7 +60,7 @@ def check_values(name: str) -> None:
 
 
 def check_end(name: str) -> None:
-    """Defined and finite everywhere, and constant behind its end, if it has one."""
+    """Require finite values everywhere, and a constant value behind the end, if the schedule has an end."""
     schedule, last = row(name).make(), max(row(name).values)
     assert all(math.isfinite(schedule(t)) for t in (-1, 0, 0.5, 1e3, 1e15)), f"end: {name}: not finite"
     if row(name).ends:
@@ -70,7 +70,7 @@ def check_end(name: str) -> None:
 
 
 def check_resume(name: str, root: str) -> None:
-    """A run that is interrupted has the rates of one that is not: those of the step about to run."""
+    """An interrupted run has the rates of an uninterrupted run: those of the step about to run."""
     expected = [0.1 * row(name).make()(t) for t in range(STEPS)]
     state, first = train(*begin([dt.transforms.scale_lr(row(name).make())]), FIRST)
     dt.save_sharded(root, state)
@@ -87,7 +87,7 @@ def broken(contract: str) -> pytest.MarkDecorator:
 
 
 def makers() -> dict[str, Callable[..., Any]]:
-    """Every public function of the package that makes a schedule, those in Composer's form by ``composer.name``."""
+    """Return every public function of the package that makes a schedule, those in Composer's form as ``composer.name``."""
     functions = {}
     for module in pkgutil.walk_packages(dtrain.schedules.__path__, "dtrain.schedules."):
         prefix = "composer." if module.name.startswith("dtrain.schedules.composer.") else ""

@@ -1,4 +1,4 @@
-"""Every edit of a model keeps every contract; and every contract is broken by something that it must find."""
+"""Every edit of a model keeps every contract; and for every contract there is a broken edit that it must detect."""
 
 import importlib
 import inspect
@@ -24,7 +24,7 @@ def broken(contract: str) -> pytest.MarkDecorator:
 
 
 def edits() -> set[str]:
-    """Public functions of the room that take a model and return one."""
+    """Return the public functions of the package that take a model and return a model."""
     names = set()
     for info in pkgutil.walk_packages(dtrain.surgery.__path__, "dtrain.surgery."):
         module = importlib.import_module(info.name)

@@ -1,4 +1,4 @@
-"""Every transform keeps every contract; and every contract is broken by something that it must find."""
+"""Every transform keeps every contract; and for every contract there is a broken transform that it must detect."""
 
 import inspect
 import itertools

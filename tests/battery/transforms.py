@@ -1,4 +1,4 @@
-"""The registry of transforms: a new one is a row in ``rows/``, and every contract holds it from then on.
+"""The registry of transforms: a new transform is a row in ``rows/``, and every contract tests it from then on.
 
 ``BROKEN`` has one transform per way of breaking a contract, each with the contract that must find it.
 """
@@ -79,7 +79,7 @@ def norm_of_the_shard() -> dt.Transform:
 
 
 def mean_of_one_rank() -> dt.Transform:
-    """Reports a metric that only one rank counts as if there were no other."""
+    """Return a transform that reports a rank's own metric as that of the job."""
 
     def wrap(inner: Any) -> Any:
         def counted(state: Any, metrics: Any) -> Any:
@@ -154,7 +154,7 @@ def _count_in_place() -> dt.Transform:
 
 
 def unspent() -> dt.Transform:
-    """Lets the state that was stepped pass for the newest one."""
+    """Return a transform that accepts a stepped state as the newest state."""
 
     def wrap(inner: Any) -> Any:
         def reviving(state: Any, metrics: Any) -> Any:

@@ -8,7 +8,7 @@ from checkpoint_faults import ROWS, Progress, Report, Row, go_on, read, table, w
 
 
 def drawn(seed: int, k: int) -> list[dict]:
-    """Three faults, and in draw 5 something that must not be."""
+    """Return three faults, and in draw 5 a forbidden outcome."""
     return [{"fault": "a", "came": "refused", "wrong": "was not" * (k == 5), "numbers": {"seconds": k}}] * 3
 
 

@@ -40,7 +40,7 @@ class Net(nn.Module):
 
 
 class Counter:
-    """Something with a state of its own, as a data loader has."""
+    """An object with a state of its own, as a data loader has."""
 
     def __init__(self) -> None:
         self.state: dict[str, Any] = {"position": 0, "weights": torch.zeros(2)}
@@ -123,7 +123,7 @@ def digest(state: TrainState, *, rng: bool = True) -> str:
 
 
 def write_of_another_version(step: Path) -> None:
-    """Make the step one that a dtrain of the future has written."""
+    """Mark the step as written by a future version of dtrain."""
     path = step / layout.MANIFEST
     body = json.loads(path.read_text())
     del body["sha256"]

@@ -54,7 +54,7 @@ def fails_on_one(root: str, failing_rank: int) -> list:
         handle = save_sharded(root, state, mode="async")
         handle._task.wait()
     all_gather_json(None)
-    try:  # the next save raises it on all ranks, before anything of its own
+    try:  # the next save raises it on all ranks, before its own work
         save_sharded(root, state, mode="async")
     except DtrainError as error:
         said.append(f"{type(error).__name__}: {error}")

@@ -1,4 +1,4 @@
-"""Names, manifest and index: everything written is read again, and everything else is refused."""
+"""Names, manifest and index: all that is written is read again, and all else is refused."""
 
 import hashlib
 import json

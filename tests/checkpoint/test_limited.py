@@ -1,4 +1,4 @@
-"""Saves of something else than one whole state: several states, weights, adapters, other dtypes, links."""
+"""Saves of less or more than one whole state: several states, weights, adapters, other dtypes, links."""
 
 import os
 from dataclasses import replace

@@ -476,5 +476,5 @@ def test_load_warns_about_insufficient_space_for_next_save(tmp_path, monkeypatch
     monkeypatch.setattr("dtrain.storage.free_bytes", lambda path: 100)
     with pytest.warns(UserWarning, match=r"the next save will fail: .* got 100 B"):
         load_sharded(tmp_path, plain_state(1), missing_ok=True)
-    if there:  # who only reads a step is not bothered
+    if there:  # a program that only reads a step gets no warning
         assert load_sharded(tmp_path / "step-00000001", plain_state(1)).step == 1

@@ -371,7 +371,7 @@ def test_heartbeat_renews_lock_and_detects_takeover(tmp_path, monkeypatch):
         held.check()
         assert replace(on_disk(tmp_path), heartbeat_at=before.heartbeat_at) == before
         while held._held.lost_to is None:
-            # A renewal that has just read its own lock replaces this one.
+            # A renewal that has just read its own lock replaces this lock.
             storage.replace_file(tmp_path / LOCK_FILE, somebody().encode())
             assert time.monotonic() < deadline
             time.sleep(0.05)
@@ -437,7 +437,7 @@ def test_removed_root_belongs_to_the_first_job_that_locks_it(tmp_path):
 
 
 def test_removal_of_root_between_two_heartbeats_keeps_the_lock(tmp_path):
-    """Somebody has removed the folder and made it anew while this process was alive: nobody else can have written there."""
+    """The folder was removed and made anew while this process was alive: no other process can have written there."""
     with lock_root(tmp_path / "root", RUN) as held:
         shutil.rmtree(tmp_path / "root")
         held._held.owner = replace(held._held.owner, heartbeat_at=time.time() - 61)
@@ -669,7 +669,7 @@ def test_interleaved_takeovers_of_dead_lock_have_one_winner(tmp_path):
 
 
 def test_server_that_does_not_answer_delays_no_other_root(tmp_path, monkeypatch):
-    """The heartbeat thread waits for the server of a released lock. Saves to another root go on, and end."""
+    """The heartbeat thread waits for the server of a released lock. Saves to another root continue, and end."""
     from fsspec.implementations.memory import MemoryFileSystem
 
     asked, answers = threading.Event(), threading.Event()

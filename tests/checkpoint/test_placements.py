@@ -33,7 +33,7 @@ SHAPES = {"matrix": (7, 5), "few": (2, 3), "deep": (5, 3, 4)}
 
 
 def by_hand(layout: str, *, filled: bool) -> TrainState:
-    """Parameters and their AdamW state placed as ``layout`` says; "plain" ones are whole on every rank."""
+    """Return parameters and their AdamW state placed as ``layout`` says; "plain" parameters are whole on every rank."""
     model = nn.Module()
     mesh = init_device_mesh("cpu", LAYOUTS[layout][0]) if layout != "plain" else None
 
@@ -68,7 +68,7 @@ def check(state: TrainState, *, step: bool = True) -> None:
 
 
 def load_into(root: str, wanted: list[str]) -> None:
-    """Every placement into those that are ``wanted``."""
+    """Load every placement into each placement in ``wanted``."""
     for saved in LAYOUTS:
         save_sharded(Path(root) / saved, by_hand(saved, filled=True))
         for other in wanted:
@@ -187,7 +187,7 @@ def grouped(layout: str, *, lr: float) -> TrainState:
     groups = [{"params": others, "weight_decay": lr / 10}, {"params": [matrix], "lr": torch.tensor(lr)}]
     state = init_state(state.model, torch.optim.AdamW(groups, lr=lr, foreach=False, capturable=False))
     content = {"step": torch.tensor(1.0), "exp_avg": torch.zeros_like(matrix), "exp_avg_sq": torch.zeros_like(matrix)}
-    state.optimizer.state[matrix] = content  # the others have had no gradient
+    state.optimizer.state[matrix] = content  # the other parameters have had no gradient
     return state
 
 

@@ -1,4 +1,4 @@
-"""Real ranks: any world size and strategy into any other, and failures that one rank has and all raise."""
+"""Real ranks: any world size and strategy into any other, and failures of one rank, which all ranks raise."""
 
 import json
 import shutil

@@ -39,7 +39,7 @@ def server_of():
             return started[name]
 
         yield server
-        gc.collect()  # of holds on the servers, while these are there
+        gc.collect()  # of holds on the servers, while these servers are there
         lock._release_at_exit()
         disconnect()
 
@@ -66,7 +66,7 @@ def test_resumed_remote_run_equals_uninterrupted_run(server_of, place, mode):
 
 
 def on_ranks(root: str, environment: dict[str, str]) -> list[str]:
-    """Save after three steps, go on from there with other generators, and say where that led; and where it should."""
+    """Save after three steps, train on with other generators, and return the reached state and the expected state."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in environment.items():
             patch.setenv(name, value)

@@ -1,4 +1,4 @@
-"""States cut by tensor parallelism and FSDP2 at once: every layout loads into every other, bit for bit, and goes on so."""
+"""States cut by tensor parallelism and FSDP2 at once: every layout loads into every other, bit for bit, and trains on so."""
 
 import hashlib
 from pathlib import Path

@@ -15,7 +15,7 @@ LOADER = ("data/loader.py", "data/position.py")
 
 
 class Stream(torch.utils.data.IterableDataset):
-    """The data one after another."""
+    """A stream of the data in order."""
 
     def __init__(self, data: Tensor = DATA) -> None:
         self.data = data

@@ -24,7 +24,7 @@ def noisy(sample: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def mixed(sample: Tensor, generator: torch.Generator) -> Tensor:
-    """The sample, and a part of another one that is drawn from the whole dataset."""
+    """Return the sample, and a part of another sample that is drawn from the whole dataset."""
     other = DATA[int(torch.randint(SIZE, (), generator=generator))]
     share = torch.rand((), generator=generator, dtype=torch.float64)
     return torch.cat([sample, share * sample + (1 - share) * other])

@@ -89,7 +89,7 @@ class Forked:
 
 @pytest.fixture
 def forked(monkeypatch: pytest.MonkeyPatch) -> Iterator[Forked]:
-    """Forked ranks; a failed collective waits half a second for word from the others, which they inherit."""
+    """Fork ranks; a failed collective waits half a second for a message of the other ranks, which they inherit."""
     monkeypatch.setattr("dtrain.dist.incident.GRACE_S", 0.5)
     ranks = Forked()
     yield ranks

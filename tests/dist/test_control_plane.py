@@ -198,7 +198,7 @@ def as_first_visitor(visit):
 
 @pytest.mark.parametrize("over_tcp", [False, True])
 def test_silent_strangers_delay_no_rank(forked, monkeypatch, over_tcp):
-    """Each of them had five seconds, one after the other."""
+    """Each of them had five seconds, in turn."""
     strangers = []
 
     def visit(address: dict) -> None:

@@ -63,7 +63,7 @@ def prepare(folder: Path) -> Path:
 
 
 def tell_when_waiting(path: Path) -> None:
-    """Make ``path`` when an exchange of this rank waits for others."""
+    """Make ``path`` when an exchange of this rank waits for other ranks."""
     plane = current_context().control_plane
     wait_until(lambda: plane["control"].waits)
     path.touch()

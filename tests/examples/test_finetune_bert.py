@@ -85,7 +85,7 @@ def load_and_compare(folder: str, strategy: str) -> list:
 @pytest.mark.parametrize("strategy", ["full_shard", "replicate"])
 @pytest.mark.parametrize("kind", ["classifier", "masked"])
 def test_loaded_weights_and_logits_match_the_unsharded_model(folders, ranks, kind, strategy):
-    """The masked one has tied weights, which its files hold once."""
+    """The masked model has tied weights, which its files hold once."""
     for complete, unequal, difference in ranks(2).run(load_and_compare, str(folders[kind]), strategy):
         assert complete
         assert unequal == []

@@ -35,7 +35,7 @@ ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "examples" / "pretrain_gpt.py"
 TEXT = str(Path(sysconfig.get_path("stdlib")) / "asyncio" / "*.py")
 STEPS, MIDDLE = 20, 8  # 12 steps after the middle
-PATIENCE_S = 300  # for anything that takes seconds: the machine may be busy
+PATIENCE_S = 300  # for a task of seconds: the machine may be busy
 
 # Other ranks add the same numbers in another order: at most 1e-7 was measured over 20 steps. Another batch differs by 1e-2.
 TOLERANCE = 1e-4
@@ -162,7 +162,7 @@ def test_killed_run_resumes_bit_for_bit(straight, tmp_path, kills):
     for turn, how in enumerate(hows):
         goal = chance.randint(1 + turn * STEPS // (len(hows) + 1), (turn + 1) * STEPS // (len(hows) + 1))
         with job(arguments, tmp_path) as (process, mark):
-            # The goal may be behind where the last leg ended: then this one is killed while it starts.
+            # The goal may be behind the end of the last leg: then this leg is killed while it starts.
             wait_until(lambda goal=goal: last_step(out) >= goal or process.poll() is not None, f"step {goal}")
             wait_until(lambda mark=mark: len(ranks_of(mark)) == 2 or process.poll() is not None, "both ranks run")
             time.sleep(chance.random() / 4)
@@ -172,7 +172,7 @@ def test_killed_run_resumes_bit_for_bit(straight, tmp_path, kills):
             wait_until(lambda mark=mark: not processes_of(mark), f"all processes are gone after: {how}")
         if how == "preempted":
             saved = latest_checkpoint(out / "checkpoints")
-            # 143: it was asked before there was anything to save, while it started.
+            # 143: the stop came before there was a state to save, while it started.
             assert code == 143 or (code == 75 and saved is not None and saved.name == f"step-{last_step(out):08d}")
         else:
             assert code == {"rank": 137, "all ranks": 137, "launcher": -signal.SIGKILL, "ctrl-c": 130}[how]

@@ -1,4 +1,4 @@
-"""The diffusion example: it draws digits of the class asked for, and goes on bit for bit; its codec, noise and pictures."""
+"""The diffusion example: it draws digits of a chosen class, and resumes bit for bit; its codec, noise and pictures."""
 
 import shutil
 
@@ -33,7 +33,7 @@ def test_training_on_two_ranks_generates_the_requested_class(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(("how", "length"), [(here, 10), (launched, 60)], ids=["one rank", "two ranks"])
 def test_training_resumes_bit_for_bit(tmp_path, how, length):
-    """The average has begun when the run goes on; the latents are those that it began with."""
+    """The average has begun when the run resumes; the latents are those of its begin."""
     straight, resumed = tmp_path / "straight", tmp_path / "resumed"
     options = ["--until", f"{length}ba", "--size", "8"]
     printed = how(SCRIPT, *options, out=straight)

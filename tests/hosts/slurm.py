@@ -89,7 +89,7 @@ def _end(daemons: list[subprocess.Popen[bytes]], folder: Path) -> None:
     """End the daemons, and then their remaining processes: those that watch over steps outlive them."""
     for daemon in reversed(daemons):
         daemon.terminate()
-    deadline = time.monotonic() + 2  # the one of a node waits for its last job, which may be one that somebody ended
+    deadline = time.monotonic() + 2  # the daemon of a node waits for its last job, which may have been killed
     while any(daemon.poll() is None for daemon in daemons) and time.monotonic() < deadline:
         time.sleep(0.05)
     for pid in processes_with(f"SLURM_CONF={folder}/slurm.conf"):
@@ -103,7 +103,7 @@ def processes_with(variable: str) -> list[int]:
     """All processes in whose environment this is set."""
     pids = []
     for pid in filter(str.isdecimal, os.listdir("/proc")):
-        with contextlib.suppress(OSError):  # it has ended, or is nobody's business
+        with contextlib.suppress(OSError):  # it has ended, or belongs to another user
             if variable.encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
                 pids.append(int(pid))
     return pids

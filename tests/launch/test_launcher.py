@@ -70,7 +70,7 @@ def test_children_of_shell_replaced_by_launcher_survive(tmp_path):
     script.write_text("print('said')")
     out = shlex.quote(str(tmp_path / "out"))
     launch = shlex.join([sys.executable, "-m", "dtrain", "launch", "-n", "1", *PLAIN, str(script)])
-    # The first child begins another one when the job is over; the second one is in a session of its own.
+    # The first child starts a second child when the job is over; the second child is in a session of its own.
     line = f"setsid sleep 600 & echo $! > {pid_file}; exec {launch} > >(cat > {out}.part; sleep 0.3; mv {out}.part {out})"
     assert subprocess.run(["bash", "-c", line], cwd=tmp_path, timeout=90, check=False).returncode == 0
     sleeper = int(pid_file.read_text())

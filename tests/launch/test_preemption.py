@@ -1,4 +1,4 @@
-"""SIGTERM at random moments: every rank saves and exits with 75, and the run goes on as if nothing had been.
+"""SIGTERM at random moments: every rank saves and exits with 75, and the resumed run shows no trace of it.
 
 12 moments, or ``TEST_MOMENTS``; each is in a phase of the loop that is chosen in turn, at a random time in it. One in six is
 of a real launch.
@@ -176,7 +176,7 @@ def stop_again_and_again(leg: Leg, folder: Path, *, workers: int, seed: int, tim
 
 
 def check_against_an_undisturbed_run(folder: Path, chains: Iterable[Path]) -> None:
-    """Every step was done once, with the losses of a run that nobody stops."""
+    """Every step was done once, with the losses of an uninterrupted run."""
     goal = max(logged(chain)[-1][0] for chain in chains)
     (folder / "straight").mkdir()
     (folder / "straight" / "phase").write_text("start")

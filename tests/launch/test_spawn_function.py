@@ -354,7 +354,7 @@ def test_ctrl_c_ends_all_ranks(tmp_path):
 @pytest.mark.parametrize("call", ["fork", "waitpid"])
 @pytest.mark.parametrize("first", [1, 2])
 def test_ctrl_c_during_fork_or_wait_leaves_no_rank(monkeypatch, call, first):
-    """At that moment the process is there, or not any more, and nobody has made a note of it yet."""
+    """At that moment the process is there, or has just ended, and no record of it exists yet."""
     pids, moments = [], []
 
     def watched(name: str, real: Callable[..., Any]) -> Callable[..., Any]:

@@ -145,7 +145,7 @@ def test_rank_started_during_stop_gets_signal(attempt):
 def test_stop_request_before_first_rank_is_kept(attempt):
     attempt.pids.clear()
     attempt.request_stop(signal.SIGTERM, 1.0)
-    assert attempt.stopping  # nothing is to be started any more
+    assert attempt.stopping  # it starts no more ranks
     assert end_of(attempt).code == 143
 
 

@@ -1,4 +1,4 @@
-"""A sink that fails, hangs or is slow: the others go on, training goes on, and somebody is told once."""
+"""A sink that fails, hangs or is slow: the other sinks and training continue, and one warning comes."""
 
 import subprocess
 import sys

@@ -82,7 +82,7 @@ STATS = {
 
 @pytest.mark.parametrize(("share", "capacity"), [(1.0, 68), (0.5, 50)], ids=["all_that_is_free", "a_share"])
 def test_cuda_capacity_is_free_plus_allocator_memory(monkeypatch, share, capacity):
-    """Of 100 bytes 60 are free and 8 in the allocator: 32 belong to others."""
+    """Of 100 bytes 60 are free and 8 in the allocator: 32 belong to other processes."""
     monkeypatch.setattr("dtrain.memory.device_memory.counts_memory", lambda device_type: True)
     monkeypatch.setattr(torch.accelerator, "memory_stats", lambda device: STATS)
     monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda device: (60, 100))

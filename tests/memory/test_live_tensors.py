@@ -1,4 +1,4 @@
-"""LiveBytes: every storage is counted once, with the bytes that it has now, for as long as anything holds it."""
+"""LiveBytes: every storage is counted once, with its current bytes, for as long as an object holds it."""
 
 import copy
 import gc
@@ -145,7 +145,7 @@ def test_tensors_freed_or_resized_in_another_thread_are_subtracted():
         def work():
             kept.pop()
             kept[0].untyped_storage().resize_(0)
-            torch.zeros(7).untyped_storage().resize_(400)  # its own, which nobody here has seen
+            torch.zeros(7).untyped_storage().resize_(400)  # its own storage, which no counter has seen
 
         thread = threading.Thread(target=work)
         thread.start()
@@ -302,7 +302,7 @@ class Slots(list):
 
 
 def act(slots: Slots, action: str, to: int, source: int, n: int) -> None:
-    """One step of a history: the variable ``to`` gets something new, mostly made from ``source``."""
+    """Do one step of a history: the variable ``to`` gets a new value, mostly made from ``source``."""
     given = slots[source]
     whole = given is not None and given.untyped_storage().nbytes() >= given.nbytes
     if action == "make":

@@ -74,7 +74,7 @@ def on_ranks(strategy, sizes):
     [
         ("full_shard", (3, 5)),
         ("replicate", (3, 5)),
-        ("full_shard", (8, 0)),  # a rank without a sample runs one that must not count
+        ("full_shard", (8, 0)),  # a rank without a sample runs a sample that must not count
         pytest.param("shard_grad_op", (1, 7), marks=pytest.mark.slow),
         pytest.param("hybrid_shard", (3, 1, 2, 2), marks=pytest.mark.slow),
     ],

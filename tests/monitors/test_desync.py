@@ -206,7 +206,7 @@ def test_hybrid_sharding_compares_replicas_of_each_shard(ranks, what, rank):
         if what == "temperature":  # whole on all ranks: three against one
             assert minority == [rank]
             assert f"got a different value on rank {rank} than on ranks " in message
-        else:  # one against one: nobody knows which of them is right, and the lower rank is taken
+        else:  # one against one: the right value is unknown, and the lower rank is taken
             assert minority == [{0: 2, 3: 3}[rank]]
 
 

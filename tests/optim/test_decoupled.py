@@ -127,7 +127,7 @@ def test_step_hooks_run_once_per_step(kind):
 
 
 def resumed(kind: type, root: str, peak: float, new: float) -> tuple[float, dict, torch.optim.Optimizer]:
-    """A run that was saved with one peak and is loaded into an optimizer made with another."""
+    """Save a run with one peak and load it into an optimizer made with another peak."""
     for lr in (peak, new):
         model = nn.Linear(2, 1, bias=False).double()
         step = dt.compose_step(LOSS, [dt.transforms.scale_lr(dt.schedules.linear(1.0, 0.0, 4))])

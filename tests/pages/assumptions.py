@@ -1,4 +1,4 @@
-"""Names that the code of a page uses and does not make: a reader has to be told of them."""
+"""Names that the code of a page uses and does not make: the page must list them."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def _binds(node: ast.AST) -> Iterator[str]:
 
 
 def sentence(names: set[str]) -> str:
-    """Return the line that tells a reader of these names."""
+    """Return the line that lists these names for the reader."""
     modules = [text for name, text in (("torch", "torch"), ("dt", "dtrain as dt")) if name in names]
     made = sorted(names & _OF_A_LOOP)
     yours = sorted(names - _OF_A_LOOP - {"torch", "dt"})

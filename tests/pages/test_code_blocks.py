@@ -196,7 +196,7 @@ def test_page_python_blocks_parse(page: Path) -> None:
 # Commands.
 
 COMMAND = typer.main.get_command(app)
-AT_ONCE = {"--install-completion", "--show-completion"}  # the parser itself would do it, to the files of who runs the tests
+AT_ONCE = {"--install-completion", "--show-completion"}  # the parser itself would do it, to the user's own files
 
 
 def refusal(arguments: list[str]) -> str | None:

@@ -155,7 +155,7 @@ def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Browser
 
 
 def until(shown: Browser, expression: str, seconds: float = 60.0) -> None:
-    """Wait until something is true in the page."""
+    """Wait until an expression is true in the page."""
     end = time.monotonic() + seconds
     while not shown.ask(expression):
         assert time.monotonic() < end, f"not true after {seconds} s: {expression}"

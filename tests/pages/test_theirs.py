@@ -1,6 +1,6 @@
 """Scripts of other libraries run as the pages show them, and the lists of names in ways_in.py are those of the releases.
 
-``nox -s ways_in`` installs the libraries and runs this. Composer, which wants another torch, is read and not imported.
+``nox -s ways_in`` installs the libraries and runs this. Composer, which needs another torch, is read and not imported.
 """
 
 from __future__ import annotations

@@ -415,7 +415,7 @@ def test_merged_traces_share_one_clock(ranks, tmp_path):
     slack = merged["dtrain"]["merged"][1]["offset_bound_ns"] / 1e3 + 100  # microseconds; the profiler's own clock is not exact
     assert len(reduces[0]) == len(reduces[1000]) == 2
     for mine, theirs in zip(*(sorted(rows, key=lambda event: event["ts"]) for rows in reduces.values()), strict=True):
-        for first, second in ((mine, theirs), (theirs, mine)):  # nobody is out before the other is in
+        for first, second in ((mine, theirs), (theirs, mine)):  # no rank leaves before the other has entered
             assert first["ts"] + first["dur"] + slack > second["ts"]
 
 

@@ -22,7 +22,7 @@ QUICK = (
 ``test_prove.py`` has a bug of microbatches, and one of precision.
 """
 
-# Of 30 bugs, 28 are to be found, and 26 to be named.
+# Of 30 bugs, at least 28 must be detected, and 26 named.
 FOUND_SHARE, NAMED_SHARE = 28 / 30, 26 / 30
 
 

@@ -143,7 +143,7 @@ def test_decay_may_end_before_the_run_if_intended():
     assert composer.linear(RUN, alpha_f=0.1, t_max="5ep")(150) == 0.1
     assert composer.linear(RUN, 0.0, 1.0, t_max="5ep")(150) == 1.0
     assert composer.linear(RunLength(steps_per_epoch=20), t_max="5ep")(150) == 0.0
-    assert composer.cosine(RunLength(total="1h", steps_per_epoch=20), t_max="5ep")(100) == 0.0  # nobody can compare them
+    assert composer.cosine(RunLength(total="1h", steps_per_epoch=20), t_max="5ep")(100) == 0.0  # the units cannot be compared
 
 
 def test_decay_may_end_after_the_run():

@@ -72,7 +72,7 @@ def made(block: type[nn.Module]) -> Net:
 
 
 def moved(net: nn.Module) -> nn.Module:
-    """As ``offload_activations``, but also on the CPU, where there is nowhere to go: the copies are real ones."""
+    """As ``offload_activations``, but also on the CPU, where the copies are real copies in the same memory."""
     offloader = ActivationOffloader(min_bytes=0, copies_on_cpu=True)
     for module in net.modules():
         if isinstance(module, KINDS):

@@ -22,7 +22,7 @@ from dtrain.typing import LossSum
 
 
 class Odd(nn.Module):
-    """A buffer that is replaced, not written into, one that is never touched, and one that no state dict holds."""
+    """A model with a replaced buffer, an untouched buffer, and a buffer that no state dict holds."""
 
     def __init__(self) -> None:
         super().__init__()

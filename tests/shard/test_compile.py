@@ -1,4 +1,4 @@
-"""Blocks compiled one by one: the same gradients, with every strategy and with activations computed again."""
+"""Blocks compiled one by one: the same gradients, with every strategy and with recomputed activations."""
 
 import copy
 import os

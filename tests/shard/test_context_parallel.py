@@ -63,7 +63,7 @@ class Samples:
         return SAMPLES
 
     def __getitem__(self, index: int) -> dict:
-        return {key: value[-1 - index] for key, value in batch().items()}  # the first one has no target that counts
+        return {key: value[-1 - index] for key, value in batch().items()}  # the first batch has no target that counts
 
 
 def stepped(degrees: dict, strategy: str, global_batch_size: int) -> list:

@@ -147,7 +147,7 @@ def test_parameters_unused_on_some_ranks_are_reduced_correctly(ranks):
 
 
 def late_branch(accumulate: str) -> float:
-    """In the wider dtype of reductions: a parameter that is used in the last microbatch only meets sums of earlier ones."""
+    """In the wider dtype of reductions: a parameter used in the last microbatch only meets sums of earlier microbatches."""
     net = shard_model(
         make("some unused").float(),
         build_mesh(),
@@ -207,7 +207,7 @@ def test_parameter_unused_on_all_ranks_has_no_gradient(ranks):
 
 
 class Choosing(nn.Module):
-    """Three units of different sizes, of which each rank runs those that its samples name."""
+    """Three units of different sizes; each rank runs the units that its samples name."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -249,7 +249,7 @@ WHOLE = [[3, 3], [3, 3]]  # where parameters are cut, the first step learns whic
 
 
 def skipping(strategy: str, accumulate: str) -> dict[str, float]:
-    """The largest error of any step's gradients, relative to one process; of parameters that nobody used there are none."""
+    """Return the largest error of any step's gradients, relative to one process; unused parameters have no gradient."""
     largest, world = {}, get_dist_info().world_size
     grad = partial(microbatch_step, microbatch_size=1)
     for name, steps in SKIPS.items():

@@ -195,7 +195,7 @@ class Forgetful(nn.Module):
 
 
 class Misleading(nn.Module):
-    """An attribute of the argument's name that holds something else."""
+    """An attribute of the argument's name that holds another object."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()

@@ -42,7 +42,7 @@ class Slotted:
 
 
 class Node:
-    """One of several objects that all know each other."""
+    """One of several objects that all refer to each other."""
 
     def __init__(self, hidden: Any) -> None:
         self.hidden, self.others = hidden, list[Any]()

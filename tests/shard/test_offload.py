@@ -171,7 +171,7 @@ def test_parameter_offload_training_matches_bit_for_bit(ranks, strategy):
 
 
 def moved_through_a_checkpoint(folder: str, there: str | None, here: str | None) -> bool:
-    """A state saved with its shards in one place, and loaded with them in another."""
+    """Save a state with its shards in one place, and load it with its shards in another place."""
     made = {}
     for key, offload in (("saved", there), ("loaded", here)):
         net = shard_model(models.make("left out"), build_mesh(), offload=offload, **models.CASES["left out"].options)

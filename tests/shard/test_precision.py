@@ -1,4 +1,4 @@
-"""Each field of ``Precision`` has its effect under every strategy, and no other."""
+"""Each field of ``Precision`` has its own effect under every strategy, and no other effect."""
 
 from __future__ import annotations
 
@@ -211,7 +211,7 @@ DTYPES_OF_SUMS = {
 
 
 class Halves(nn.Module):
-    """A gradient of 1 for each sample, of a parameter in a unit and of one that is left out of sharding."""
+    """Check a gradient of 1 for each sample, of a parameter in a unit and of a parameter outside of sharding."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Replicas that differ are found by the step itself, whoever holds them; replicas that may differ are left alone."""
+"""The step itself detects replicas that differ, on any rank; replicas that may differ are ignored."""
 
 import pytest
 import torch

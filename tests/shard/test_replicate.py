@@ -32,7 +32,7 @@ SAMPLES, DIM = 8, 6
 
 
 class Net(nn.Module):
-    """Layers of several sizes, a branch that samples choose, a shared layer and a frozen one."""
+    """Layers of several sizes, a branch that samples choose, a shared layer and a frozen layer."""
 
     def __init__(self) -> None:
         super().__init__()

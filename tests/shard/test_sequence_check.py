@@ -1,4 +1,4 @@
-"""The first step under ``context_parallel``: models that are exact in parts train as whole, and all others are refused."""
+"""The first step under ``context_parallel``: models that are exact in parts train as whole, and other models are refused."""
 
 import warnings
 

@@ -46,7 +46,7 @@ class Nest(nn.Module):
 
 
 class Net(nn.Module):
-    """Units of different sizes: tables with whole numbers as input, a nest, one that runs twice, one without a graph."""
+    """Units of different sizes: tables with whole numbers as input, a nest, a unit that runs twice, a unit without a graph."""
 
     def __init__(self, root: bool) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ def error_of(state: dt.TrainState, alone: Net, plans: list[set[str]]) -> float:
 
 
 def swept(root: bool, strategy: str, steps: int, special: str) -> float:
-    """The largest error in steps of which each rank skips parts at random, after a whole one."""
+    """Return the largest error in steps of which each rank skips parts at random, after a whole step."""
     world, rng = get_dist_info().world_size, random.Random(7)
     mesh = dt.build_mesh(dp_replicate=2) if strategy == "hybrid_shard" else dt.build_mesh()
     net = make(root)
@@ -146,7 +146,7 @@ def test_skipped_units_count_as_zero_with_checkpointing_and_bf16(ranks, special,
 
 
 def collectives_by_part(root: bool, strategy: str, most: int) -> list[list[str]]:
-    """The subsets of at most ``most`` parts for which a step that skips them issues other collectives than a whole one."""
+    """Return the subsets of at most ``most`` parts whose omission changes the collectives of a step."""
     net = dt.shard_model(make(root), dt.build_mesh(), strategy=strategy, blocks=BLOCKS)
     state = dt.compose_step(loss_of).init(net, torch.optim.SGD(net.parameters(), lr=0.0))
     subsets = [set(subset) for size in range(most + 1) for subset in itertools.combinations(PARTS, size)]
@@ -177,7 +177,7 @@ def test_step_issues_equal_collectives_for_any_skipped_units(ranks, strategy, ro
 
 
 class Generating(nn.Module):
-    """Runs its blocks without a graph ``tokens`` times, the first time but for those in ``without``, and then with a graph."""
+    """A model that runs its blocks without a graph ``tokens`` times, first without those in ``without``, then with a graph."""
 
     def __init__(self, root: bool) -> None:
         super().__init__()

@@ -77,7 +77,7 @@ def test_sharded_training_matches_plain_torch(ranks, name, strategy):
 
 
 def norms() -> list[float]:
-    """Two models on different meshes, and whole parameters beside cut ones, under one clipping."""
+    """Clip two models on different meshes, and whole parameters beside cut parameters, together."""
     two = build_mesh(dp_replicate=2)
     nets = {
         "a": shard_model(make("left out"), build_mesh(), **CASES["left out"].options),

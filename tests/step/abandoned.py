@@ -1,4 +1,4 @@
-"""A small run with everything that a failed try could leave a mark on, and faults at every point of its steps."""
+"""A small run with all the state that a failed try could change, and faults at every point of its steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks that are told to stop: forked processes of which the test sees how they ended."""
+"""Ranks that get a stop signal: forked processes whose ends the test sees."""
 
 from __future__ import annotations
 

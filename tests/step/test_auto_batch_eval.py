@@ -26,7 +26,7 @@ LENGTHS = [[3, 1, 2, 5, 1, 4, 1], [2, 2], [6, 1, 1]]  # sequences of each rank
 
 @dataclass
 class Sequences:
-    """Sequences of different lengths one after the other: no axis of any tensor counts them."""
+    """Sequences of different lengths, joined: no axis of any tensor counts them."""
 
     tokens: Tensor
     lengths: list[int]

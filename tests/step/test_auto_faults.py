@@ -1,4 +1,4 @@
-"""Memory runs out on one rank, at every point of a step: nobody hangs, and the step is as if begun with the size found."""
+"""Memory runs out on one rank, at every point of a step: no rank hangs, and the step equals one begun with the final size."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 from step.abandoned import BUCKETS, STRATEGIES, compare
 
-CAP_S = 60.0  # nobody waits for a peer: a hang would take the groups' timeout, of many minutes
+CAP_S = 60.0  # no rank waits for a peer: a hang would take the groups' timeout, of many minutes
 
 # The place of the fault, and the number of the call: two microbatches have two forwards, two backwards, and so on.
 FORWARD, RECOMPUTED, INSIDE = "forward", "recomputed", "inside_backward"
@@ -56,7 +56,7 @@ IN_THIRD = {
 }
 
 
-# The first step warns before each collective, the third one knows them by heart. Each strategy and each point is quick in one.
+# The first step warns before each collective, the third step has recorded them. Each strategy and each point is quick in one.
 @pytest.mark.parametrize(
     ("strategy", "name", "when"),
     [

@@ -97,7 +97,7 @@ def test_microbatch_size_follows_the_smallest_rank_budget(ranks, strategy):
 
 
 def ragged(strategy: str) -> list:
-    """Sequences of changing length under one budget; the run is the same as one with the sizes found."""
+    """Sequences of changing length under one budget; the run equals a run with the same sizes."""
     step, state = wide(strategy, auto_microbatch(grow_every=3))
     generator = torch.Generator().manual_seed(get_dist_info().rank)
     data = [torch.randn(48, length, WIDTH, generator=generator) for length in (4, 8, 16, 16, 4, 4, 4, 4)]

@@ -86,7 +86,7 @@ def bits(state: TrainState) -> list[Tensor]:
 
 
 class Pair:
-    """A run in which memory runs out, and beside it one with the sizes that the first run found, in which none does."""
+    """A run in which memory runs out, beside a run with the sizes of the first run, in which memory suffices."""
 
     def __init__(self, architecture: str, strategy: str, size: int) -> None:
         self.size = size
@@ -133,7 +133,7 @@ class Pair:
 
 
 def sweep(architecture: str, strategy: str, size: int, every: int) -> dict:
-    """Faults at every ``every``-th call of each point, in checked and in traced steps, on one rank after the other."""
+    """Inject faults at every ``every``-th call of each point, in checked and in traced steps, on each rank in turn."""
     pair = Pair(architecture, strategy, size)
     wrong = [] if pair.step() == pair.step() == size else ["without a fault"]
     cases = 0

@@ -1,4 +1,4 @@
-"""One description of a batch for every function that counts, splits or weighs one."""
+"""One description of a batch for every function that counts, splits or weighs a batch."""
 
 import inspect
 import re

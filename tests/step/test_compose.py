@@ -335,7 +335,7 @@ def test_tied_parameters_are_captured_once():
 
 
 class Hurried:
-    """``time`` in which every reading is an hour times the rank after the last one, and a second more."""
+    """``time`` in which every reading is later than the last by an hour times the rank, and a second more."""
 
     def __init__(self, rank: int) -> None:
         self.rank, self.now = rank, 0.0
@@ -370,7 +370,7 @@ def crossed_by_the_wall_clock() -> list[list[bool]]:
 
 
 def test_wall_clock_intervals_follow_rank_0_on_all_ranks(ranks):
-    """Rank 1's clock is an hour a step ahead: by its own it would save, and wait for the others, where they do not."""
+    """Rank 1's clock is an hour a step ahead: by its own clock it would save, and wait for ranks that do not save."""
     one, two = ranks(2).run(crossed_by_the_wall_clock)
     assert one == two
     seconds = [0, 1, 2, 3, 4, 5, 6, 7]  # of rank 0; the first step has nothing to count from

@@ -125,7 +125,7 @@ def test_a_number_read_in_a_step_is_that_of_the_whole_parameter(ranks, strategy,
 
 
 def numbers_after_a_step() -> list[float]:
-    """A number outside of the step is torch's again: a read on one rank alone must not wait for the others."""
+    """A number outside of the step is torch's again: a read on one rank alone must not wait for the other ranks."""
     model = laid_out("full_shard")
     state = STEP.init(model, Numbers(model.parameters(), READS["lars"]))
     STEP(state, own_batch("full_shard"))
@@ -466,7 +466,7 @@ class Packed(Tensor):
 
 
 def packs(own: Custom, group: dict[str, Any], p: Tensor, g: Tensor, state: dict[str, Any]) -> None:
-    """Momentum in tensors that wrap others, as torchao's optimizers of 8 bits have: of a shard in a DTensor."""
+    """Momentum in tensors that wrap other tensors, as in torchao's optimizers of 8 bits: of a shard in a DTensor."""
     from torch.distributed.tensor import DTensor
 
     if "momentum" not in state:

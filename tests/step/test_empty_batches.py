@@ -31,7 +31,7 @@ def said(fn, *args):
 
 
 def stepped(kind: str, sizes: list):
-    """A step over a batch of so many samples on each rank, and then one over a full one."""
+    """Make a step over a batch of so many samples on each rank, and then a step over a full batch."""
     net = torch.nn.Linear(3, 2)
     torch.nn.init.constant_(net.weight, 0.5)
     torch.nn.init.zeros_(net.bias)

@@ -78,7 +78,7 @@ def broken(where: str, nth: int):
 
 
 def left_over(state: TrainState) -> list[str]:
-    """Return everything that a failed step must not change."""
+    """Return all values that a failed step must not change."""
     net = state.model
     leftovers = [f"gradient of {name}" for name, p in state.params.items() if p.grad is not None]
     for module in net.modules():
@@ -124,7 +124,7 @@ def after_failures(strategy: str, accumulate: str, wider: bool, by_hand: bool) -
             FSDPModule.reset_iter_state = reset_of_torch
 
 
-# FSDP2 keeps gradients that wait for their reduction in one place, or, if they are reduced in a wider dtype, in another.
+# FSDP2 keeps gradients that wait for their reduction in one list, or, for a wider dtype of reductions, in another list.
 def is_quick(strategy: str, accumulate: str, wider: bool, by_hand: bool) -> bool:
     """The other variants of a strategy are quick where parameters are cut and gradients are reduced in every microbatch."""
     return not wider or (accumulate == "sharded" and strategy == ("full_shard" if by_hand else "hybrid_shard"))

@@ -22,7 +22,7 @@ from dtrain.state import TrainState, init_state
 from dtrain.step.compose import compose_step
 from shard.models import CASES, SAMPLES, WEIGHTS, batch, make
 
-NAME = "left out"  # cut parameters and whole ones, and a scalar
+NAME = "left out"  # cut and whole parameters, and a scalar
 STEPS = 3
 TOLERANCE = 1e-9  # float64; Adam's quotient of moments magnifies rounding in tiny gradients
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -32,7 +32,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 
 
 def optimizer_for(net: nn.Module, kind: str, *, fused: bool) -> torch.optim.Optimizer:
-    """Cut parameters and those that are whole are in groups of their own: a fused call takes no mix."""
+    """Cut parameters and whole parameters are in groups of their own: a fused call takes no mix."""
     cut = [p for p in net.parameters() if is_dtensor(p)]
     whole = [p for p in net.parameters() if not is_dtensor(p)]
     return OPTIMIZERS[kind]([{"params": params} for params in (cut, whole) if params], fused=fused)
@@ -70,7 +70,7 @@ def far(state: TrainState, expected: dict[str, torch.Tensor]) -> float:
 
 
 def trained(strategy: str, folder: str) -> dict[str, list]:
-    """By optimizer: the error, whether a loaded run has the same bits, and the error of one that begins with the plain loop."""
+    """Return by optimizer: the error, True if a loaded run has equal bits, and the error of a run begun by the plain loop."""
     results = {}
     for kind in OPTIMIZERS:
         root, expected = Path(folder) / kind, by_hand(kind)

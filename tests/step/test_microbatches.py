@@ -102,7 +102,7 @@ def bad_batch_on_rank_1(where: str) -> list[str]:
     try:
         microbatch_step(state, some(5), batch_spec=batch_spec(**{**functions, where: broken}), **options)
     except (DtrainError, ValueError) as error:
-        microbatch_step(state, some(5), batch_spec=batch_spec(**functions), **options)  # all may go on
+        microbatch_step(state, some(5), batch_spec=batch_spec(**functions), **options)  # all ranks continue
         return [type(error).__name__, str(error)]
     return ["no error"]
 

@@ -49,7 +49,7 @@ WAYS: dict[str, tuple[dt.step.Step, Callable[[TrainState], TrainState]]] = {
 
 
 def fingerprint(state: TrainState) -> list[object]:
-    """Everything that a step changes."""
+    """Return all values that a step changes."""
     moments = [value for entries in state.optimizer.state.values() for value in entries.values()]
     slices = [value for entries in state.transform_states.values() for value in torch.utils._pytree.tree_leaves(entries)]
     return [state.step, *(repr(torch.as_tensor(value).tolist()) for value in (*state.params.values(), *moments, *slices))]

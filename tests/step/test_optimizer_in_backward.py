@@ -182,7 +182,7 @@ def test_peak_memory_holds_gradients_of_few_units(ranks, strategy, saved):
 
 
 class Escapes(nn.Module):
-    """Uses a weight in two units, of which FSDP2 knows one."""
+    """A model that uses a weight in two units, of which FSDP2 knows one."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Batches cut by hand: ranks with fewer microbatches than others, or none, train as one process of plain torch does."""
+"""Batches cut by hand: ranks with fewer microbatches than other ranks, or none, train as one process of plain torch does."""
 
 from __future__ import annotations
 

@@ -165,7 +165,7 @@ def test_mid_step_save_does_not_count_as_the_final_save(tmp_path):
 
 
 def failing_batch(rank, *, folder):
-    """The record that carries the signal is one of a step that fails on the other rank; the loop goes on with the next."""
+    """The record that carries the signal belongs to a step that fails on the other rank; the loop continues with the next."""
     with dt.init_dist():
         step, state = begin()
         told(rank, 0, when=0)
@@ -180,7 +180,7 @@ def test_ranks_agree_to_stop_in_a_failed_step(tmp_path):
 
 
 def one_after_the_other(rank, *, folder):
-    """A block that ended with 75, caught by somebody who goes on: the next block knows nothing of it."""
+    """A block that ended with 75, caught by a caller that continues: the next block is not affected."""
     with pytest.raises(SystemExit, match="75"):
         train(rank, folder=folder)
     with dt.init_dist():

@@ -66,7 +66,7 @@ each_norm = pytest.mark.parametrize("name", CASES)
 
 
 def edited(name):
-    """A norm whose weights are no ones, and its low-precision twin."""
+    """Make a norm whose weights are not all 1, and its low-precision twin."""
     edit, make = CASES[name]
     norm = make()
     for param in norm.parameters():
@@ -161,14 +161,14 @@ class WithoutEps(Written):
 
 
 class Scaled(Written):
-    """No norm at all, but looks like one."""
+    """A module that is no norm, but looks like a norm."""
 
     def forward(self, x):
         return self.weight * x
 
 
 class OfPairs(Written):
-    """Takes something else than a tensor."""
+    """A module whose input is no tensor."""
 
     def forward(self, x):
         first, _ = x.pairs

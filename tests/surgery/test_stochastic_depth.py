@@ -228,7 +228,7 @@ def test_dropped_fsdp_unit_causes_no_view_warning(ranks):
 @pytest.mark.parametrize("blocks", ["around", "inside"])
 @pytest.mark.parametrize("buffers", ["broadcast", "own"])
 def test_ranks_with_different_forward_counts_do_not_deadlock(ranks, buffers, blocks):
-    """Three more microbatches on one rank: the other repeats one, and its count stays."""
+    """Three more microbatches on one rank: the other rank repeats a microbatch, and its count stays."""
     (one, total), (two, other) = ranks(2).run(ragged, 8, buffers, blocks)
     assert one == [16, 16, 16]
     assert two == (one if buffers == "broadcast" else [4, 4, 4])

@@ -1,6 +1,6 @@
 """Faults of ranks without a launcher, and the ranks that the others name: rows of the truth table.
 
-All ranks train a sharded model. One fault happens, and each rank that goes on reports its error and the time until it raised.
+All ranks train a sharded model. One fault happens, and each rank that survives reports its error and the time until it raised.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def second_node(world: int) -> range:
 
 
 def late_failures(rank: int, world: int) -> None:
-    """Fail one second after another: first the last rank, then the one before."""
+    """Fail at intervals of a second: first the last rank, then the rank before."""
     if rank >= world - 3:
         time.sleep(4 * (world - 1 - rank))
         raise_error(rank)

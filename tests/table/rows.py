@@ -40,13 +40,13 @@ class Row:
         source: of the script; None: there is none.
         encoding: of the source.
         script: its path, as it is given on the command line.
-        each: it may happen to any rank, and is tried on all of them; else it concerns the last one.
+        each: it may happen to any rank, and is tried on all of them; else it concerns the last rank.
         n: the number of ranks, where the row is about it.
-        options: of dtrain; nobody else has them.
+        options: of dtrain; other launchers do not have them.
         env: variables of the launcher; None: it has none of that name.
         world: the environment of the job while it runs; gives more variables.
         shell: commands of a shell before it becomes the launcher.
-        mounts: the shell mounts something, in a view of the file system that is the job's own.
+        mounts: the shell mounts a file system, in a view that is the job's own.
         stdout: where the launcher's output goes.
         act: the disturbance of the running job.
         finished: files that the ranks have left, each with its rank.

@@ -2,7 +2,7 @@
 many there are.
 
 ``tell(name)`` leaves a file with this process's number; "event" is left right before the row's event, so that the time to
-the launcher's end can be told.
+the launcher's end can be measured.
 """
 
 from __future__ import annotations

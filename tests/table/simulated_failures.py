@@ -55,7 +55,7 @@ class SimulatedOutcome:
         living: number of ranks that neither fail nor are stopped.
         found: reports, requests and times.
         innocent: ranks that were named without a reason.
-        unsaid: ranks whose report names nobody.
+        unsaid: ranks whose report names no rank.
     """
 
     culprits: set[int]

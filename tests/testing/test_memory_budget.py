@@ -84,7 +84,7 @@ def test_budget_peak_matches_the_profiler(make, optimizer):
         one_step(model, chosen, x)
         assert budget.live == before
         actual = budget.peak - before
-    if make is convolution:  # its kernels copy their inputs into a layout of their own, which nobody outside sees
+    if make is convolution:  # its kernels copy their inputs into a layout of their own, which no code outside sees
         assert 0.8 * expected < actual < expected
     else:
         assert actual == expected
@@ -293,7 +293,7 @@ def fail_at(point: str) -> list:
 
 
 def settled(budget: MemoryBudget, level: int) -> int:
-    """Return the bytes that are held once a gloo thread has dropped its messages, for which nobody waits."""
+    """Return the bytes that are held once a gloo thread has dropped its messages, for which no caller waits."""
     end = time.monotonic() + 90
     while budget.live != level and time.monotonic() < end:
         time.sleep(0.01)

@@ -357,7 +357,7 @@ def test_batch_function_runs_on_a_rank_without_samples(ranks, source, steps):
 
 
 def batch_method_that_fails(rank: int) -> list[str]:
-    """Rank 1's function raises, or rank 0's (by ``rank``); then all go on."""
+    """Rank 1's function raises, or rank 0's (by ``rank``); then all ranks continue."""
     model = dt.shard_model(nn.Linear(3, 2), dt.build_mesh())
     fails = [True]
 

@@ -1,4 +1,4 @@
-"""A run that is killed 1 to 10 times within an epoch, and each time goes on with another number of ranks.
+"""A run that is killed 1 to 10 times within an epoch, and resumes each time with another number of ranks.
 
 All ranks die at once at the begin of a step. The number of kills and the number of ranks must not show in the results: every
 sample is trained on once in an epoch, in the same batches in the same order, and the weights are those of a run of one rank
@@ -89,7 +89,7 @@ def _differences(folder: str, worlds: list[int], samples: dict[int, list[int]], 
         steps = sorted({step for log in parts for step in log})
         for step in steps:
             trained = [i for log in parts for i in log.get(step, [])]
-            all_there = all(step in log for log in parts)  # the last step of an attempt may be one that not all had logged
+            all_there = all(step in log for log in parts)  # the last step of an attempt may be missing in some logs
             if all_there and trained != samples[step]:
                 problems.append(f"step {step} on {world} ranks trained on {trained}, not on {samples[step]}")
     done = [line for line in read_log(folder) if "done" in line]

@@ -28,7 +28,7 @@ RANKS, STEPS = 2, 24
 TARGETS = ("one rank", "all ranks", "the launcher")
 SHARE = 0.25  # a kill comes within this part of a whole run's time, so that a run takes many
 EARLY = 0.15  # of the kills come before the run has begun to train
-MOST = 60  # kills of one run: it must come to an end
+MOST = 60  # kills of one run: it must end
 IN_FLIGHT = {"sync": 1, "async": 2}  # intervals of work at risk: an asynchronous save may be on its way when the next is due
 
 
@@ -189,7 +189,7 @@ def _has_answered(child: Child) -> bool:
 
 
 def _kill(child: Child, attempt: Attempt, who: int) -> None:
-    """SIGKILL, and wait until the launcher has drawn its conclusions, when it was not the one that was killed."""
+    """Send SIGKILL, and wait until the launcher has ended the job, unless the launcher itself was killed."""
     ranks = _children(child.pid)
     if len(ranks) < RANKS:
         attempt.target = "the launcher"  # it has not started them all
@@ -232,7 +232,7 @@ def _judge(run: Run, attempt: Attempt) -> None:
 
 
 def _last_step(run: Run) -> int:
-    """The step that the last attempt had come to."""
+    """Return the last step of the last attempt."""
     reached = 0
     for rank in range(RANKS):
         current = 0
@@ -245,7 +245,7 @@ def _last_step(run: Run) -> int:
 
 
 def _compare(run: Run, reference: Undisturbed, attempts: list[Attempt]) -> list[str]:
-    """Hold a run that was killed and is done against the one that nothing happened to."""
+    """Compare a killed and finished run with the undisturbed run."""
     problems = []
     logs = [read_log(run.folder, rank) for rank in range(RANKS)]
     for rank, log in enumerate(logs):

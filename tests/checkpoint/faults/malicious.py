@@ -26,7 +26,7 @@ from checkpoint.stored import compact, json_of, sign
 
 KIND = "1 rank"
 BATCH = 50  # cases that share a process
-WITHIN_S = 1.0  # of the processor: how long that takes is up to who else uses the machine
+WITHIN_S = 1.0  # of the processor: wall time depends on other users of the machine
 WITHIN_BYTES = 100e6
 
 Attack = Callable[[Path], None]
@@ -42,7 +42,7 @@ class Case:
         name: which of its kind.
         attack: changes a sound step.
         believed: whether it may be loaded: numbers that the attacker has chosen and signed are numbers.
-        unread: only deep verification has to refuse it: a load does not read a file that nobody has asked for.
+        unread: only deep verification has to refuse it: a load does not read a file that it does not need.
         named: only a load has to refuse it: the writer chooses the names of tensors.
         weights: whether it is a folder of plain safetensors files, which ``load_weights_`` reads.
     """
@@ -98,7 +98,7 @@ def _with_manifest(change: Callable[[dict[str, Any]], object]) -> Attack:
 
 
 def _with_data(content: bytes) -> Attack:
-    """A data file that is something else, of the length that it had, with digests that are right."""
+    """Replace a data file by another content of the same length, with digests that are right."""
 
     def attack(step: Path) -> None:
         import xxhash
@@ -531,7 +531,7 @@ __all__: Sequence[str] = ("TRAVERSALS", "Case", "Hook", "cases", "count_draws", 
 
 
 def how_many_payloads_run() -> int:
-    """Unpickle the payloads that are pickle, in a fork, and count those that run their command. To be asked of a nursery."""
+    """Unpickle the payloads that are pickle, in a fork, and count those that run their command. Call it in a nursery."""
     with scratch() as folder:
         return int(apart(_run_payloads, folder))
 

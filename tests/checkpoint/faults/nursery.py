@@ -1,6 +1,6 @@
-"""A process that has everything loaded and no thread: from it are forked the processes that are made to fail.
+"""A process with all modules loaded and no thread: the processes that are made to fail are forked from it.
 
-Importing torch takes seconds, a fork hundredths of one. The nursery itself comes from multiprocessing's fork server, which the
+Importing torch takes seconds, a fork hundredths of a second. The nursery itself comes from multiprocessing's fork server, which
 other tests use as well, so it is a clean process, independent of the caller's past.
 """
 
@@ -180,7 +180,7 @@ def _send(pipe: int, data: bytes) -> None:
 
 @contextmanager
 def fork_ranks(world_size: int, fn: Callable[..., Any], *args: Any) -> Iterator[list[Child]]:
-    """Run ``fn(*args)`` on so many ranks, with no launcher that would end those that are left when one dies."""
+    """Run ``fn(*args)`` on so many ranks, with no launcher that would end the remaining ranks when one dies."""
     children: list[Child] = []
     try:
         with reserve_port() as held:
@@ -213,7 +213,7 @@ def apart(fn: Callable[..., Any], *args: Any, within_s: float = LONG_S) -> Any:
 
 
 def end_all(*, within_s: float = LONG_S) -> list[int]:
-    """Wait until nothing that was forked here is alive, whoever forked it. Returns those that did not end, killed then."""
+    """Wait until all processes forked here have ended. Kill and return those that did not end."""
     deadline = time.monotonic() + within_s
     while reap_children()[1]:
         if time.monotonic() > deadline:

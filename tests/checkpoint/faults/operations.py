@@ -1,6 +1,6 @@
 """A kill, an error or a short write at every single file operation of a save, on one rank.
 
-The save is one that goes through every branch: the run has gone back to step 1, a step 2 of its old lineage is in the way, a
+The save goes through every branch: the run has gone back to step 1, a step 2 of its old lineage is in the way, a
 killed save has left a side folder, and older steps are to be removed. Chunks are small, so that a small state has many.
 """
 
@@ -99,7 +99,7 @@ def _begin(root: Path) -> Any:
 
 
 def _save(root: Path, state: Any, mode: str, *, keep_last: int | None = 1) -> bool:
-    """Return True if anything was written."""
+    """Return True if the save wrote a file."""
     from dtrain.checkpoint.save import save_sharded
 
     return bool(save_sharded(root, state, keep_last=keep_last, mode=mode).result().written)  # type: ignore[arg-type]
@@ -158,7 +158,7 @@ def _suffer(root: Path, how: How, fault: Fault, rank: int) -> dict[str, Any]:
         with watching(operation=fault.at if mine else None, action=fault.action) as watched:
             try:
                 written = _save(root, state, how.mode)
-            except Exception as problem:  # noqa: BLE001 - which it is, is judged elsewhere
+            except Exception as problem:  # noqa: BLE001 - its class is checked elsewhere
                 error = problem
             seconds = time.monotonic() - begun
     answer = {
@@ -337,7 +337,7 @@ def _outcome(how: How, reference: Known, fault: Fault, came: str, problems: list
 
 
 def _of_error(how: How, reference: Known, fault: Fault, answers: list[dict[str, Any]], after: dict[str, Any]) -> Outcome | None:
-    """Judge an operation that failed: all raise and nothing has changed, or none does and the step is there."""
+    """Check a failed operation: all ranks raise and nothing has changed, or no rank raises and the step is there."""
     if not answers[fault.rank]["fired"]:
         return None
     raised = [answer["error"] for answer in answers]
@@ -440,12 +440,12 @@ def count_alternating() -> int:
 
 
 def _alternating(seed: int) -> list[Fault]:
-    """At operations of even number a kill, at the others an error and, at a write, a short one."""
+    """Return a kill at operations of even number, an error at the others and, at a write, also a short write."""
     return [fault for fault in _of_simplest(seed) if (fault.action == "kill") == (fault.at % 2 == 0)]
 
 
 def _of_simplest(seed: int) -> list[Fault]:
-    """At every operation a kill and one of the errors in turn, and at every write a short one."""
+    """Return at every operation a kill and one of the errors in turn, and at every write a short write."""
     named = tuple(ERRORS)
     return [
         fault

@@ -33,7 +33,7 @@ Draw = Callable[[int, int], list[Outcome]]
 
 @dataclass(slots=True, kw_only=True)
 class Tally:
-    """The sum of many outcomes. Plain data, so that a program can be interrupted and go on."""
+    """The sum of many outcomes. Plain data, so that a program can be interrupted and resume."""
 
     count: int = 0
     kinds: dict[str, dict[str, int]] = field(default_factory=dict)
@@ -42,7 +42,7 @@ class Tally:
     largest: dict[str, float] = field(default_factory=dict)
 
     def add(self, outcome: Outcome, *, where: str = "") -> None:
-        """Count one. Mutates: this tally."""
+        """Count one outcome. Mutates: this tally."""
         self.count += 1
         came = self.kinds.setdefault(outcome.fault, {})
         came[outcome.came] = came.get(outcome.came, 0) + 1
@@ -72,5 +72,5 @@ def tally(draw: Draw, *, seed: int, count: int) -> Tally:
 
 
 def plain(outcomes: list[Outcome]) -> list[dict[str, Any]]:
-    """Outcomes as a process hands them to another."""
+    """Return outcomes in the form in which processes exchange them."""
     return [asdict(outcome) for outcome in outcomes]

@@ -1,4 +1,4 @@
-"""Files that would run a program when something unpickles, evaluates or imports them. Nothing here is ever loaded by a test."""
+"""Files that run a program when they are unpickled, evaluated or imported. No test ever loads them."""
 
 from __future__ import annotations
 

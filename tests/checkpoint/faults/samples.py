@@ -31,7 +31,7 @@ def _save(root: str, kind: str, seed: int) -> None:
     from checkpoint.states import train
     from dtrain.checkpoint import plan
 
-    # So that the second rank has something to write.
+    # So that the second rank has a tensor to write.
     plan.MIN_WRITER_BYTES = 1
     with dt.init_dist(device="cpu"):
         states = states_of(kind, seed)

@@ -1,4 +1,4 @@
-"""Runs that are killed several times within an epoch, and go on with other numbers of ranks."""
+"""Runs that are killed several times within an epoch, and resume with other numbers of ranks."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Runs that are killed with SIGKILL and go on."""
+"""Runs that are killed with SIGKILL and resume."""
 
 import pytest
 

@@ -25,7 +25,7 @@ from checkpoint.faults.outcome import Outcome, plain
 from checkpoint.faults.samples import EXTRA, sample, write
 from checkpoint.faults.watched import CALLS
 
-_PATIENCE_S = 0.03  # for one that is on its way to its gate; who waits for the other never comes there
+_PATIENCE_S = 0.03  # for a process on the way to its gate; a process that waits for the other never comes there
 _STEPS = 2
 
 
@@ -118,7 +118,7 @@ def write_steps(root: str, seed: int, resumes: bool, keep_last: int | None, step
                 state = train(state, 1)
                 save_sharded(root, state, keep_last=keep_last).wait()
                 saved.append((state.step, digest(state, rng=False)))
-        except Exception as problem:  # noqa: BLE001 - which it is, is judged elsewhere
+        except Exception as problem:  # noqa: BLE001 - its class is checked elsewhere
             error = f"{type(problem).__name__}: {problem}"
     return {"saved": saved, "error": error, "pid": pid}
 
@@ -157,7 +157,7 @@ def look(root: str) -> dict[str, Any]:
 
 
 def interleave(players: list[Player], dice: random.Random) -> list[dict[str, Any]]:
-    """Let them take turns until all have answered. In some draws they alternate, in some one is far ahead."""
+    """Let them take turns until all have answered. In some draws they alternate, in others one of them is far ahead."""
     stays, ahead = dice.choice((0.0, 0.5, 0.8, 0.95)), dice.choice((0.02, 0.5, 0.5, 0.98))
     last: Player | None = None
     deadline = time.monotonic() + LONG_S

@@ -65,7 +65,7 @@ def test_masked_attention_equals_that_of_separate_documents(causal):
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_attention_within_bounds_equals_that_of_separate_documents(causal):
-    """Bounds cut the batch, its rows put one after the other, into the documents for each variable-length kernel."""
+    """Bounds cut the batch, its rows joined in order, into the documents for each variable-length kernel."""
     net, packed = layer(), batch()
     offsets, longest = document_bounds(packed["documents"])
     heads = [tensor.transpose(1, 2).flatten(0, 1) for tensor in net.heads(packed["input_ids"], packed["positions"])]

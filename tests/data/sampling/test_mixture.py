@@ -182,7 +182,7 @@ def test_epoch_samples_sets_the_epoch_length():
     mixture = mix({"a": range(10), "b": range(1000)}, weights={"a": 1, "b": 1}, epoch_samples=64)
     assert mixture.order(0, True).size == 64
     assert len(mixture) == 1010
-    assert len(set(drawn(mixture, mixture.order(0, True), epochs=10)["b"])) == 320  # goes on over the ends of epochs
+    assert len(set(drawn(mixture, mixture.order(0, True), epochs=10)["b"])) == 320  # continues over the ends of epochs
 
 
 def test_a_block_shuffled_source_keeps_its_order_and_its_lanes():

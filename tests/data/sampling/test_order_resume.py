@@ -29,9 +29,9 @@ ORDERS = {
 
 
 def consumed(make, *, batch, last_batch, until, legs):
-    """Return the samples in training order of runs of ``(world, batches)`` one after another; each run builds its order anew.
+    """Return the samples in training order of successive runs of ``(world, batches)``; each run builds its order anew.
 
-    A run sees the state of the one before it and nothing else. The last one goes on until ``until`` batches.
+    A run sees the state of the run before it and nothing else. The last run continues until ``until`` batches.
     """
     state, epoch, start, done, seen = None, 0, 0, 0, []
     for world, steps in [*legs, (1, until)]:

@@ -76,7 +76,7 @@ def image(kind, size=(1000, 1000)):
 
 
 def refused(dataset, name):
-    """The first sample is fine, the second one is refused by its size."""
+    """The first sample is fine, the second sample is refused by its size."""
     assert dataset[0]
     expected = rf"{name}: sample 1 cannot be decoded: ValueError: it has \d+ bytes, more than max_sample_bytes=1048576. Raise"
     with pytest.raises(DataError, match=expected):

@@ -92,7 +92,7 @@ def test_ten_thousand_mutated_datasets_raise_own_errors_only(form, compression, 
 
 
 def index_of(folder, change):
-    """An index with something changed in its first shard."""
+    """Return an index with a change in its first shard."""
     path = folder / "index.json"
     index = json.loads(path.read_text())
     change(index["shards"][0])

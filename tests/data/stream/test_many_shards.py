@@ -1,4 +1,4 @@
-"""Costs of a dataset with very many shards: bytes per shard, and who reads the index."""
+"""Costs of a dataset with very many shards: bytes per shard, and the processes that read the index."""
 
 import json
 import pickle

@@ -155,7 +155,7 @@ def test_waiter_on_a_removed_lock_file_locks_the_new_file(cache):
     with cache.index_lock():
         waiting = threading.Thread(target=lambda: made(cache, B, 40))
         waiting.start()
-        while cache.folder.exists():  # whoever waits may just put its lock there
+        while cache.folder.exists():  # a waiting thread may just put its lock there
             shutil.rmtree(cache.folder, ignore_errors=True)
     with cache.index_lock():
         waiting.join(0.2)

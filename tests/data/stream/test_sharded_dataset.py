@@ -175,7 +175,7 @@ def test_format_option_selects_one_of_several_formats(tmp_path, opened):
 
 
 def broken(folder, what):
-    """The dataset with something wrong in its second shard, which is returned."""
+    """Return the second shard of the dataset, and damage it."""
     index = json.loads((folder / "index.json").read_text())
     shard = index["shards"][1]
     path = folder / (shard["zip_data"] or shard["raw_data"])["basename"]
@@ -437,7 +437,7 @@ def test_dataset_is_freed_with_its_last_reference(folder):
     dataset = ShardedDataset(folder)
     dataset[0]
     seen = weakref.ref(dataset)
-    gc.disable()  # which runs in any thread, also in one that fetches, and that cannot wait for itself
+    gc.disable()  # it runs in any thread, also in a fetching thread, which cannot wait for itself
     try:
         del dataset
         assert seen() is None

@@ -255,7 +255,7 @@ def test_error_of_the_samples_propagates_and_leaves_no_shard(tmp_path: Path) -> 
         assert sorted(path.name for path in tmp_path.iterdir()) == [
             "_unfinished",
             "shard.00000.mds",
-        ]  # a full one is written at once
+        ]  # a full shard is written at once
         raise BrokenError
 
     with pytest.raises(BrokenError):

@@ -49,7 +49,7 @@ def test_deadline_follows_the_last_progress_of_any_rank(pulses, ended, deadline)
         watch.record(one)
     for rank in ended:
         watch.record_exit(rank, 35.0)
-        watch.record_exit(rank, 99.0)  # told again
+        watch.record_exit(rank, 99.0)  # recorded twice
     assert watch.deadline() == deadline
     assert watch.is_hung(deadline - 0.1 if deadline else 1e9) is False
     assert watch.is_hung(deadline if deadline else 1e9) is (deadline is not None)

@@ -19,7 +19,7 @@ def test_cpu_trace_counts_operations_as_compute_and_gaps_as_idle():
         op("aten::linear", 10, 50),
         op("aten::mm", 20, 45),
         op("aten::add", 60, 70),
-        op("aten::late", 95, 130),  # after the step it is nobody's
+        op("aten::late", 95, 130),  # after the step it belongs to no step
     )
     assert (shares.steps, shares.seconds, shares.on_device) == (1, pytest.approx(100 * US), False)
     assert shares.compute == pytest.approx(55 * US)

@@ -49,7 +49,7 @@ def share(rank: int = 0, *, on_device: bool = False, **seconds: float) -> Kernel
         (check_stragglers, [share(compute=0.5), share(1, compute=0.5), share(2, compute=0.7)], (2, 1.4)),
         (check_stragglers, [share(compute=0.5), share(1, compute=0.6)], None),
         (check_stragglers, [share(compute=0.5)], None),
-        (check_stragglers, [share(compute=0.02), share(1, compute=0.06)], None),  # nobody waits long for it
+        (check_stragglers, [share(compute=0.02), share(1, compute=0.06)], None),  # no rank waits long for it
         (check_stragglers, [share(compute=0.0), share(1, compute=0.0)], None),
     ],
 )

@@ -11,7 +11,7 @@ def generator(seed: int = 0) -> torch.Generator:
 
 
 def zeros_and_ones(height: int = 4, width: int = 6) -> dict[str, torch.Tensor]:
-    """One image of zeros, label 0, and one of ones, label 1."""
+    """One image of zeros, label 0, and one image of ones, label 1."""
     return {"x": torch.arange(2.0).reshape(2, 1, 1, 1).expand(2, 3, height, width), "y": torch.tensor([0, 1])}
 
 
@@ -71,7 +71,7 @@ def test_cutmix_batch_areas_are_uniform_before_clipping():
     ("place", "expected"),
     [
         ("center", [2.0, 3.0, 3.0, 3.0, 2.0]),  # of five centres, each pixel is within one of so many
-        ("even", [15 / 7] * 5),  # of seven places that show anything, three cover each pixel
+        ("even", [15 / 7] * 5),  # of seven places that hide a pixel, three cover each pixel
         ("inside", [5 / 3, 10 / 3, 5.0, 10 / 3, 5 / 3]),
     ],
 )

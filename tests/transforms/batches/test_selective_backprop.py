@@ -1,4 +1,4 @@
-"""Selective backprop: who is drawn, with which chance, and that ranks run as many forwards."""
+"""Selective backprop: the chosen samples, their chances, and equal numbers of forwards on all ranks."""
 
 import math
 
@@ -45,7 +45,7 @@ def seen_by(calls):
     return loss
 
 
-# ---- who is drawn -----------------------------------------------------------------------------------------------------------
+# ---- the chosen samples -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

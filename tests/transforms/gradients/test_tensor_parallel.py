@@ -26,7 +26,7 @@ METHODS = {
 
 
 def differences(plan: str, strategy: str) -> dict[str, float]:
-    """By method, how far a model cut over ranks ends from a whole one with the same parameters and gradients."""
+    """Return by method the distance of a model cut over ranks from a whole model with the same parameters and gradients."""
     net = shard_model(make(), build_mesh(**degrees(strategy, 2)), strategy=strategy, blocks=(Block,), tp_plan=PLANS[plan]())
     state = init_state(net, torch.optim.SGD(net.parameters(), lr=0.1))
     state, _ = microbatch_step(state, share(state.spec.data_rank, state.spec.data_ranks), loss_fn=loss_fn)

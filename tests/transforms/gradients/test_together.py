@@ -19,7 +19,7 @@ LOSS = dt.mean_loss(lambda model, x: model(x).square().mean(), weight=len)
 
 
 def transforms() -> list[dt.Transform]:
-    chosen = selective_backprop(lambda model, x: model(x).square().mean(dim=1), 0.99)  # draws, and leaves out nobody
+    chosen = selective_backprop(lambda model, x: model(x).square().mean(dim=1), 0.99)  # draws, and leaves out no sample
     clips = [centralize_gradients(), adaptive_clip(0.2), clip_by_value(0.2), dt.transforms.clip_by_norm(0.5)]
     return [nonfinite(), noise_scale(every=2), sam(0.3), chosen, *clips]
 

@@ -106,7 +106,7 @@ def test_scale_lr_accepts_a_number_or_a_schedule():
 @pytest.mark.parametrize(
     ("schedule", "warned"),
     [
-        (dt.schedules.linear(1.0, 0.0, 4), [5]),  # over at 4, and the second step without a rate is the one that tells
+        (dt.schedules.linear(1.0, 0.0, 4), [5]),  # over at 4, and the second step without a rate warns
         (dt.schedules.cosine(1.0, 0.1, 4), []),
         (dt.schedules.with_unit("sp", dt.schedules.linear(1.0, 0.0, 8)), [5]),
         (lambda t: float(t > 2), []),  # not begun yet

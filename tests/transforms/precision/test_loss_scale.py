@@ -1,4 +1,4 @@
-"""Loss scaling: the numbers of torch's GradScaler, one decision on all ranks, and gradients that nobody sees scaled."""
+"""Loss scaling: the numbers of torch's GradScaler, one decision on all ranks, and unscaled gradients for other transforms."""
 
 from __future__ import annotations
 
@@ -246,7 +246,7 @@ def test_overflow_skips_the_transforms_listed_after_loss_scale(first, average):
 
 
 class Gained(nn.Module):
-    """A scalar parameter, which stays whole, beside those that are cut."""
+    """A scalar parameter, which stays whole, beside cut parameters."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -169,7 +169,7 @@ def test_low_precision_parameters_are_widened_one_at_a_time():
         update_ema_(averages, params, 0.75)
     assert [average.tolist() for average in averages.values()] == [[0.25] * 4] * 3
     assert len(alive) == 3
-    assert max(alive) <= 2  # that of the one before goes when the next one is there
+    assert max(alive) <= 2  # the storage of the last average goes when the next is there
 
 
 def test_ema_of_complex_numbers():

@@ -475,7 +475,7 @@ def ended() -> list[Any]:
 
 def test_between_delays_rounds_and_replicas_differ_until_joined(ranks):
     (marks, one), (_, other) = ranks(2).run(ended)
-    assert marks == [False, False, False, True, True, True, True]  # steps 3 to 5 begin a round that nobody ends
+    assert marks == [False, False, False, True, True, True, True]  # steps 3 to 5 begin a round that does not end
     assert one == other
 
 

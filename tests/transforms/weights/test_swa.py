@@ -125,7 +125,7 @@ def test_end_may_equal_the_run_length():
 
 @pytest.mark.parametrize(("around", "weights"), [(True, (4.0 + 3.5 + 3.0) / 3), (False, (3.5 + 3.0) / 2)])
 def test_first_averaged_weights_wait_for_an_unskipped_step(around, weights):
-    """The step that comes to the start is skipped by a loss scale, around which or inside of which the average is."""
+    """A loss scale skips the step that begins the average; the average is inside or outside of the loss scale."""
     transforms = [swa(start=1, end=9, every=1, load_average=False), dt.transforms.loss_scale(2.0)]
     step, state = begin(*(transforms if around else transforms[::-1]))
     state, _ = step(state, BATCH * math.inf)

@@ -213,7 +213,7 @@ def test_arrays_are_writable_and_do_not_keep_the_file_open(tmp_path: Path) -> No
     array = shard[0]["x"]
     array += 1
     shard.close()
-    source.data.release()  # BufferError if anything still looks at it
+    source.data.release()  # BufferError if a view of it is alive
     assert array.tolist() == [1, 2, 3, 4]
 
 
