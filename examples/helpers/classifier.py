@@ -1,4 +1,4 @@
-"""A text classifier of the transformers library: a new one of a size for a laptop, or one whose weights are somewhere.
+"""A text classifier of the transformers library: a new model of a size for a laptop, or a model with stored weights.
 
 The weights of a folder go straight into shards: a rank reads the bytes of its own part only, and builds no whole model.
 """
@@ -19,7 +19,7 @@ import dtrain as dt
 from helpers.docstrings import build_tokenizer
 
 Layer = GradientCheckpointingLayer  # the base of every layer of an encoder in transformers
-SIZES = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 2}  # of a new one
+SIZES = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 2}  # of a new model
 
 _WANTED = ("*.safetensors", "*.json", "*.txt", "*.model")  # of a repository of the hub; the same weights come in other formats
 _VOCABULARIES = ("tokenizer.json", "vocab.txt", "vocab.json", "spiece.model", "sentencepiece.bpe.model", "tokenizer.model")
@@ -32,7 +32,7 @@ def folder_of(name: str | None) -> Path | None:
     Collective: as ``local_rank_zero_first``.
 
     Raises:
-        SystemExit: there is neither; in one line.
+        SystemExit: no such folder, and no such model on the hub; in one line.
     """
     if name is None or Path(name).is_dir():
         return None if name is None else Path(name)
@@ -99,9 +99,9 @@ def load_into_(model: nn.Module, folder: Path | None, config: Any) -> dt.checkpo
 
 
 def on_meta(config: Any) -> nn.Module:
-    """A classifier without storage yet, with torch's fused norms in the place of any that are written out.
+    """Build a classifier without storage, with torch's fused norms in the place of hand-written norms.
 
-    Most models have torch's own already. That there is nothing to replace is the warning that is passed over.
+    Most models use torch's norms already; the warning that no norm was replaced is ignored.
     """
     with torch.device("meta"):
         model = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)

@@ -28,7 +28,7 @@ def write_grid(file: Path, pictures: Tensor, *, columns: int, like: Tensor, zoom
 
 
 def likeness(pictures: Tensor, label: Tensor, train: TensorDict) -> tuple[float, float]:
-    """Return the share of pictures whose nearest neighbour in ``known`` has their class, and the distance: RMS over all pixels.
+    """Return the share of pictures whose nearest neighbour in ``train`` has their class, and the distance: RMS over all pixels.
 
     The pictures of a model that only memorized have a distance far below that of held-out pictures.
     """

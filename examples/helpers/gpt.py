@@ -145,7 +145,7 @@ class GPT(nn.Module):
         self.head = Linear(config.dim, config.vocab)
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        """Logits ``[batch, seq, vocab]`` of the byte after each position of ``input_ids`` (int64 ``[batch, seq]``).
+        """Return logits ``[batch, seq, vocab]`` of the byte after each position of ``input_ids`` (int64 ``[batch, seq]``).
 
         Raises:
             ValueError: ``seq`` is above ``max_seq``.
@@ -165,7 +165,7 @@ def residual_gain(config: GPTConfig) -> float:
 
 @torch.no_grad()  # not inference_mode: a sharded model's parameters must stay usable for training afterwards
 def generate(model: GPT, prompt: bytes, *, max_new: int, temperature: float, seed: int, device: torch.device | str) -> bytes:
-    """The ``max_new`` bytes that the model writes after ``prompt`` (which is not repeated).
+    """Return the ``max_new`` bytes that the model writes after ``prompt``, without the prompt.
 
     Every byte is one forward pass over the last ``max_seq`` bytes. How many passes there are, and their shapes, depends
     on the arguments only; so the ranks of a sharded model, whose forward passes are collective, stay in lockstep.

@@ -40,16 +40,16 @@ class Labelled:
         )
 
     def majority(self, train: "Labelled") -> float:
-        """The accuracy of one answer for every text: the class that ``train`` has most often."""
+        """Return the accuracy of a constant answer: the most frequent class of ``train``."""
         (most, _), *_ = Counter(train.labels).most_common(1)
         return sum(label == most for label in self.labels) / len(self.labels)
 
 
 def read_table(path: Path) -> Labelled:
-    """The rows of a file.
+    """Read the rows of a file.
 
     Raises:
-        SystemExit: a file that is not there, of another kind, without the columns, with a row that lacks text or label, or
+        SystemExit: a file that is missing, of another kind, without the columns, with a row that lacks text or label, or
             with fewer than two classes or too few rows to hold any out; in one line.
     """
     readers = {".csv": _csv, ".jsonl": _jsonl, ".parquet": _parquet}
@@ -75,7 +75,7 @@ def _whole(label: str) -> bool:
 
 
 def _checked(path: Path, number: int, row: dict[str, Any]) -> tuple[str, str]:
-    """The text and label of row ``at``, counted from 1."""
+    """Return the text and label of row ``number``, counted from 1."""
     absent = [name for name in COLUMNS if name not in row]
     if absent:
         has = ", ".join(map(str, row)) or "none"

@@ -42,17 +42,17 @@ class Folder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pictures:
-    """Two datasets of ``{"x": float [channels, height, width], "y": class}``."""
+    """Training and held-out datasets of ``{"x": float [channels, height, width], "y": class}``."""
 
     train: TensorDict | Folder
     held_out: TensorDict | Folder
     channels: int
     classes: int
-    most_frequent: float  # share of the class that most held-out pictures have
+    most_frequent: float  # share of the most frequent class of held-out pictures
 
 
 def read_digits() -> Pictures:
-    """1,797 handwritten digits of 8x8 pixels, every fifth of them held out."""
+    """Read 1,797 handwritten digits of 8x8 pixels, every fifth of them held out."""
     from sklearn.datasets import load_digits
 
     digits = load_digits()
@@ -64,7 +64,7 @@ def read_digits() -> Pictures:
 
 
 def read_folder(root: Path, size: int) -> Pictures:
-    """``root/train/<class>/`` and ``root/val/<class>/``, as ImageNet is laid out."""
+    """Read ``root/train/<class>/`` and ``root/val/<class>/``, the layout of ImageNet."""
     classes = sorted(path.name for path in (root / "train").iterdir() if path.is_dir())
     train, held_out = (Folder(root / split, classes, size) for split in ("train", "val"))
     share = _most_frequent([label for _, label in held_out.files])
@@ -76,7 +76,7 @@ def _most_frequent(labels: list[int]) -> float:
 
 
 def shifted(sample: TensorDict | dict[str, Tensor], generator: torch.Generator) -> TensorDict | dict[str, Tensor]:
-    """The sample moved by up to an eighth of its side, and filled with its edge: for ``build_loader(transform=...)``."""
+    """Shift the sample by up to an eighth of its side, and fill it with its edge: for ``build_loader(transform=...)``."""
     x = sample["x"]
     most = max(x.shape[-1] // 8, 1)
     down, right = torch.randint(2 * most + 1, (2,), generator=generator).tolist()

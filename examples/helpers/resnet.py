@@ -30,7 +30,7 @@ def conv(inputs: int, outputs: int, size: int, stride: int = 1) -> nn.Sequential
 
 
 class Block(nn.Module):
-    """Two 3x3 convolutions, or, where the output is wider, one between two 1x1, beside a shortcut."""
+    """Two 3x3 convolutions, or a 3x3 between two 1x1 convolutions where the output is wider, beside a shortcut."""
 
     def __init__(self, inputs: int, width: int, expansion: int, stride: int) -> None:
         super().__init__()

@@ -28,11 +28,11 @@ RUNS = 64
 
 
 def stdlib_files() -> list[Path]:
-    """Every ``*.py`` of the running interpreter's standard library, sorted by its path below the library's root."""
+    """Return every ``*.py`` of the running interpreter's standard library, sorted by its path below the library's root."""
     root = Path(sysconfig.get_path("stdlib"))
     paths = []
     for folder, below, names in os.walk(root):
-        below[:] = [name for name in below if name not in NOT_STDLIB]  # os.walk goes where this list says
+        below[:] = [name for name in below if name not in NOT_STDLIB]  # os.walk descends into the folders of this list
         paths += [Path(folder, name) for name in names if name.endswith(".py")]
     return sorted((path for path in paths if path.is_file()), key=lambda path: path.relative_to(root).as_posix())
 
@@ -44,7 +44,7 @@ def read_text(pattern: str | None = None) -> Tensor:
         pattern: a glob in which ``**`` crosses folders; its files are taken in sorted order. None: ``stdlib_files()``.
 
     Raises:
-        ValueError: no file matches, or all that do are empty.
+        ValueError: no file matches, or all matching files are empty.
     """
     if pattern is None:
         paths = stdlib_files()
@@ -92,7 +92,7 @@ class ByteWindows(Dataset[Sample]):
 
 
 def cut_windows(text: Tensor, seq: int) -> Tensor:
-    """The text (uint8 ``[bytes]``) in order, in rows of ``seq + 1`` bytes: uint8 ``[count, seq + 1]``, a view.
+    """Cut the text (uint8 ``[bytes]``), in order, into rows of ``seq + 1`` bytes: uint8 ``[count, seq + 1]``, a view.
 
     No byte is in two rows: no row has a label of another row as input. The price is that a row's
     first byte is never predicted, one in ``seq + 1``. A remainder that does not fill a row is left out.
@@ -102,7 +102,7 @@ def cut_windows(text: Tensor, seq: int) -> Tensor:
 
 
 def train_and_held_out(text: Tensor, seq: int, held_out_windows: int) -> tuple[ByteWindows, ByteWindows]:
-    """Windows to train on, and ``held_out_windows`` windows that share no byte with them, labels included.
+    """Return windows to train on, and ``held_out_windows`` windows that share no byte with them, labels included.
 
     The held-out windows are runs of neighbours, spread evenly over the text, so that both parts are the same mixture.
     Depends on nothing but the arguments.
@@ -136,7 +136,7 @@ def train_and_held_out(text: Tensor, seq: int, held_out_windows: int) -> tuple[B
 
 
 def next_byte_batch(samples: Sequence[Mapping[str, Any]]) -> Sample:
-    """Windows that were read from shards as a batch like those of ``ByteWindows``: int64 ``[batch, seq]`` each.
+    """Return windows that were read from shards as a batch like those of ``ByteWindows``: int64 ``[batch, seq]`` each.
 
     Args:
         samples: mappings with ``tokens``, numpy ``[seq + 1]``, as ``dtrain data write --tokenizer bytes --concat`` makes them.
@@ -146,7 +146,7 @@ def next_byte_batch(samples: Sequence[Mapping[str, Any]]) -> Sample:
 
 
 def unigram_entropy(data: Any) -> float:
-    """Entropy of single bytes in nats, ``-sum_b p_b ln p_b``: the lowest mean loss of a guess that ignores the context.
+    """Return the entropy of bytes in nats, ``-sum_b p_b ln p_b``: the lowest mean loss of a guess that ignores the context.
 
     Args:
         data: ``ByteWindows``, or a dataset of samples for ``next_byte_batch``, whose labels are counted; or uint8 of any shape,

@@ -172,7 +172,7 @@ def _not_plain(tree: Any, state: dt.TrainState, path: str) -> list[str]:
 
 
 def check_exception_changes_nothing(name: str, where: str, number: int) -> None:
-    """Step ``at`` that fails inside leaves the run as it was; tried again, it is the step that never failed."""
+    """Require that step ``number``, failing inside, leaves the run as it was, and that a retry equals an undisturbed step."""
     *_, allowed = _failed([], where, number, row(name).task)
     run, state, before, after = _failed([make(name)], where, number, row(name).task)
     # The model's own forwards, as far as they came, have drawn random numbers and counted in buffers, unless all is taken back.
@@ -189,7 +189,7 @@ def check_exception_changes_nothing(name: str, where: str, number: int) -> None:
 
 
 def _failed(transforms: list[dt.Transform], where: str, number: int, task: str) -> tuple[Run, dt.TrainState, dict, dict]:
-    """A run whose step ``at`` failed, with snapshots of before and after."""
+    """Return a run whose step ``number`` failed, with snapshots of before and after."""
     fault = Fault(where, task)
     run, state = begin(transforms, task=task, **fault.parts())
     state, _ = train(run, state, number)

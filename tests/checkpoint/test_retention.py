@@ -220,7 +220,7 @@ def test_prune_ignores_step_with_corrupt_manifest(tmp_path, fill):
 
 
 def pruned_by_a_child(root: Path, operation: int) -> int:
-    """The exit code of a process that prunes, and dies in its ``at``-th file operation."""
+    """Return the exit code of a process that prunes, and dies in file operation number ``operation``."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of forks of processes with threads
         child = os.fork()

@@ -124,7 +124,7 @@ class Pair:
             )
 
     def calls(self, where: str) -> int:
-        """Return the number of times that a step reaches ``at``."""
+        """Return the number of times that a step reaches ``where``."""
         self.begin_large()
         with inject_fault("delay", at=where, call=None, seconds=0) as point:
             self.state, _ = self.auto(self.state, torch.zeros(SAMPLES, 6))

@@ -27,7 +27,7 @@ def begin(transforms=()):
 
 
 def told(rank, now, when=AT, number=signal.SIGTERM):
-    """The last rank gets the signal before step ``at``."""
+    """Signal the last rank before step ``when``."""
     if rank == dt.init_dist().world_size - 1 and now == when:
         os.kill(os.getpid(), number)
 
