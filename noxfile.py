@@ -1,4 +1,4 @@
-"""Sessions: ``nox -l`` lists them. Each installs what it needs into an environment of its own."""
+"""Sessions: ``nox -l`` lists them. Each installs its packages into an environment of its own."""
 
 import shutil
 from pathlib import Path
@@ -21,7 +21,7 @@ def install(session: nox.Session, *packages: str) -> None:
 
 
 def install_to_test(session: nox.Session) -> None:
-    """What tests need. MosaicML's reader, ours is held against, without its needs: they would change the versions of ours."""
+    """Packages for the tests. MosaicML's reader, our reference, comes without its own needs: they would change our versions."""
     install(session, "-e", ".[test]")
     install(session, "--no-deps", "mosaicml-streaming")
 
@@ -35,7 +35,7 @@ def tests(session: nox.Session) -> None:
 
 @nox.session
 def full(session: nox.Session) -> None:
-    """All tests, also those that take too long for every change."""
+    """Run all tests, also those that take too long for every change."""
     install_to_test(session)
     session.run("pytest", *SIDE_BY_SIDE, "--slow", *session.posargs, env={**ONE_THREAD, "TEST_MOMENTS": "100"})
 
@@ -57,7 +57,7 @@ def types(session: nox.Session) -> None:
 
 @nox.session
 def docs(session: nox.Session) -> None:
-    """The site, strictly, in build/site; then its links, its entries, and what a browser shows of it. Needs no torch."""
+    """Build the site strictly in build/site; then check its links, its entries, and its pages in a browser. Needs no torch."""
     needs = nox.project.load_toml("pyproject.toml")["project"]["optional-dependencies"]["docs"]
     # The docstrings are read, not imported, and the command line needs no torch. ruff sets the signatures.
     install(session, *needs, "typer", "msgspec", "ruff", "pytest")
@@ -98,7 +98,7 @@ def package(session: nox.Session) -> None:
 
 @nox.session
 def ways_in(session: nox.Session) -> None:
-    """Scripts of other libraries that the pages show, and their names. Composer is only read: it wants another torch."""
+    """Scripts of other libraries that the pages show, and their names. Composer is only read: it needs another torch."""
     install_to_test(session)
     install(session, "accelerate==1.15.0", "deepspeed==0.19.8", "lightning==2.6.6")
     session.install("--no-deps", "mosaicml==0.32.1")

@@ -114,9 +114,9 @@ def train(recipe: Recipe, epochs: int, seed: int) -> tuple[float, float, float]:
         state, _ = step(state, batch)
     used = time.process_time() - begun
     recipe.finish(state, loader)
-    quiz = dt.build_loader(pictures.held_out, global_batch_size=256, seed=0, shuffle=False)
-    found = dt.reduce_metrics(dt.evaluate(model, quiz, eval_loss_fn))
-    return found["accuracy"], found["loss"], used
+    test_loader = dt.build_loader(pictures.held_out, global_batch_size=256, seed=0, shuffle=False)
+    scores = dt.reduce_metrics(dt.evaluate(model, test_loader, eval_loss_fn))
+    return scores["accuracy"], scores["loss"], used
 
 
 def shown(values: Sequence[float], digits: int) -> str:

@@ -1,4 +1,4 @@
-"""Measure this checkout against another one: each part of a loop on 1 to 8 ranks, in processor and wall time.
+"""Measure this checkout against another checkout: each part of a loop on 1 to 8 ranks, in processor and wall time.
 
     python benchmarks/against.py                         # this checkout against itself: the A/A band
     python benchmarks/against.py /path/to/src            # against the folder src of another checkout
@@ -110,10 +110,10 @@ def run_ranks_here(ranks: int, steps: int) -> Seconds:
         ]
         for process in processes:
             process.start()
-        found = [results.get(timeout=TIMEOUT_S) for _ in processes]
+        by_rank = [results.get(timeout=TIMEOUT_S) for _ in processes]
         for process in processes:
             process.join(TIMEOUT_S)
-    return {name: fmean(each[name] for each in found) for name in found[0]}
+    return {name: fmean(seconds[name] for seconds in by_rank) for name in by_rank[0]}
 
 
 def seconds_of(source: Path, ranks: int, steps: int) -> Seconds:
@@ -130,8 +130,8 @@ def measure(own: Path, other: Path, *, ranks: int, rounds: int, steps: int) -> N
         "own": lambda: seconds_of(own, ranks, steps),
         "other": lambda: seconds_of(other, ranks, steps),
     }
-    for name, found in timed_rounds(candidates, operator.call, rounds=rounds).items():
-        compared = compare(found["own"], found["other"])
+    for name, timings in timed_rounds(candidates, operator.call, rounds=rounds).items():
+        compared = compare(timings["own"], timings["other"])
         what = f"{ranks} ranks, {name}: {compared.a_s * 1e3:.3f} ms, the other {compared.b_s * 1e3:.3f} ms"
         print(verdict_line(what, compared.ratio, at_most=AT_MOST), flush=True)
 

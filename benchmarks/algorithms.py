@@ -206,7 +206,7 @@ def transforms_of(case: Case) -> list[dt.Transform]:
 
 
 def check_same(name: str, case: Case, given: list[Batch]) -> None:
-    """Stop here if both sides do not come to the same parameters in float64: then they did different arithmetic."""
+    """Stop here if both sides do not reach the same parameters in float64: then they did different arithmetic."""
     sides = [Composed(model_of(case.kind).double(), transforms_of(case)), METHODS[name](model_of(case.kind).double())]
     for batch in (given * STEPS)[:STEPS]:
         wide = {key: value.double() if value.is_floating_point() else value for key, value in batch.items()}
@@ -254,9 +254,9 @@ def averages(rounds: int) -> None:
         runs["composer"] = lambda: compute_ema(model, other, smoothing=0.99)
     seen = interleaved(runs, rounds=rounds, warmup=5, clocks={"cpu": CPU})["cpu"]
     for name in [name for name in runs if name != "dtrain"]:
-        found = compare(seen["dtrain"], seen[name])
-        print(f"EMA of 500 tensors, dtrain against {name}: {found}")
-        print(verdict_line(f"EMA of 500 tensors, against {name}", found.ratio, at_most=1.0))
+        comparison = compare(seen["dtrain"], seen[name])
+        print(f"EMA of 500 tensors, dtrain against {name}: {comparison}")
+        print(verdict_line(f"EMA of 500 tensors, against {name}", comparison.ratio, at_most=1.0))
     if "composer" not in runs:
         print("EMA of 500 tensors, against composer: not installed")
 
@@ -291,9 +291,9 @@ def main() -> None:
         if name == "averages":
             averages(rounds)
             continue
-        found = of_transform(name, rounds) if name in TRANSFORMS else of_surgery(name, rounds)
-        print(f"{name}: {found}", flush=True)
-        ratio = found.ratio
+        comparison = of_transform(name, rounds) if name in TRANSFORMS else of_surgery(name, rounds)
+        print(f"{name}: {comparison}", flush=True)
+        ratio = comparison.ratio
         costs[name] = {
             key: round(value, 3) for key, value in (("ratio", ratio.value), ("low", ratio.low), ("high", ratio.high))
         }

@@ -104,7 +104,7 @@ class CentralizeGradients(Hand):
 
 
 class NoiseScale(Hand):
-    """Every second step the gradients of both halves, of which the whole one is the mean."""
+    """Compute, every second step, the gradients of both halves, whose mean is the gradient of the whole batch."""
 
     def begin(self) -> None:
         self.noise, self.signal = torch.zeros(()), torch.zeros(())

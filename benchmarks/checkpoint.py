@@ -56,7 +56,7 @@ def speed(
 
 
 def memory_of_loads(size: int, root: str, rounds: int) -> None:
-    """Resident memory of loading what 2 ranks saved on another number of ranks, each time in new processes."""
+    """Measure the resident memory of a load of 2 ranks' checkpoint on another number of ranks, each time in new processes."""
     ways = ("dtrain", "DCP")
     run_ranks(leave, WORLD, "large", size, root, list(ways), timeout_s=TIMEOUT_S)
     rows = []
@@ -89,10 +89,10 @@ def on_cuda(size: int, root: str) -> None:
         print("Not run here: there is no GPU.\n")
         return
     with dt.init_dist():
-        found = dip(size, root, "cuda", 50)
-    lost = 1 - found["during"] / found["before"]
-    rate = f"{found['before']:.0f} | {found['during']:.0f} | {lost:.1%}"
-    row = f"| {found['held_s'] * 1e3:.1f} ms | {found['window_s']:.2f} s | {rate} |"
+        measured = dip(size, root, "cuda", 50)
+    lost = 1 - measured["during"] / measured["before"]
+    rate = f"{measured['before']:.0f} | {measured['during']:.0f} | {lost:.1%}"
+    row = f"| {measured['held_s'] * 1e3:.1f} ms | {measured['window_s']:.2f} s | {rate} |"
     table("training held | save, to the end | tokens (rows) a second before | meanwhile | dip", [row])
 
 
@@ -119,10 +119,10 @@ def main() -> None:
     parser.add_argument("--only", choices=PARTS, help="one part")
     given = parser.parse_args()
     print(f"{machine()}\n{place(given.root)}\n", flush=True)
-    for name, part in PARTS.items():
+    for name, measure in PARTS.items():
         if given.only in (None, name):
             with tempfile.TemporaryDirectory(dir=given.root) as folder:
-                part(given, folder)
+                measure(given, folder)
 
 
 PARTS: Mapping[str, Callable[[Any, str], None]] = {

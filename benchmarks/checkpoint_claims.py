@@ -16,7 +16,7 @@ class Claim:
     """Claim that a moment of one way comes within a multiple of the moment of another way.
 
     Args:
-        what: the claim in words.
+        what: text of the claim.
         of: way and moment.
         against: way and moment.
         at_most: the ratio that is promised; None where none is.
@@ -58,8 +58,8 @@ def judged(figure: Figure, at_most: float | None) -> str:
     """``met``, ``missed by`` how much, or ``not resolved``; nothing where nothing was promised."""
     if at_most is None:
         return ""
-    found = verdict(figure, at_most=at_most)
-    return f"**missed by {figure.value / at_most - 1:.0%}**" if found == "not met" else found
+    judgement = verdict(figure, at_most=at_most)
+    return f"**missed by {figure.value / at_most - 1:.0%}**" if judgement == "not met" else judgement
 
 
 def claim_row(claim: Claim, timings: Timings) -> str | None:
@@ -68,10 +68,10 @@ def claim_row(claim: Claim, timings: Timings) -> str | None:
         a, b = (timings[way][moment] for way, moment in (claim.of, claim.against))
     except KeyError:
         return None
-    found = compare(a, b)
-    ratio, target = found.ratio, "" if claim.at_most is None else f"{claim.at_most:.3g}"
+    comparison = compare(a, b)
+    ratio, target = comparison.ratio, "" if claim.at_most is None else f"{claim.at_most:.3g}"
     band = f"{ratio.low:.3f} to {ratio.high:.3f}"
-    times = f"{seconds(found.a_s)} / {seconds(found.b_s)}"
+    times = f"{seconds(comparison.a_s)} / {seconds(comparison.b_s)}"
     return f"| {claim.what} | {times} | {ratio.value:.3f} | {band} | {target} | {judged(ratio, claim.at_most)} |"
 
 

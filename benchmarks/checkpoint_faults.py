@@ -1,12 +1,12 @@
-"""The full set of faults that checkpoints are held to, of which the tests make a quick one. Can be interrupted and continued.
+"""The full set of checkpoint faults, of which the tests run a quick selection. Can be interrupted and continued.
 
     python benchmarks/checkpoint_faults.py --out faults.json                      # everything: hours
     python benchmarks/checkpoint_faults.py --out faults.json --row kills --count 200
     python benchmarks/checkpoint_faults.py --out faults.json --show               # the table of the results so far
 
-The file holds seed, counts, dates, machine and outcomes, and where each row is to go on: the same command continues. Prints a
-table in Markdown, and exits with 1 when anything came that must not. Where nothing did in N faults, it comes in less than 3/N
-of them, with 95% confidence.
+The file holds seed, counts, dates, machine and outcomes, and the next draw of each row: the same command continues. Prints a
+table in Markdown, and exits with 1 after a forbidden outcome. Where N faults had none, its rate is below 3/N with 95%
+confidence.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def _enough(progress: Progress, wanted: int | None, last: int | None) -> bool:
 
 
 def _drawn(row: Row, seed: int, k: int, ask: Asked) -> list[Outcome]:
-    """The outcomes of a draw; one that could not be made is one that went wrong."""
+    """Return the outcomes of a draw; a draw that fails counts as a wrong outcome."""
     try:
         return [Outcome(**outcome) for outcome in ask(row.draw, seed, k)]
     except (RuntimeError, OSError, EOFError) as error:
@@ -229,7 +229,7 @@ def run(path: Path, report: Report, names: Mapping[str, Row], count: int | None)
 
 
 def main() -> None:
-    """Go on where the file ends, and print the table."""
+    """Continue where the file ends, and print the table."""
     parser = argparse.ArgumentParser(description="The full set of faults for checkpoints.")
     parser.add_argument("--out", type=Path, required=True, help="file of results; a run continues it")
     parser.add_argument("--row", action="append", choices=list(ROWS), help="may be repeated; all rows without it")

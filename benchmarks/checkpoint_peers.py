@@ -1,8 +1,8 @@
 """Ways to save and load a training state on the ranks of a job: dtrain's, DCP's, ``torch.save``, and bare copies and writes.
 
-Each way says in which moments it is to be judged: ``held`` is when the training thread may change parameters again, ``done``
+Each way lists the moments in which it is compared: ``held`` is when the training thread may change parameters again, ``done``
 is when the bytes are durable (of a save) or in place (of a load). Objects that a peer can prepare once per run, its tree of
-tensors, it may prepare beforehand. Nobody's figures profit from unfinished work: all that is written is flushed to the disk.
+tensors, it may prepare beforehand. No figure profits from unfinished work: all written bytes are flushed to the disk.
 """
 
 from __future__ import annotations
@@ -68,11 +68,11 @@ class Run:
 
     def shards(self) -> dict[str, Tensor]:
         """Return this rank's parameters and optimizer state as plain tensors that share memory with them."""
-        found = {f"params/{name}": param.detach() for name, param in self.state.params.items()}
+        tensors = {f"params/{name}": param.detach() for name, param in self.state.params.items()}
         for name, param in self.state.params.items():
             content = self.state.optimizer.state.get(param, {})  # asking with [] would put an empty one there
-            found |= {f"optimizer/{name}/{key}": value for key, value in content.items()}
-        return {key: to_local(tensor) for key, tensor in found.items()}
+            tensors |= {f"optimizer/{name}/{key}": value for key, value in content.items()}
+        return {key: to_local(tensor) for key, tensor in tensors.items()}
 
     def once(self, name: str, make: Callable[[], Any]) -> Any:
         """Return the result of the first call of ``make``."""
@@ -126,7 +126,7 @@ def _bytes(tensor: Tensor) -> memoryview:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Way:
-    """A way to save and, if there is one, to load again.
+    """A way to save and, if the way supports it, to load again.
 
     Args:
         save: writes the run below a folder, which is new for every call unless ``one_root``.
@@ -203,7 +203,7 @@ def _dcp(run: Run, folder: Path) -> Moments:
 
 
 def _dcp_async(run: Run, folder: Path, stager: DefaultStager | None = None) -> Moments:
-    """Save with DCP's async save. With its default stager the call returns when all is staged; with another, a future tells."""
+    """Save with DCP's async save. With its default stager the call returns when all is staged; else a future resolves then."""
     tree = _tree(run)
     group = run.once("group", lambda: dist.new_group(backend="gloo"))  # its thread uses it alone
     with _quietly():
@@ -262,8 +262,8 @@ def _flat(run: Run) -> tuple[memoryview, memoryview]:
     def make() -> tuple[memoryview, memoryview]:
         buffers = [memoryview(mmap.mmap(-1, run.nbytes)) for _ in range(2)]
         noise = np.random.default_rng(dist.get_rank())
-        for at in range(0, run.nbytes, PIECE_BYTES):
-            buffers[0][at : at + PIECE_BYTES] = noise.bytes(min(PIECE_BYTES, run.nbytes - at))
+        for offset in range(0, run.nbytes, PIECE_BYTES):
+            buffers[0][offset : offset + PIECE_BYTES] = noise.bytes(min(PIECE_BYTES, run.nbytes - offset))
         return buffers[0], buffers[1]
 
     made: tuple[memoryview, memoryview] = run.once("flat", make)
@@ -275,8 +275,8 @@ def _write(path: Path, data: memoryview, *, direct: bool = False) -> None:
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | (os.O_DIRECT if direct else 0), 0o644)
     try:
         whole = len(data) // mmap.PAGESIZE * mmap.PAGESIZE if direct else len(data)
-        for at in range(0, whole, PIECE_BYTES):
-            rest = data[at : min(at + PIECE_BYTES, whole)]
+        for offset in range(0, whole, PIECE_BYTES):
+            rest = data[offset : min(offset + PIECE_BYTES, whole)]
             while rest:
                 rest = rest[os.write(handle, rest) :]
         os.fsync(handle)
@@ -299,9 +299,9 @@ def _raw_read(run: Run, folder: Path) -> Moments:
     path, data = _own_file(folder), _flat(run)[1]
     begun = now()
     with open(path, "rb", buffering=0) as file:
-        at = 0
-        while got := file.readinto(data[at:]):
-            at += got
+        offset = 0
+        while got := file.readinto(data[offset:]):
+            offset += got
     return {"done": now() - begun}
 
 

@@ -30,12 +30,12 @@ def saves(model: str, size: int, root: str, ways: Sequence[str], rounds: int) ->
     direct = takes_direct(run.root)
     calls = {name: _saving(run, name, SAVES[name]) for name in ways if direct or not SAVES[name].direct}
     for call in calls.values():
-        call()  # none of those that count is the first
+        call()  # a call that does not count
     return {"timings": _rounds(calls, rounds), "bytes": _total(run.nbytes)}
 
 
 def loads(model: str, size: int, root: str, ways: Sequence[str], rounds: int) -> dict[str, Any]:
-    """Rounds of loads from the page cache, each way's checked once to bring everything back."""
+    """Measure rounds of loads from the page cache; each way is checked once to restore all tensors."""
     run = build(model, size, Path(root) / "loads")
     before = digest(run)
     calls = {}
@@ -45,7 +45,7 @@ def loads(model: str, size: int, root: str, ways: Sequence[str], rounds: int) ->
         way.save(run, folder)
         calls[name] = _loading(run, way, folder)
         scramble_(run)
-        calls[name]()  # none of those that count is the first
+        calls[name]()  # a call that does not count
         if not way.bare and digest(run) != before:
             raise SystemExit(f"checkpoint: {name}: the loaded tensors differ from the saved ones")
     return {"timings": _rounds(calls, rounds), "bytes": _total(run.nbytes)}
@@ -59,13 +59,13 @@ def _saving(run: Run, name: str, way: Way) -> Callable[[], Moments]:
         own = run.root / ("dtrain" if way.one_root else f"{_slug(name)}-{next(numbers)}")
         way.ready(run)
         dist.barrier()
-        found = _slowest(way.save(run, own))
+        seconds = _slowest(way.save(run, own))
         if dist.get_rank() == 0:
             for folder in own.glob("step-*") if way.one_root else [own]:
                 shutil.rmtree(folder, ignore_errors=True)
             os.sync()
         dist.barrier()
-        return found
+        return seconds
 
     return call
 
@@ -113,7 +113,7 @@ def _total(number: int) -> int:
 def _rounds(calls: Mapping[str, Callable[[], Moments]], rounds: int) -> Timings:
     """Each round makes every call twice, in an order drawn anew (the same on all ranks)."""
     order = random.Random(0)
-    found: Timings = {name: {} for name in calls}
+    timings: Timings = {name: {} for name in calls}
     for _ in range(rounds):
         names = [name for name in calls for _ in range(2)]
         order.shuffle(names)
@@ -122,8 +122,8 @@ def _rounds(calls: Mapping[str, Callable[[], Moments]], rounds: int) -> Timings:
             seen[name].append(calls[name]())
         for name, (first, second) in seen.items():
             for moment in first:
-                found[name].setdefault(moment, []).append((first[moment], second[moment]))
-    return found
+                timings[name].setdefault(moment, []).append((first[moment], second[moment]))
+    return timings
 
 
 def leave(model: str, size: int, root: str, ways: Sequence[str]) -> None:
@@ -137,7 +137,7 @@ def leave(model: str, size: int, root: str, ways: Sequence[str]) -> None:
 def memory(model: str, size: int, root: str, name: str, stepped: bool = False) -> dict[str, int]:
     """Peak resident memory of a load, in bytes above that before it; and the rank's own shards.
 
-    A run that was just built gets its optimizer state by the load. One that has ``stepped`` has all of its memory already.
+    A new run gets its optimizer state by the load. A run that has ``stepped`` has all of its memory already.
     """
     run = build(model, size, Path(root), stepped=stepped)
     way = LOADS[name]

@@ -35,7 +35,7 @@ def simulate(world: int, latency_s: float) -> dict[str, Any]:
     network, size = Network(latency_s=latency_s), min(world, NODE_SIZE)
     record = run_exchange(lambda layout: reduce_rows(layout, [1.0] * RECORD.columns, RECORD), world, size, network=network)
     text = run_exchange(lambda layout: all_gather(layout, bytes(200)), world, size, network=network)
-    found = {
+    figures = {
         "record_s": max(record.seconds.values()),
         "messages": max(record.sent.values()),
         "bytes": max(record.bytes.values()),
@@ -51,8 +51,8 @@ def simulate(world: int, latency_s: float) -> dict[str, Any]:
             lambda rank, _: report_incident("control/0", rank, world, sign, grace_s=5), dict.fromkeys(survivors, 0.0)
         )
         right = sum(list(report.missing) == missing for report in seen.reports.values())
-        found |= {"right": f"{right} of {len(survivors)}", "requests": seen.requests / len(survivors), "report_s": seen.last}
-    return found
+        figures |= {"right": f"{right} of {len(survivors)}", "requests": seen.requests / len(survivors), "report_s": seen.last}
+    return figures
 
 
 def show_simulation(latencies_us: list[float]) -> None:
@@ -87,8 +87,8 @@ def measure(count: int, node_size: int) -> dict[str, Any]:
             "gloo all-gather": lambda: all_gather_single(received, sent, group=group),
             "JSON": lambda: all_gather_json({"rank": info.rank, "text": "x" * 150}),
         }
-        found: dict[str, Any] = {"init_s": seconds, "files": len(os.listdir("/proc/self/fd")) - files}
-        found["connections"] = len(peers_of(current_context().control_plane.layout))
+        figures: dict[str, Any] = {"init_s": seconds, "files": len(os.listdir("/proc/self/fd")) - files}
+        figures["connections"] = len(peers_of(current_context().control_plane.layout))
         times: dict[str, list[tuple[float, float]]] = {name: [] for name in sides}
         for _ in range(5):
             for name, side in sides.items():
@@ -97,8 +97,8 @@ def measure(count: int, node_size: int) -> dict[str, Any]:
                     side()
                 times[name].append(((time.perf_counter() - wall) / count * 1e6, (time.process_time() - cpu) / count * 1e6))
         for name, pairs in times.items():
-            found[name] = [statistics.median(column) for column in zip(*pairs, strict=True)]
-    return found
+            figures[name] = [statistics.median(column) for column in zip(*pairs, strict=True)]
+    return figures
 
 
 def show_real(worlds: list[int], node_size: int, count: int) -> None:
@@ -107,7 +107,7 @@ def show_real(worlds: list[int], node_size: int, count: int) -> None:
         rows = dt.spawn(measure, count, node_size if node_size < world else 0, world_size=world, timeout_s=500)
         parts = [f"{world:3d} ranks: init_dist {max(row['init_s'] for row in rows):.2f} s"]
         for name in ("record", "gloo all-gather", "JSON"):
-            wall, cpu = (max(row[name][at] for row in rows) for at in (0, 1))
+            wall, cpu = (max(row[name][column] for row in rows) for column in (0, 1))
             parts.append(f"{name} {wall:.0f} wall {cpu:.0f} cpu")
         print("; ".join(parts), flush=True)
 

@@ -5,7 +5,7 @@
     python benchmarks/data.py --only streaming    # one part
 
 Every claim ends in a line with its target and a verdict; see ``measure`` for how. Where the work is done in one process, its
-CPU time is judged; where workers or a server share in it, the time waited.
+CPU time is compared; where workers or a server share in it, wall time.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Amount:
         resumes: rounds of dtrain's resumes, and samples of torchdata's, which takes its time.
         stretches: rounds of the permutation, and of how many numbers torch's is drawn.
         votes: rounds of the agreement.
-        shards: of which the quality of a shuffle is told, and samples in each.
+        shards: number of shards for the quality of a shuffle, and samples in each.
         passes: rounds of passes through a loader, and part of the usual size of its dataset.
         streams: rounds of passes through shards, and samples in them.
     """

@@ -203,16 +203,16 @@ def _report(what: str, size: int, seen: Mapping[str, Mapping[str, Any]], judged:
     """Both clocks; the verdict is on the time of the work where one process does it all, else on the time waited."""
     for name in PEERS:
         for clock, timings in seen.items():
-            found = compare(timings["dtrain"], timings[name])
-            rates = f"{size / found.a_s:,.0f} and {size / found.b_s:,.0f} samples/s"
-            print(f"{what}, {clock} time of a pass, dtrain against {name}: {found}; {rates}")
+            comparison = compare(timings["dtrain"], timings[name])
+            rates = f"{size / comparison.a_s:,.0f} and {size / comparison.b_s:,.0f} samples/s"
+            print(f"{what}, {clock} time of a pass, dtrain against {name}: {comparison}; {rates}")
     for name in PEERS:
         ratio = compare(seen[judged]["dtrain"], seen[judged][name]).ratio
         print(verdict_line(f"{what}, {judged} time against {name}'s", ratio, at_most=AT_MOST), flush=True)
 
 
 def layers(rounds: int, scale: float) -> None:
-    """Print the time of a batch of small mappings as the parts of dtrain's loader are added one by one, beside torch's."""
+    """Print the time of a batch of small mappings as the parts of dtrain's loader are added step by step, beside torch's."""
     torch.set_num_threads(1)
     work = next(work for work in WORKS if work.name == "small mappings")
     size = max(2 * work.batch_size, int(work.size * scale) // work.batch_size * work.batch_size)
@@ -243,6 +243,6 @@ def layers(rounds: int, scale: float) -> None:
         "+ position: the whole loader": whole,
         "DataLoader": theirs(DataLoader, work, dataset, 0),
     }
-    seen = interleaved({name: drained(part) for name, part in parts.items()}, rounds=2 * rounds, clocks={"CPU": all_cpu})
+    seen = interleaved({name: drained(layer) for name, layer in parts.items()}, rounds=2 * rounds, clocks={"CPU": all_cpu})
     for name, timings in seen["CPU"].items():
         print(f"small mappings, a batch of {work.batch_size}, {name}: {typical(timings).value / batches * 1e6:.0f} us")

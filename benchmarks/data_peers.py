@@ -15,13 +15,13 @@ PEERS = ("torchdata", "mosaicml-streaming")
 
 def versions() -> str:
     """Return the versions of the peers."""
-    found = []
+    texts = []
     for package in PEERS:
         try:
-            found.append(f"{package} {metadata.version(package)}")
+            texts.append(f"{package} {metadata.version(package)}")
         except metadata.PackageNotFoundError:
-            found.append(f"{package} not installed")
-    return "peers: " + ", ".join(found)
+            texts.append(f"{package} not installed")
+    return "peers: " + ", ".join(texts)
 
 
 def mosaicml() -> ModuleType | None:

@@ -42,19 +42,19 @@ class Numbers:
 
 def resume(rounds: int, peer_size: int) -> None:
     """Print how long it takes to build a loader, give it a state amid a shuffled epoch, and have its first batch."""
-    found = interleaved({f"{size // M:,} M": our_resume(size) for size in (20 * M, G)}, rounds=rounds, clocks={"wall": WALL})[
+    by_size = interleaved({f"{size // M:,} M": our_resume(size) for size in (20 * M, G)}, rounds=rounds, clocks={"wall": WALL})[
         "wall"
     ]
     theirs = interleaved({"theirs": their_resume(peer_size)}, rounds=1, warmup=0, clocks={"wall": WALL})["wall"]["theirs"]
     print(f"resume to the first batch, {peer_size / M:g} M samples, StatefulDataLoader: {_shown(typical(theirs), 1, 's')}")
-    for size, timings in found.items():
+    for size, timings in by_size.items():
         print(f"resume to the first batch, {size} samples, dtrain: {_shown(typical(timings), 1e3, 'ms')}")
-    for size, timings in found.items():
+    for size, timings in by_size.items():
         print(verdict_line(f"resume at {size} samples", _scaled(typical(timings), 1e3), at_most=RESUME_S * 1e3, unit=" ms"))
 
 
 def our_resume(size: int) -> Run:
-    """A loader that is built, takes the state, and hands out the batch that comes next; checked once to be the right one."""
+    """Build a loader, load the state, and return the next batch; checked once to be the right batch."""
 
     def build() -> dt.data.Loader:
         return dt.build_loader(Numbers(size), global_batch_size=BATCH, seed=0, collate=torch.tensor)
@@ -152,7 +152,7 @@ def agreement(steps: int) -> None:
 
 
 def quality(shards: int, samples: int, batch_size: int = 256) -> None:
-    """Print how near shuffles with limited locality come to a full one, dtrain's and MosaicML's, with so many shards in use."""
+    """Print how near shuffles with limited locality come to a full shuffle, dtrain's and MosaicML's, by shards in use."""
     sizes = [samples] * shards
     print(f"shuffles of {shards} shards of {samples} samples, batches of {batch_size}; a full shuffle has 1, 0, 1, 1:")
     orders: dict[str, SampleOrder] = {"full": dt.data.ElasticSampler(size=sum(sizes))}

@@ -88,9 +88,9 @@ def write(folder: Path, samples: int) -> None:
 
 
 def _theirs() -> ModuleType:
-    found = mosaicml()
-    assert found is not None
-    return found
+    module = mosaicml()
+    assert module is not None
+    return module
 
 
 @contextmanager
@@ -130,7 +130,7 @@ def theirs(case: Case, where: str, folder: Path, samples: int) -> Run:
 
 
 def _run(case: Case, built: Callable[[Path], Epoch], folder: Path, samples: int) -> Run:
-    """A pass per call, with whatever has to be built for it."""
+    """Return a function that makes one pass per call, and builds its reader and cache for it."""
     caches = (folder / f"{case.name}-{case.workers}-{number}" for number in count())
     once = built(next(caches)) if not case.remote else None
     warm = next(caches)
@@ -153,9 +153,10 @@ def _run(case: Case, built: Callable[[Path], Epoch], folder: Path, samples: int)
 
 def _report(what: str, samples: int, seen: Mapping[str, Mapping[str, Any]]) -> None:
     for clock, timings in seen.items():
-        found = compare(timings["dtrain"], timings["mosaicml"])
+        comparison = compare(timings["dtrain"], timings["mosaicml"])
         megabytes = samples * TOKENS * 4 / 1e6
-        rates = f"{samples / found.a_s:,.0f} and {samples / found.b_s:,.0f} samples/s, {megabytes / found.a_s:.0f} MB/s"
-        print(f"{what}, {clock} time of a pass, dtrain against mosaicml-streaming: {found}; {rates}")
+        rates = f"{samples / comparison.a_s:,.0f} and {samples / comparison.b_s:,.0f} samples/s"
+        rates += f", {megabytes / comparison.a_s:.0f} MB/s"
+        print(f"{what}, {clock} time of a pass, dtrain against mosaicml-streaming: {comparison}; {rates}")
     ratio = compare(seen["wall"]["dtrain"], seen["wall"]["mosaicml"]).ratio
     print(verdict_line(f"{what}, wall time against mosaicml-streaming's", ratio, at_most=AT_MOST), flush=True)

@@ -1,7 +1,7 @@
 """Write the tables of docs/figures.md and docs/gpu.md that benchmarks leave as JSON.
 
     python benchmarks/figures.py            # writes the pages
-    python benchmarks/figures.py --check    # changes nothing; exits with 1 if a page is not what the files say
+    python benchmarks/figures.py --check    # changes nothing; exits with 1 if a page differs from the files
 
 A table stands between ``<!-- benchmarks/results/NAME.json -->`` and ``<!-- end of NAME.json -->``. The tables of a GPU may have
 no file yet; the list of its runs stands between ``<!-- runs on a GPU -->`` and ``<!-- end of runs on a GPU -->``.
@@ -41,7 +41,7 @@ def peers(content: Mapping[str, Any]) -> str:
 
 
 def _cells(what: str, row: Mapping[str, Any], clock: str, seen: Mapping[str, Any]) -> list[str]:
-    shown = {name: _shown(each, row["unit"]) for name, each in seen["candidates"].items()}
+    shown = {name: _shown(candidate, row["unit"]) for name, candidate in seen["candidates"].items()}
     shown |= dict.fromkeys(seen["missing"], "not installed")
     floor = f"{row['floor']} {shown[row['floor']]}" if row["floor"] else ""
     peers = "<br>".join(f"{name} {text}" for name, text in shown.items() if _is_peer(name, row["floor"]))

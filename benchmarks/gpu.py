@@ -24,7 +24,7 @@ Benchmark = Callable[[Setting], Iterator[Table]]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the named benchmarks one after the other."""
+    """Run the named benchmarks in order."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="+", choices=BENCHMARKS, metavar="NAME", help=", ".join(BENCHMARKS))
     parser.add_argument("--toy", action="store_true", help="a dry run at toy size; needs --out")
@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def ended(name: str, setting: Setting, folder: Path) -> bool:
-    """Run one benchmark; return False, with a line that names the package, if one is missing."""
+    """Run one benchmark; return False, with a line that names the package, if a package is missing."""
     try:
         run(name, setting, folder)
     except ModuleNotFoundError as error:

@@ -45,7 +45,7 @@ class Setting:
         return dt.init_dist(device=self.device.type)
 
     def release(self) -> None:
-        """Free everything that no variable holds, and the compiled code of earlier models."""
+        """Free all tensors that no variable holds, and the compiled code of earlier models."""
         if "torch._dynamo" in sys.modules:
             torch.compiler.reset()
         gc.collect()
@@ -53,7 +53,7 @@ class Setting:
             torch.cuda.empty_cache()
 
     def timer(self, run: Run) -> dict[str, float]:
-        """Call ``run`` once: seconds until Python goes on (host), and from the first to the last work (device)."""
+        """Call ``run`` once: seconds until Python continues (host), and from the first to the last work (device)."""
         if self.device.type != "cuda":
             begun = time.perf_counter()
             run()

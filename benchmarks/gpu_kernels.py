@@ -78,7 +78,7 @@ def _products(setting: Setting, sizes: Sizes) -> Table:
 
 
 def _compared(setting: Setting, runs: Mapping[str, Run], *, seconds: float, memory: Memory | None = None) -> list[list[Cell]]:
-    """Compare all runs with the first one; a run that fails gets a row with its reason."""
+    """Compare all runs with the first run; a run that fails gets a row with its reason."""
     usable, reasons, peaks = {}, {}, {}
     for name, run in runs.items():
         try:
@@ -98,9 +98,9 @@ def _compared(setting: Setting, runs: Mapping[str, Run], *, seconds: float, memo
         if name in reasons:
             rows.append([name, reasons[name], None, None, *([None] if memory is not None else [])])
             continue
-        found = compare(timings[name], timings[next(iter(usable))])
-        band = f"{found.band[0]:.3f} to {found.band[1]:.3f}"
-        rows.append([name, found.a_s * 1e3, found.ratio, band, *([peaks[name]] if memory is not None else [])])
+        comparison = compare(timings[name], timings[next(iter(usable))])
+        band = f"{comparison.band[0]:.3f} to {comparison.band[1]:.3f}"
+        rows.append([name, comparison.a_s * 1e3, comparison.ratio, band, *([peaks[name]] if memory is not None else [])])
     return rows
 
 
@@ -229,9 +229,9 @@ def _optimizers(setting: Setting) -> Table:
         values = {name: side.values() for name, side in sides.items()}
         apart = float((values["ours"] - values["theirs"]).norm() / values["theirs"].norm())
         timings = setting.timed({name: side.step for name, side in sides.items()}, seconds=15)["device"]
-        found = compare(timings["ours"], timings["theirs"])
-        band = f"{found.band[0]:.3f} to {found.band[1]:.3f}"
-        rows.append([what, found.b_s * 1e3, found.a_s * 1e3, found.ratio, band, apart])
+        comparison = compare(timings["ours"], timings["theirs"])
+        band = f"{comparison.band[0]:.3f} to {comparison.band[1]:.3f}"
+        rows.append([what, comparison.b_s * 1e3, comparison.a_s * 1e3, comparison.ratio, band, apart])
         del sides, values
         setting.release()
     return Table(

@@ -193,7 +193,7 @@ def _peak(step: Callable[[], None], counter: Memory) -> int:
 
 
 def _option_row(setting: Setting, sizes: Sizes, name: str, counter: Memory) -> list[Cell]:
-    """Measure peaks one after the other, then the times of both sides interleaved."""
+    """Measure peaks of both sides in turn, then their times interleaved."""
     make = partial(
         _stepping,
         setting,
@@ -204,11 +204,11 @@ def _option_row(setting: Setting, sizes: Sizes, name: str, counter: Memory) -> l
     )
     changes = {"none": _unchanged, name: OPTIONS[name]}
     steps, peaks = {}, {}
-    for each, change in changes.items():
+    for option, change in changes.items():
         setting.release()
         before = counter.live
-        steps[each] = make(change)
-        peaks[each] = _peak(steps[each], counter) - before
+        steps[option] = make(change)
+        peaks[option] = _peak(steps[option], counter) - before
     timings = setting.timed(steps, seconds=20)["device"]
     ratio = compare(timings[name], timings["none"])
     low, high = ratio.band

@@ -104,17 +104,17 @@ def _gpt_state(setting: Setting, sizes: Sizes) -> tuple[dt.TrainState, Tensor]:
 def _by_hand(model: nn.Module, batch: Tensor, size: int) -> None:
     """Forward and backward of two microbatches in plain PyTorch."""
     try:
-        for part in batch[: 2 * size].split(size):
-            _loss_by_hand(model, part).backward()
+        for microbatch in batch[: 2 * size].split(size):
+            _loss_by_hand(model, microbatch).backward()
     finally:
         model.zero_grad()
 
 
-def _loss_by_hand(model: nn.Module, part: Tensor) -> Tensor:
+def _loss_by_hand(model: nn.Module, tokens: Tensor) -> Tensor:
     # A function of its own, so that no variable holds the logits during backward and the next microbatch.
-    part = part.to(next(model.parameters()).device)
-    logits = model(part[:, :-1]).float()
-    return nn.functional.cross_entropy(logits.flatten(0, 1), part[:, 1:].flatten(), reduction="sum")
+    tokens = tokens.to(next(model.parameters()).device)
+    logits = model(tokens[:, :-1]).float()
+    return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum")
 
 
 def _fits(setting: Setting, model: nn.Module, batch: Tensor, size: int) -> bool:
@@ -125,7 +125,7 @@ def _fits(setting: Setting, model: nn.Module, batch: Tensor, size: int) -> bool:
             raise
         return False
     finally:
-        # Without this, fragments of the last try decide about the next one.
+        # Without this, fragments of the last try decide about the next try.
         gc.collect()
         if setting.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -137,16 +137,16 @@ def _found_sizes(setting: Setting, sizes: Sizes, memory: Memory, limit: int) -> 
     memory.limit = sys.maxsize
     state, batch = _gpt_state(setting, sizes)
     memory.limit = limit
-    found = []
+    searches = []
     for headroom in HEADROOMS:
-        found.append(dt.step.find_microbatch_size(state, batch, loss_fn=gpt_loss, headroom=headroom))
+        searches.append(dt.step.find_microbatch_size(state, batch, loss_fn=gpt_loss, headroom=headroom))
     low, high = 0, sizes.samples // 2
     while low < high:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if _fits(setting, state.model, batch, middle) else (low, middle - 1)
     return [
-        [limit / GIB, headroom, each.size, low, each.size / max(low, 1), len(each.probes), each.seconds]
-        for headroom, each in zip(HEADROOMS, found, strict=True)
+        [limit / GIB, headroom, search.size, low, search.size / max(low, 1), len(search.probes), search.seconds]
+        for headroom, search in zip(HEADROOMS, searches, strict=True)
     ]
 
 
@@ -217,7 +217,7 @@ def _induced_failures(setting: Setting, sizes: Sizes, memory: Memory) -> Table:
         equal += all(torch.equal(a, b) for a, b in zip(auto.parameters(), fixed.parameters(), strict=True))
         del state, step
         gc.collect()
-        # The first step allocates what a run keeps, such as workspaces.
+        # The first step allocates memory that a run keeps, such as workspaces.
         live = live or memory.live
     return Table(
         title="Steps whose first size ran out of memory, each against a step that starts with the size that fits",

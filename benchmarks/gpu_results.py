@@ -129,8 +129,8 @@ def _driver_version() -> str:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=30)
         if answer.returncode == 0 and answer.stdout.strip():
             return answer.stdout.split()[0]
-    known = Path("/proc/driver/nvidia/version")
-    return next(iter(known.read_text().splitlines()), "") if known.exists() else ""
+    version = Path("/proc/driver/nvidia/version")
+    return next(iter(version.read_text().splitlines()), "") if version.exists() else ""
 
 
 def check_content(content: Mapping[str, Any]) -> None:
@@ -153,7 +153,7 @@ def read_results(folder: Path = RESULTS) -> dict[str, dict[str, Any]]:
     Raises:
         ValueError: a file that is no result, of an unknown benchmark, or without the commit that ran.
     """
-    found = {}
+    contents = {}
     for path in sorted(folder.glob("gpu-*.json")):
         content = json.loads(path.read_text())
         check_content(content)
@@ -161,8 +161,8 @@ def read_results(folder: Path = RESULTS) -> dict[str, dict[str, Any]]:
             raise ValueError(f"{path.name}: commit must not be empty. Write the commit that ran into the file.")
         if content["name"] not in BENCHMARKS or path.stem != f"gpu-{content['name']}":
             raise ValueError(f"{path.name}: the name must be that of a benchmark, got {content['name']!r}. Rename the file.")
-        found[content["name"]] = content
-    return found
+        contents[content["name"]] = content
+    return contents
 
 
 def shown(cell: Any) -> str:
@@ -215,10 +215,10 @@ def page_summary(contents: Mapping[str, Mapping[str, Any]]) -> str:
         return f"{said} The commands below are ready.\n"
     lines = [said, "", "| benchmark | commit | date | device | driver | CUDA | torch | Python |", "|" + "---|" * 8]
     for name in (name for name in BENCHMARKS if name in contents):
-        each = contents[name]
-        device = f"{each['device']}, {each['device_memory_gib']:g} GiB"
-        run = (f"`{name}`", each["commit"], each["date"])
-        cells = (*run, device, each["driver"], each["cuda"], each["torch"], each["python"])
+        content = contents[name]
+        device = f"{content['device']}, {content['device_memory_gib']:g} GiB"
+        run = (f"`{name}`", content["commit"], content["date"])
+        cells = (*run, device, content["driver"], content["cuda"], content["torch"], content["python"])
         lines.append(f"| {' | '.join(cells)} |")
     rest = ", ".join(f"`{name}`" for name in BENCHMARKS if name not in contents)
     return "\n".join([*lines, *(["", f"No result yet: {rest}."] if rest else [])]) + "\n"

@@ -58,8 +58,8 @@ class Training:
 
     def tensors(self) -> list[Tensor]:
         """Return the tensors that a save copies: parameters and the optimizer's state."""
-        states = [each for state in self.state.optimizer.state.values() for each in state.values()]
-        return [*(p.detach() for p in self.state.params.values()), *(each for each in states if isinstance(each, Tensor))]
+        states = [value for state in self.state.optimizer.state.values() for value in state.values()]
+        return [*(p.detach() for p in self.state.params.values()), *(value for value in states if isinstance(value, Tensor))]
 
 
 def loss_fn(model: nn.Module, batch: Tensor) -> dt.LossSum:
@@ -120,12 +120,12 @@ def _stalls(training: Training, folder: Path, size: int) -> Table:
         "`save_sharded(mode='async')`, later saves": lambda: _save(training, folder / "async", "async"),
         "`save_sharded(mode='sync')`": lambda: _save(training, folder / "sync", "sync"),
     }
-    found: dict[str, list[Stall]] = {name: [] for name in kinds}
+    by_kind: dict[str, list[Stall]] = {name: [] for name in kinds}
     for _ in range(2 if training.setting.toy else 6):
         for name, run in kinds.items():
-            found[name].append(run())
+            by_kind[name].append(run())
     rows: list[list[Cell]] = [_stall_row("`save_sharded(mode='async')`, first save, which allocates", [first], size)]
-    rows += [_stall_row(name, stalls, size) for name, stalls in found.items()]
+    rows += [_stall_row(name, stalls, size) for name, stalls in by_kind.items()]
     return Table(
         title=f"Stall of the training thread, {size / GIB:.2f} GiB of parameters and optimizer state",
         columns=("save", "until the call returns, ms", "until copied, ms", "GiB/s of the copy", "until durable, ms"),
@@ -149,8 +149,8 @@ def _stall_row(name: str, stalls: Sequence[Stall], size: int) -> list[Cell]:
 def _millis(seconds: Sequence[float]) -> Cell:
     if len(seconds) == 1:
         return seconds[0] * 1e3
-    found = typical(list(zip(seconds[::2], seconds[1::2], strict=True)))
-    return Figure(value=found.value * 1e3, low=found.low * 1e3, high=found.high * 1e3)
+    figure = typical(list(zip(seconds[::2], seconds[1::2], strict=True)))
+    return Figure(value=figure.value * 1e3, low=figure.low * 1e3, high=figure.high * 1e3)
 
 
 class StepTimes:
@@ -205,7 +205,7 @@ def _dip(training: Training, folder: Path, size: int) -> Table:
 
 
 def shown_millis(seconds: Sequence[float]) -> str:
-    return ", ".join(f"{each * 1e3:.0f}" for each in sorted(seconds)) + " ms"
+    return ", ".join(f"{duration * 1e3:.0f}" for duration in sorted(seconds)) + " ms"
 
 
 def _step_seconds(training: Training, ended: Callable[[int], bool], times: StepTimes | None = None) -> list[float]:
@@ -224,5 +224,5 @@ def _step_seconds(training: Training, ended: Callable[[int], bool], times: StepT
 
 def _phase_row(training: Training, name: str, seconds: Sequence[float], before: Sequence[float]) -> list[Cell]:
     tokens = SAMPLES * training.config.max_seq
-    rate, usual = (tokens * len(each) / sum(each) for each in (seconds, before))
+    rate, usual = (tokens * len(durations) / sum(durations) for durations in (seconds, before))
     return [name, len(seconds), rate, rate / usual, median(seconds) * 1e3, max(seconds) * 1e3]

@@ -256,19 +256,21 @@ def _overhead_rows(setting: Setting, work: Work) -> list[list[Cell]]:
         dt.dist.use_tf32(before)
     rows: list[list[Cell]] = []
     for clock, by_name in timings.items():
-        found = compare(by_name["dtrain"], by_name["by hand"])
-        low, high = found.band
-        micros = [1e6 * edge / steps for edge in (found.difference.value, found.difference.low, found.difference.high)]
+        comparison = compare(by_name["dtrain"], by_name["by hand"])
+        low, high = comparison.band
+        micros = [
+            1e6 * edge / steps for edge in (comparison.difference.value, comparison.difference.low, comparison.difference.high)
+        ]
         rows.append(
             [
                 work.name,
                 clock,
-                found.b_s * 1e3 / steps,
-                found.a_s * 1e3 / steps,
-                found.ratio,
+                comparison.b_s * 1e3 / steps,
+                comparison.a_s * 1e3 / steps,
+                comparison.ratio,
                 f"{low:.3f} to {high:.3f}",
-                replace(found.difference, value=micros[0], low=micros[1], high=micros[2]),
-                verdict(found.ratio, at_most=work.at_most),
+                replace(comparison.difference, value=micros[0], low=micros[1], high=micros[2]),
+                verdict(comparison.ratio, at_most=work.at_most),
             ]
         )
     return rows

@@ -79,7 +79,7 @@ tests_step, tests_shard, tests_checkpoint, tests_data, tests_battery, tests_tran
 
 
 def _part_row(folders: Sequence[str], *, marked: bool, timeout: float, env: Mapping[str, str]) -> list[Cell]:
-    part = ", ".join(f"`{folder}`" for folder in folders)
+    label = ", ".join(f"`{folder}`" for folder in folders)
     begun = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
@@ -87,9 +87,9 @@ def _part_row(folders: Sequence[str], *, marked: bool, timeout: float, env: Mapp
         ended = _run_interruptible(run, timeout=timeout, env=env)
         took = time.perf_counter() - begun
         if not report.exists():
-            return [part, None, None, None, took, "timeout" if not ended else "pytest wrote no report"]
-        found = ET.parse(report).getroot()
-        return [part, *counted(found, ended=ended), took, _shown_failures(failures(found), ended=ended)]
+            return [label, None, None, None, took, "timeout" if not ended else "pytest wrote no report"]
+        results = ET.parse(report).getroot()
+        return [label, *counted(results, ended=ended), took, _shown_failures(failures(results), ended=ended)]
 
 
 def _run_interruptible(run: Sequence[str], *, timeout: float, env: Mapping[str, str]) -> bool:

@@ -1,7 +1,7 @@
 """Measure ``dtrain --help``, a mistyped ``dtrain launch`` and imports of dtrain against bare Python, torch and peers.
 
 Run it as ``python benchmarks/import_time.py``, with dtrain installed in that Python. Targets: 0.3 s for each command, 0.1 s for
-the import beyond what starting Python takes, 0.18 s for the import of a step beyond that of torch. Each is judged twice: by the
+the import beyond the time of a bare Python, 0.18 s for the import of a step beyond that of torch. Each is judged twice: by the
 clock on the wall, which a busy machine stretches, and by the processor time of the process, which it hardly does.
 """
 

@@ -84,8 +84,8 @@ def launchers() -> dict[str, Launcher]:
     def composer(script: str, ranks: int, *_: str) -> list[str]:
         return [str(beside / "composer"), "-n", str(ranks), script]
 
-    found: dict[str, Launcher] = {"dtrain": dtrain, "torchrun": torchrun, "accelerate": accelerate, "composer": composer}
-    return {name: launcher for name, launcher in found.items() if (beside / name).exists()}
+    commands: dict[str, Launcher] = {"dtrain": dtrain, "torchrun": torchrun, "accelerate": accelerate, "composer": composer}
+    return {name: launcher for name, launcher in commands.items() if (beside / name).exists()}
 
 
 def run(command: Sequence[str], folder: str, expected: int | None = 0) -> None:
@@ -149,8 +149,8 @@ def memory_of_launchers(folder: str) -> None:
 
 
 def _below(pid: int) -> list[int]:
-    found = [int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()]
-    return [*found, *(pid for child in found for pid in _below(child))]
+    children = [int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()]
+    return [*children, *(pid for child in children for pid in _below(child))]
 
 
 def _megabytes(pid: int, file: str, field: str) -> float:
@@ -209,9 +209,9 @@ def main() -> None:
     compile_bytecode()
     with tempfile.TemporaryDirectory() as folder:
         write_scripts(folder)
-        for name, part in PARTS.items():
+        for name, measure in PARTS.items():
             if given.only in (None, name):
-                part(folder, given)
+                measure(folder, given)
 
 
 PARTS: Mapping[str, Callable[[str, argparse.Namespace], None]] = {

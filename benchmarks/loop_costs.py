@@ -97,7 +97,7 @@ def loss_fn(model: nn.Module, batch: Tensor) -> dt.LossSum:
 def run_parts(root: str) -> list[list[Any]]:
     """Run a loop on this rank. Return the name of each part, and the numbers of ``Sent``.
 
-    Some parts run twice, because a first step compares more between the ranks than a later one.
+    Some parts run twice, because a first step compares more between the ranks than a later step.
     """
     rows: list[list[Any]] = []
 
@@ -183,7 +183,7 @@ def measure_costs(worlds: Sequence[int]) -> list[Cost]:
         for rows in zip(*results, strict=True):
             sent = [Sent(**numbers) for _, numbers in rows]
             cost = costs.setdefault(rows[0][0], Cost(name=rows[0][0], by_world={}))
-            cost.by_world[world] = max(sent, key=lambda each: each.bytes)
+            cost.by_world[world] = max(sent, key=lambda sending: sending.bytes)
     return list(costs.values())
 
 
@@ -205,9 +205,9 @@ def format_table(costs: Sequence[Cost], head: Sequence[str]) -> list[str]:
     lines = [f"| {' | '.join([*head, *(f'at {world:,}' for world in LARGE)])} |", "|" + "---|" * (len(head) + len(LARGE))]
     for cost in costs:
         sent = cost.by_world.values()
-        exchanges = " or ".join(map(str, dict.fromkeys(each.exchanges for each in sent)))
+        exchanges = " or ".join(map(str, dict.fromkeys(sending.exchanges for sending in sent)))
         law = f"{cost.bytes_per_rank} N" if cost.bytes_per_rank else "0"
-        measured = ", ".join(f"{each.bytes:,}" for each in sent)
+        measured = ", ".join(f"{sending.bytes:,}" for sending in sent)
         large = [f"{cost.bytes_at(world) / 1000:,.1f} KB" for world in LARGE]
         lines.append(f"| {' | '.join([cost.name, exchanges, law, measured, *large])} |")
     return lines

@@ -67,7 +67,7 @@ class Comparison:
     Args:
         ratio: median over pairs of ``a / b``, with the A/A band around it.
         difference: median over pairs of ``a - b`` in seconds, with the A/A band around it.
-        band: the median of ``pairs`` A/A ratios falls between these; holds 1.
+        band: the median of ``pairs`` A/A ratios falls between these two ratios; holds 1.
         a_s: median seconds of the first.
         b_s: median seconds of the second.
         pairs: how many.
@@ -90,10 +90,10 @@ def paired(a: Run, b: Run, *, pairs: int = 300, warmup: int = 10, clock: Clock =
 
     Args:
         a: the candidate; called without arguments, its result is dropped.
-        b: what it is compared with.
+        b: the reference.
         pairs: number of ratios, even; 300 or more for a training step, 5 or more (6) for a process.
-        warmup: calls of each before the first one that counts.
-        clock: seconds so far: ``CPU``, ``WALL``, ``child_cpu``, or any other.
+        warmup: calls of each before the first call that counts.
+        clock: seconds so far: ``CPU``, ``WALL``, ``child_cpu``, or any other clock.
         seed: of the order of calls.
     """
     if pairs < 2 or pairs % 2:
@@ -123,7 +123,7 @@ def timed_rounds(
         for run in candidates.values():
             run()
     order = random.Random(seed)
-    found: dict[str, dict[str, list[tuple[float, float]]]] = {}
+    timings: dict[str, dict[str, list[tuple[float, float]]]] = {}
     for _ in range(rounds):
         calls = [name for name in candidates for _ in range(2)]
         order.shuffle(calls)
@@ -132,8 +132,10 @@ def timed_rounds(
             seen[name].append(timer(candidates[name]))
         for name, (first, second) in seen.items():
             for clock in first:
-                found.setdefault(clock, {each: [] for each in candidates})[name].append((first[clock], second[clock]))
-    return found
+                timings.setdefault(clock, {candidate: [] for candidate in candidates})[name].append(
+                    (first[clock], second[clock])
+                )
+    return timings
 
 
 def compare(a: Rounds, b: Rounds) -> Comparison:
@@ -188,7 +190,7 @@ def _band(values: Sequence[float], *, size: int, null: float) -> tuple[float, fl
 
 
 def _widest(bands: Iterable[tuple[float, float]]) -> tuple[float, float]:
-    """Around both candidates' bands: a noisy one must not be judged by the other's quiet."""
+    """Return a band around both candidates' bands: a noisy candidate must not be compared by the quiet of the other."""
     lows, highs = zip(*bands, strict=True)
     return min(lows), max(highs)
 

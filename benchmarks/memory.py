@@ -5,7 +5,7 @@
     python benchmarks/memory.py --pairs 1000       # a narrower band
 
 A step in between runs against the same step with a fixed size; both are composed by dtrain. Budgets of memory are those of
-``dtrain.testing.memory_budget``. What other options cost is measured by ``memory_options.py`` and ``memory_hybrid.py``.
+``dtrain.testing.memory_budget``. ``memory_options.py`` and ``memory_hybrid.py`` measure the costs of other options.
 """
 
 import argparse
@@ -87,14 +87,14 @@ def show_steady(pairs: int) -> None:
     """The ratio of both, in one process and on two ranks."""
     for ranks in (1, 2):
         with Ranks(ranks) as pool:
-            found = pool.run(steady, pairs, ranks > 1, timeout_s=3600)
+            results = pool.run(steady, pairs, ranks > 1, timeout_s=3600)
         for clock in ("cpu", "wall"):
-            comparison = compare(found[0]["rounds"][clock]["auto"], found[0]["rounds"][clock]["fixed"])
+            comparison = compare(results[0]["rounds"][clock]["auto"], results[0]["rounds"][clock]["fixed"])
             print(
                 f"4-layer GPT, {ranks} rank(s), {clock}: {comparison}; host {comparison.difference.value * 1e6:.0f} us a step"
             )
             print(verdict_line("  a step in between", comparison.ratio, at_most=AT_MOST))
-        print(f"  records a step: {found[0]['messages']}")
+        print(f"  records a step: {results[0]['messages']}")
 
 
 def searched(layers: int, dim: int, share: float) -> dict[str, float]:
@@ -119,10 +119,10 @@ def show_search() -> None:
     """Time of the search in units of a step, with a part of the memory that the whole batch needs."""
     with Ranks(2) as pool:
         for layers, dim, share in ((2, 48, 0.5), (4, 96, 0.5), (4, 96, 0.25), (8, 96, 0.3)):
-            found = pool.run(searched, layers, dim, share, timeout_s=3600)[0]
+            search = pool.run(searched, layers, dim, share, timeout_s=3600)[0]
             print(
-                f"GPT of {layers} layers, dim {dim}, {share:.0%} of the memory of the whole: size {found['size']} of 64 in "
-                f"{found['tries']} tries, the time of {found['steps']:.1f} steps"
+                f"GPT of {layers} layers, dim {dim}, {share:.0%} of the memory of the whole: size {search['size']} of 64 in "
+                f"{search['tries']} tries, the time of {search['steps']:.1f} steps"
             )
 
 
@@ -151,19 +151,19 @@ def tries(width: int, samples: int) -> list[float]:
 
 
 def show_tries() -> None:
-    """Twenty shapes, on two ranks, with a budget between what one sample and the whole batch need."""
-    found = []
+    """Search for twenty shapes, on two ranks, with a budget between the needs of one sample and of the whole batch."""
+    shapes = []
     with Ranks(2) as pool:
         for width in WIDTHS:
             for samples in BATCHES:
                 count, size, best = pool.run(tries, width, samples, timeout_s=3600)[0]
-                found.append((count, size / best, int(math.log2(samples)) + 2))
+                shapes.append((count, size / best, int(math.log2(samples)) + 2))
                 print(f"width {width:>3}, batch {samples:>4}: {count} tries, size {size}, largest by hand {best}")
-    counts = sorted(count for count, _, _ in found)
+    counts = sorted(count for count, _, _ in shapes)
     print(
-        f"{len(found)} shapes: median {counts[len(counts) // 2]} tries, at most {counts[-1]}, "
-        f"never more than log2(batch) + 2: {all(count <= most for count, _, most in found)}; "
-        f"size over the largest by hand: at least {min(share for _, share, _ in found):.2f}"
+        f"{len(shapes)} shapes: median {counts[len(counts) // 2]} tries, at most {counts[-1]}, "
+        f"never more than log2(batch) + 2: {all(count <= most for count, _, most in shapes)}; "
+        f"size over the largest by hand: at least {min(share for _, share, _ in shapes):.2f}"
     )
 
 

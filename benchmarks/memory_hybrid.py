@@ -4,8 +4,8 @@
     python benchmarks/memory_hybrid.py --pairs 1000       # a narrower band
 
 Four ranks, two copies of two shards each. Every microbatch's gradients are reduce-scattered within a copy; summing over copies
-can wait for the last one. Three sides do the same arithmetic on the same model: dtrain's step; a loop by hand with FSDP2 that
-waits too; and the same loop with FSDP2's default, which does not. That they do is checked, before and after.
+can wait for the last microbatch. Three sides do the same arithmetic on the same model: dtrain's step; a loop by hand with
+FSDP2 that waits too; and the same loop with FSDP2's default, which does not. The arithmetic is checked, before and after.
 """
 
 import argparse
@@ -81,12 +81,12 @@ class Hand:
         weight = torch.tensor(float(len(batch)))
         dist.all_reduce(weight)
         parts = batch.split(2)
-        for index, part in enumerate(parts):
+        for index, microbatch in enumerate(parts):
             last = index == len(parts) - 1
             self.model.set_requires_gradient_sync(True)
             self.model.set_requires_all_reduce(last or not self.waits)
             self.model.set_is_last_backward(last)
-            summed_loss(self.model, part).backward()
+            summed_loss(self.model, microbatch).backward()
         torch._foreach_mul_([to_local(p.grad) for p in self.params], 1.0 / weight)
         self.optimizer.step()
         self.optimizer.zero_grad()

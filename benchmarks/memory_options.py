@@ -101,8 +101,8 @@ def measured(name: str) -> dict[str, float]:
             state, metrics = dt.microbatch_step(state, batch, loss_fn=loss_fn, microbatch_size=MICROBATCH)
             norm = dt.dist.global_norm(full_tensor(p.grad) for p in state.params.values() if p.grad is not None)
             state, metrics = dt.optimizer_step(state, metrics)
-        found = gauge.read()
-        return {"peak": found.peak, "live": found.live, "norm": norm.item()}
+        reading = gauge.read()
+        return {"peak": reading.peak, "live": reading.live, "norm": norm.item()}
 
 
 def peaks(ranks: int) -> dict[str, dict[str, float]]:
@@ -115,18 +115,20 @@ def peaks(ranks: int) -> dict[str, dict[str, float]]:
         return {name: pool.run(measured, name)[0] for name in names}
 
 
-def table(found: dict[str, dict[str, float]]) -> str:
+def table(by_name: dict[str, dict[str, float]]) -> str:
     """The figures as text, each beside the first row's."""
-    first = next(iter(found.values()))
+    first = next(iter(by_name.values()))
     rows = [f"{'option':<52}{'peak MiB':>10}{'of none':>9}{'between steps MiB':>19}"]
-    for name, each in found.items():
-        rows.append(f"{name:<52}{each['peak'] / 2**20:>10.1f}{each['peak'] / first['peak']:>9.2f}{each['live'] / 2**20:>19.1f}")
+    for name, figures in by_name.items():
+        rows.append(
+            f"{name:<52}{figures['peak'] / 2**20:>10.1f}{figures['peak'] / first['peak']:>9.2f}{figures['live'] / 2**20:>19.1f}"
+        )
     return "\n".join(rows)
 
 
-def check_same(found: dict[str, dict[str, float]]) -> None:
-    """Refuse figures of options that computed something else."""
-    norms = [each["norm"] for each in found.values()]
+def check_same(by_name: dict[str, dict[str, float]]) -> None:
+    """Refuse figures of options that computed other values."""
+    norms = [figures["norm"] for figures in by_name.values()]
     if max(norms) - min(norms) > SAME * norms[0]:
         raise SystemExit(f"memory_options: the gradients differ: norms {norms}")
 
@@ -171,9 +173,9 @@ def main() -> None:
     print(machine())
     load = f"{SAMPLES} samples of {SEQ} bytes in microbatches of {MICROBATCH}"
     print(f"\npeak of one of {given.ranks} ranks, {load}, AdamW, float32")
-    found = peaks(given.ranks)
-    check_same(found)
-    print(table(found))
+    by_name = peaks(given.ranks)
+    check_same(by_name)
+    print(table(by_name))
     if given.pairs:
         torch.set_num_threads(1)
         print("\nforward and backward of a microbatch, one process, against none")

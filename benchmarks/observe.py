@@ -1,4 +1,4 @@
-"""Measure the cost of observing: everything switched on, against the same loop with nothing, not even the sums of the ledger.
+"""Measure the cost of observing: all monitors on, against the same loop with none, not even the sums of the ledger.
 
     python benchmarks/observe.py                    # two minutes on a free core
     python benchmarks/observe.py --pairs 4000       # a narrower band
@@ -54,7 +54,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def whole(folder: Path, pairs: int) -> list[str]:
-    """The lines about a quiet step and about one that logs."""
+    """Print the lines about a quiet step and about a step that logs."""
     dt.open_run(folder / "run", settings={"lr": 1e-3})
     candidates = {
         "bare": bare(),
@@ -63,14 +63,14 @@ def whole(folder: Path, pairs: int) -> list[str]:
         "host": observed(folder / "host", EVERY, looking=False),
     }
     stretches = {name: partial(stretch, step) for name, step in candidates.items()}
-    found = interleaved(stretches, rounds=pairs // 2, warmup=5, clocks={"thread": time.thread_time})["thread"]
+    timings = interleaved(stretches, rounds=pairs // 2, warmup=5, clocks={"thread": time.thread_time})["thread"]
     lines = []
     for name, than, steps, what, limit in (
         ("quiet", "bare", EVERY, "a step that logs nothing, all on", QUIET_US),
         ("logging", "quiet", 1, "a step that logs, all on", LOGGING_US),
         ("host", "quiet", 1, "a step that logs, without norms and activation_stats", LOGGING_US),
     ):
-        against = compare(found[name], found[than])
+        against = compare(timings[name], timings[than])
         more = Figure(**{end: 1e6 * getattr(against.difference, end) / steps for end in ("value", "low", "high")})
         lines.append(verdict_line(what, more, at_most=limit, unit=" us"))
     return [
@@ -98,7 +98,7 @@ def bare() -> Callable[[], None]:
 
 
 def observed(folder: Path, interval: int, *, looking: bool = True) -> Callable[[], None]:
-    """A step of the loop with everything, which logs every ``interval`` steps; without the monitors in ``looking``."""
+    """Return a step of the loop with all monitors, which logs every ``interval`` steps; without the monitors in ``looking``."""
     folder.mkdir()
     inside = [
         dt.profiling.snapshot_on_oom(folder / "memory"),

@@ -5,10 +5,10 @@
 
 Both sides compute the same, which is checked before anything is timed: ``DecoupledAdamW`` with a decay of ``x`` is fused AdamW
 with one of ``x / lr``; ``Muon`` in one process is ``torch.optim.Muon`` beside fused AdamW. The claim is that of decoupled
-AdamW, a speed of at least 0.98 of torch's: at most 1 / 0.98 of its time, for a model; what it costs in microseconds is seen
-at the tiny one. On a GPU, where there is one, wall time is judged, after the device has finished. Models are small enough for
-the
-caches. Where tensors happen to lie moves a ratio of equals by 3%, so both sides are built anew ``BUILDS`` times, in turn first.
+AdamW, a speed of at least 0.98 of torch's: at most 1 / 0.98 of its time, for a model; its cost in microseconds is seen
+at the tiny one. On a GPU, where there is one, wall time is judged, after the device has finished. Models are small
+enough for the caches. The place of tensors in memory moves a ratio of equals by 3%, so both sides are built anew ``BUILDS``
+times, in turn first.
 """
 
 import argparse
@@ -101,7 +101,7 @@ def check_same(a: Side, b: Side) -> None:
 
 
 def measured(build: Callable[[], nn.Module], ours: Make, theirs: Make, pairs: int, device: str, *, same: bool) -> Comparison:
-    """The time of a step of one side against that of the other."""
+    """Return the time of a step of one side against that of the other side."""
     clock, seen = WALL if device == "cuda" else CPU, {"ours": [], "theirs": []}
     makes = {"ours": ours, "theirs": theirs}
     for turn in range(BUILDS):
@@ -112,8 +112,8 @@ def measured(build: Callable[[], nn.Module], ours: Make, theirs: Make, pairs: in
                 side.step()
             check_same(*sides.values())
         runs = {name: side.step for name, side in sides.items()}
-        found = interleaved(runs, rounds=pairs // 2 // BUILDS, warmup=10, clocks={"clock": clock}, seed=turn)["clock"]
-        for name, rounds in found.items():
+        timings = interleaved(runs, rounds=pairs // 2 // BUILDS, warmup=10, clocks={"clock": clock}, seed=turn)["clock"]
+        for name, rounds in timings.items():
             seen[name] += rounds
     return compare(seen["ours"], seen["theirs"])
 
@@ -127,10 +127,10 @@ def main() -> None:
     print(machine())
     for what, (ours, theirs) in CLAIMS.items():
         for name, build in MODELS.items():
-            found = measured(build, ours, theirs, args.pairs, device, same="SGD" not in what)
-            print(f"{name}, {device}, a step of {what}: {found}", flush=True)
+            comparison = measured(build, ours, theirs, args.pairs, device, same="SGD" not in what)
+            print(f"{name}, {device}, a step of {what}: {comparison}", flush=True)
             if "AdamW, both" in what:
-                print(verdict_line(f"{name}, decoupled AdamW", found.ratio, at_most=AT_MOST), flush=True)
+                print(verdict_line(f"{name}, decoupled AdamW", comparison.ratio, at_most=AT_MOST), flush=True)
 
 
 if __name__ == "__main__":

@@ -4,9 +4,9 @@
     nox -s peers -- --quick                                   # few pairs and small sizes, written nowhere: do all rows run?
     python benchmarks/peers.py --only "bare step" --pairs 100 # with the peers that are installed; the other rows stay
 
-A row has candidates: the loop by hand or another floor where there is one, peers, dtrain. All of them run interleaved in one
+A row has candidates: the loop by hand or another floor where the row has one, peers, dtrain. All of them run interleaved in one
 process, or one set of processes. They are compared with the ``reference`` of the row; ``measure`` has the arithmetic. A
-peer that is not installed is listed as missing, and a row that is lost is published like any other.
+peer that is not installed is listed as missing, and a row that dtrain loses is published like any other row.
 """
 
 from __future__ import annotations
@@ -72,11 +72,11 @@ class Row:
     Args:
         what: name of the row.
         measure: times, or weighs, all candidates.
-        reference: candidate that the others are divided by.
+        reference: candidate that divides the others.
         at_most: target of dtrain's ratio; of its figure where there is a unit.
-        candidates: all that belong here, also those that are not installed; the first ones are the peers or the floor.
+        candidates: all candidates of the row, also those not installed; the first ones are the peers or the floor.
         floor: candidate that does the least that can be done; empty where there is none.
-        unit: of the figures, if not seconds; they are judged themselves then, not their ratio.
+        unit: of the figures, if not seconds; the figures themselves are then compared, not their ratio.
     """
 
     what: str
@@ -218,15 +218,15 @@ ROWS: tuple[Row, ...] = (
 def judged(row: Row, timings: Mapping[str, Rounds]) -> dict[str, Any]:
     """Every candidate's figures on one clock, and the verdict on dtrain's."""
     reference = timings[row.reference]
-    found: dict[str, Any] = {}
+    candidates: dict[str, Any] = {}
     for name in row.candidates:
         if name in timings:
             against = compare(timings[name], reference)
-            found[name] = {"value": rounded(typical(timings[name])), "ratio": rounded(against.ratio)}
+            candidates[name] = {"value": rounded(typical(timings[name])), "ratio": rounded(against.ratio)}
     ours = compare(timings["dtrain"], reference)
     figure = typical(timings["dtrain"]) if row.unit else ours.ratio
     return {
-        "candidates": found,
+        "candidates": candidates,
         "missing": [name for name in row.candidates if name not in timings],
         "band": [round(edge, 3) for edge in ours.band],
         "pairs": ours.pairs,
@@ -255,28 +255,29 @@ def measured(row: Row, amount: Amount) -> dict[str, Any] | None:
 
 def versions() -> dict[str, str]:
     """Versions of the peers that are installed."""
-    found = {}
+    by_package = {}
     for package in PACKAGES:
         try:
-            found[package] = metadata.version(package)
+            by_package[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return by_package
 
 
-def line(what: str, found: Mapping[str, Any]) -> str:
+def line(what: str, result: Mapping[str, Any]) -> str:
     """A row as text, a line for each clock."""
-    unit = found["unit"]
+    unit = result["unit"]
     lines = []
-    for clock, seen in found["clocks"].items():
+    for clock, seen in result["clocks"].items():
         shown = ", ".join(
-            f"{name} {each['value'][0]:.4g}{unit or ' s'} ({each['ratio'][0]:.3g})" for name, each in seen["candidates"].items()
+            f"{name} {candidate['value'][0]:.4g}{unit or ' s'} ({candidate['ratio'][0]:.3g})"
+            for name, candidate in seen["candidates"].items()
         )
         missing = f"; missing: {', '.join(seen['missing'])}" if seen["missing"] else ""
         low, high = seen["band"]
         lines.append(
             f"{what}, {clock}: {shown}{missing}; A/A band {low} to {high}, {seen['pairs']} pairs, "
-            f"target {found['at_most']:g}{unit}: {seen['verdict']}"
+            f"target {result['at_most']:g}{unit}: {seen['verdict']}"
         )
     return "\n".join(lines)
 
@@ -300,19 +301,22 @@ def main() -> None:
     for row in rows:
         # The load before the row begins, since the row itself is a load.
         begun = {"at": f"{datetime.now():%Y-%m-%d %H:%M}", "load": round(os.getloadavg()[0], 1)}
-        found = measured(row, amount)
-        print(f"{row.what}: {row.reference} is not installed" if found is None else line(row.what, found), flush=True)
-        if found is not None and not args.quick:
-            write(args.out, {row.what: {"measured": begun, **found}})  # after each: an interrupted run leaves these
+        result = measured(row, amount)
+        print(f"{row.what}: {row.reference} is not installed" if result is None else line(row.what, result), flush=True)
+        if result is not None and not args.quick:
+            write(args.out, {row.what: {"measured": begun, **result}})  # after each: an interrupted run leaves these
 
 
-def write(path: Path, found: Mapping[str, Any]) -> None:
-    """Write rows beside those that the file has, in the order of the table."""
-    rows = {**(json.loads(path.read_text())["rows"] if path.exists() else {}), **found}
+def write(path: Path, results: Mapping[str, Any]) -> None:
+    """Write rows beside the rows of the file, in the order of the table."""
+    rows = {**(json.loads(path.read_text())["rows"] if path.exists() else {}), **results}
     seen_on = machine().removeprefix("machine: ").splitlines()
     content = {
         "machine": re.sub(r", load [\d.]+", "", seen_on[0]),  # a load belongs to a row
-        "versions": {**dict(each.split(" ", 1) for each in seen_on[-1].removeprefix("versions: ").split(", ")), **versions()},
+        "versions": {
+            **dict(package.split(" ", 1) for package in seen_on[-1].removeprefix("versions: ").split(", ")),
+            **versions(),
+        },
         "rows": {row.what: rows[row.what] for row in ROWS if row.what in rows},
     }
     path.write_text(json.dumps(content, indent=1) + "\n")

@@ -45,8 +45,8 @@ def theirs(method: str) -> Run:
 def composer(method: str) -> Any:
     """Import the module of one of Composer's methods.
 
-    Composer wants an older torch, and its trainer many packages. So the packages around the method are empty, and what only
-    the trainer and torchvision's datasets need is replaced: the functions that are timed call none of it.
+    Composer wants an older torch, and its trainer many packages. So the packages around the method are empty, and the modules
+    that only the trainer and torchvision's datasets need are replaced: the timed functions call none of them.
     """
     (folder,) = find_spec("composer").submodule_search_locations  # type: ignore[union-attr, misc]
     names = ("", ".algorithms", f".algorithms.{method}", ".algorithms.utils", ".utils")

@@ -78,7 +78,7 @@ def async_stall(rounds: int, scale: float) -> Measured:
 
 def load_memory(rounds: int, scale: float) -> Measured:
     """Peak megabytes of a load into a run that has made a step, above those before it; each time in new processes."""
-    size, ways, found = int(100 * M * scale), ("DCP", "dtrain"), {}
+    size, ways, by_way = int(100 * M * scale), ("DCP", "dtrain"), {}
     with tempfile.TemporaryDirectory() as folder:
         run_ranks(leave, WORLD, "large", size, folder, list(ways), timeout_s=TIMEOUT_S)
         for name in ways:
@@ -87,8 +87,8 @@ def load_memory(rounds: int, scale: float) -> Measured:
                 with Ranks(WORLD) as ranks:
                     reports = ranks.run(memory, "large", size, folder, name, True, timeout_s=TIMEOUT_S)
                 peaks.append(max(report["above"] for report in reports) / 1e6)
-            found[name] = list(zip(peaks[::2], peaks[1::2], strict=True))
-    return {"resident memory": found}
+            by_way[name] = list(zip(peaks[::2], peaks[1::2], strict=True))
+    return {"resident memory": by_way}
 
 
 def import_time(rounds: int) -> Measured:
@@ -109,8 +109,8 @@ def help_time(rounds: int) -> Measured:
     compile_bytecode()
     names = {"Python alone": "python -c pass", "torchrun": "torchrun --help", "dtrain": "dtrain --help"}
     with tempfile.TemporaryDirectory() as folder:
-        known = commands()
-        runs = {name: partial(run, *known[command], folder) for name, command in names.items()}
+        all_commands = commands()
+        runs = {name: partial(run, *all_commands[command], folder) for name, command in names.items()}
         return interleaved(runs, rounds=rounds, clocks=OF_PROCESSES)
 
 

@@ -1,8 +1,8 @@
 """Time the bare step of a tiny MLP: no clipping, no average, batches that are tuples, 4 microbatches, a mean over them.
 
-One process reads the loss after every step, as a loop with a progress bar does. On several ranks no loss is read: what is timed
-is forward, backward, one reduction of gradients and the update. That all candidates reach the same parameters in float64 is
-checked before anything is timed.
+One process reads the loss after every step, as a loop with a progress bar does. On several ranks no loss is read: the timed
+part is forward, backward, one reduction of gradients and the update. The benchmark first checks that all candidates reach the
+same parameters in float64.
 """
 
 from __future__ import annotations
@@ -65,12 +65,12 @@ class Hand:
 
 
 class Guided(Hand):
-    """The same loop with what a peer, or a model on several ranks, wants around a microbatch and in the place of backward.
+    """Make the same loop with the contexts of a peer, or of a model on several ranks, around a microbatch and backward.
 
     Args:
         around: context of a microbatch; True for the last one.
         backward: takes the loss of a microbatch.
-        divisor: what the loop divides each loss by; 1 where the peer's backward does that.
+        divisor: the loop divides each loss by it; 1 where the peer's backward does that.
     """
 
     def __init__(

@@ -96,7 +96,7 @@ def run(row: Row) -> bool:
         os.chdir(folder)
         try:
             report = prove(script_of(row, Path(folder)), row.args, timeout_s=900.0, **dict(row.options))
-        except Exception:  # noqa: BLE001 - the other rows go on
+        except Exception:  # noqa: BLE001 - the other rows continue
             traceback.print_exc()
             return False
         finally:

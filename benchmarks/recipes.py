@@ -5,7 +5,7 @@
     python benchmarks/recipes.py --out benchmarks/results/recipes.json
 
 Each row is an example as a user runs it (``dtrain launch -n 2``, its own data, one seed), with all of its methods or without
-one. Runs of a shorter length are whole, too, with a schedule of that length: what comes out of them says how long a run has to
+one. Runs of a shorter length are whole, too, with a schedule of that length: their results show how long a run has to
 be for the quality that the shorter run with all methods reaches. Times are processor seconds of all processes, which hardly
 move on a busy machine, with the start of Python in them; wall seconds stand beside them.
 """
@@ -29,10 +29,10 @@ from example_runs import ended, launched
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """An example, its methods, and two lengths: one that sets the quality to reach, and that of the example's own default.
+    """An example, its methods, and two lengths: the length that sets the quality to reach, and the example's own default.
 
     Args:
-        what: how the line with the quality begins; "" takes the last one.
+        what: begin of the line with the quality; "" takes the last line.
     """
 
     script: str
@@ -102,7 +102,7 @@ def main() -> None:
 
 
 def measured(recipe: Recipe, lengths: Sequence[str]) -> list[Run]:
-    """All runs of a recipe, one after the other."""
+    """Run all runs of a recipe in turn."""
     return [one(recipe, without, length) for without in ("", *recipe.methods) for length in lengths]
 
 

@@ -7,7 +7,7 @@
 Prints Markdown. All figures are counts, except for the seconds and the memory of opening a checkpoint of 4,096 ranks.
 
 - **bytes**: all bytes that a rank reads from files during a load, indexes included, over the bytes of the rank's own shards.
-- **requests**: HTTP requests of a load from an S3 server on this machine (moto), and those that are not for tensor data.
+- **requests**: HTTP requests of a load from an S3 server on this machine (moto), and requests that are not for tensor data.
 - **plan**: the same bytes from the library's own planning, for a model of 7 B or 65 B parameters with AdamW's state in float32.
 - **open**: one rank opens a checkpoint of 4,096 ranks with 3,000 tensors, and plans its reads.
 """
@@ -128,46 +128,46 @@ def counted_requests() -> Iterator[list[str]]:
     """Record method and path of every request to S3 of this process, except for heartbeats of the lock."""
     from aiobotocore.httpsession import AIOHTTPSession
 
-    found: list[str] = []
+    requests: list[str] = []
     original = AIOHTTPSession.send
 
     async def send(self: Any, request: Any) -> Any:
         if "run.lock" not in request.url:
-            found.append(f"{request.method} {request.url}")
+            requests.append(f"{request.method} {request.url}")
         return await original(self, request)
 
     with patch.object(AIOHTTPSession, "send", send):
-        yield found
+        yield requests
 
 
 def messages(root: str, size: int = SIZE) -> dict[str, list[list[Any]]]:
     """Save and load once, and note each exchange: its kind, its caller, bytes of this rank and of all ranks."""
     run = build("large", size, Path(root))
-    with noted_exchanges() as found:
+    with noted_exchanges() as exchanges:
         dt.save_sharded(root, run.state).wait()
-        saved, found[:] = list(found), []
+        saved, exchanges[:] = list(exchanges), []
         dt.load_sharded(root, run.state)
-    return {"save": saved, "load": found}
+    return {"save": saved, "load": exchanges}
 
 
 @contextlib.contextmanager
 def noted_exchanges() -> Iterator[list[list[Any]]]:
     """Note the exchanges of this rank on every channel of the control plane."""
-    found: list[list[Any]] = []
+    exchanges: list[list[Any]] = []
     all_gather, gather = Channel.all_gather, Channel.gather
 
     def noted_all_gather(channel: Channel, payload: bytes, **options: Any) -> list[bytes]:
         result = all_gather(channel, payload, **options)
-        found.append(["all_gather", options["caller"], len(payload), sum(map(len, result))])
+        exchanges.append(["all_gather", options["caller"], len(payload), sum(map(len, result))])
         return result
 
     def noted_gather(channel: Channel, payload: bytes, dst: int, **options: Any) -> list[bytes] | None:
         result = gather(channel, payload, dst, **options)
-        found.append(["gather", options["caller"], len(payload), sum(map(len, result or ()))])
+        exchanges.append(["gather", options["caller"], len(payload), sum(map(len, result or ()))])
         return result
 
     with patch.object(Channel, "all_gather", noted_all_gather), patch.object(Channel, "gather", noted_gather):
-        yield found
+        yield exchanges
 
 
 # Planned
@@ -194,7 +194,7 @@ class Model:
             "norm1": (wide,),
             "norm2": (wide,),
         }
-        layers = {f"layers.{at}.{name}.weight": shape for at in range(self.layers) for name, shape in block.items()}
+        layers = {f"layers.{layer}.{name}.weight": shape for layer in range(self.layers) for name, shape in block.items()}
         ends = {"embedding.weight": (self.vocabulary, wide), "norm.weight": (wide,), "head.weight": (self.vocabulary, wide)}
         return {**layers, **ends}
 
@@ -238,10 +238,10 @@ class Planned:
     @cached_property
     def keys(self) -> dict[str, tuple[int, ...]]:
         """Shape of each sharded tensor, by key."""
-        found = {f"params/{name}": shape for name, shape in self.shapes.items()}
+        shapes = {f"params/{name}": shape for name, shape in self.shapes.items()}
         for name, shape in self.shapes.items():
-            found |= {f"optimizer/state/{name}/{key}": shape for key in ("exp_avg", "exp_avg_sq")}
-        return found
+            shapes |= {f"optimizer/state/{name}/{key}": shape for key in ("exp_avg", "exp_avg_sq")}
+        return shapes
 
     @cached_property
     def shared(self) -> dict[str, Any]:
@@ -272,8 +272,8 @@ class Planned:
 
     def box(self, shape: tuple[int, ...], rank: int) -> Region:
         """Return the rows of a rank."""
-        found = compute_shard_box(shape, (self.ranks,), (rank,), (Shard(0),))
-        return Region(found.offset, found.size)
+        own = compute_shard_box(shape, (self.ranks,), (rank,), (Shard(0),))
+        return Region(own.offset, own.size)
 
     def file(self, rank: int) -> FileLayout:
         """Return the layout of the data file of a rank."""
@@ -345,7 +345,7 @@ def fetches_of(reads: Sequence[ReadItem], ranks: RankFilesReader) -> Iterator[tu
 
 def spread(ranks: int, count: int) -> list[int]:
     """Return some ranks, the first and the last among them."""
-    return sorted({round(at * (ranks - 1) / max(1, count - 1)) for at in range(min(count, ranks))})
+    return sorted({round(index * (ranks - 1) / max(1, count - 1)) for index in range(min(count, ranks))})
 
 
 # A checkpoint of many ranks
@@ -353,16 +353,16 @@ def spread(ranks: int, count: int) -> list[int]:
 
 def write_wide(folder: Path, ranks: int, tensors: int, rank: int) -> None:
     """Write a step of so many ranks: manifest, index, the index of one rank, and files of the right size without content."""
-    shapes = {f"layers.{at}.weight": (4 * ranks, 64) for at in range(tensors // 3)}
+    shapes = {f"layers.{layer}.weight": (4 * ranks, 64) for layer in range(tensors // 3)}
     planned = Planned(shapes=shapes, ranks=ranks)
     data = layout.encode_index(planned.rank_index(rank), layout.index_name(rank))
     size = planned.file(rank).size
     files = tuple(layout.RankFiles(len(data), hashlib.sha256(data).hexdigest(), (size,)) for _ in range(ranks))
     sections = {"transforms": {}, "clock": {}, "extra": {}}
-    found = planned.index
+    planned_index = planned.index
     index = RunIndex(
-        files=files, kinds=found.kinds, tensors=found.tensors, inline=found.inline, local_buffers=False,
-        shared={**found.shared, **sections},
+        files=files, kinds=planned_index.kinds, tensors=planned_index.tensors, inline=planned_index.inline, local_buffers=False,
+        shared={**planned_index.shared, **sections},
     )  # fmt: skip
     run_data = layout.encode_index(index, layout.INDEX)
     folder.mkdir(parents=True)
@@ -383,7 +383,7 @@ def write_wide(folder: Path, ranks: int, tensors: int, rank: int) -> None:
 
 def open_wide(folder: Path, ranks: int, tensors: int, rank: int, *, check_files: bool) -> dict[str, float]:
     """Open a step as one rank does, and plan its reads. Returns seconds, processor time, and growth of the peak memory."""
-    shapes = {f"layers.{at}.weight": (4 * ranks, 64) for at in range(tensors // 3)}
+    shapes = {f"layers.{layer}.weight": (4 * ranks, 64) for layer in range(tensors // 3)}
     regions = {key: region for key, region in Planned(shapes=shapes, ranks=ranks).regions(rank).items() if region.size}
     before, begun, used = peak_bytes(reset=True), now(), sum(os.times()[:2])
     reader = open_checkpoint(folder, check_files=check_files)
@@ -404,15 +404,15 @@ def peak_bytes(*, reset: bool = False) -> int:
 
 
 def print_bytes(ranks: Sequence[int], root: Path) -> None:
-    """Bytes on real ranks, on the same number of ranks and on others."""
+    """Print the bytes on real ranks, on the same number of ranks and on other numbers."""
     rows = []
     for world in ranks:
         folder = str(root / f"of-{world}")
         run_ranks(save, world, folder, timeout_s=TIMEOUT_S)
         for other in (world, world // 2, world * 2):
             if other in (*ranks, 1):
-                found = run_ranks(load, other, folder, timeout_s=TIMEOUT_S)
-                worst = max(found, key=lambda each: each["read"] / each["own"])
+                by_rank = run_ranks(load, other, folder, timeout_s=TIMEOUT_S)
+                worst = max(by_rank, key=lambda figures: figures["read"] / figures["own"])
                 cells = (f"{world} to {other}", worst["own"], worst["read"], worst["indexes"])
                 ratio, target = worst["read"] / worst["own"], 1.05 if other == world else 1.15
                 rows.append(f"| {' | '.join(map(str, cells))} | {ratio:.3f} | {target} | {met(ratio <= target)} |")
@@ -428,9 +428,9 @@ def print_requests(ranks: Sequence[int], root: Path) -> None:
             url = f"s3://bucket/of-{world}"
             saved = run_ranks(save_to_server, world, url, environment, timeout_s=TIMEOUT_S)
             loaded = run_ranks(load_from_server, world, url, environment, timeout_s=TIMEOUT_S)
-            for name, found in (("save", saved), ("load", loaded)):
-                beyond = [each["requests"] - each["data"] for each in found]
-                total, data = sum(each["requests"] for each in found), sum(each["data"] for each in found)
+            for name, by_rank in (("save", saved), ("load", loaded)):
+                beyond = [figures["requests"] - figures["data"] for figures in by_rank]
+                total, data = sum(figures["requests"] for figures in by_rank), sum(figures["data"] for figures in by_rank)
                 verdict = met(max(beyond) <= 20) if name == "load" else ""
                 rows.append(
                     f"| {name} | {world} | {total} | {data} | {sum(beyond)} | {max(beyond)} | {beyond[-1]} | {verdict} |"
@@ -448,11 +448,11 @@ def print_plan() -> None:
     for name, ranks, other in cases:
         planned = Planned(shapes=MODELS[name].shapes(), ranks=ranks)
         # torch.chunk leaves nothing to the last ranks if the rows do not divide: they read the index only.
-        found = [each for rank in spread(other, 9) if (each := planned.resume(rank, other))["own"] > 10**6]
-        worst = max(found, key=lambda each: each["ratio"])
-        mean = sum(each["read"] for each in found) / sum(each["own"] for each in found)
+        by_rank = [figures for rank in spread(other, 9) if (figures := planned.resume(rank, other))["own"] > 10**6]
+        worst = max(by_rank, key=lambda figures: figures["ratio"])
+        mean = sum(figures["read"] for figures in by_rank) / sum(figures["own"] for figures in by_rank)
         target = 1.05 if ranks == other else 1.15
-        files = max(each["files"] for each in found)
+        files = max(figures["files"] for figures in by_rank)
         report = len(json.dumps(planned.parts(0).encode()))
         sizes = (f"{worst['own'] / 1e6:.1f} MB", f"{worst['indexes'] / 1e6:.2f} MB", files, report)
         cells = (name, f"{ranks} to {other}", *sizes)
@@ -488,10 +488,10 @@ def print_messages(ranks: Sequence[int], root: Path) -> None:
     """Exchanges of JSON of a save and a load."""
     rows = []
     for world in ranks:
-        found = run_ranks(messages, world, str(root / f"messages-{world}"), timeout_s=TIMEOUT_S)[0]
+        by_call = run_ranks(messages, world, str(root / f"messages-{world}"), timeout_s=TIMEOUT_S)[0]
         for what in ("save", "load"):
             by_function: dict[str, list[int]] = {}
-            for function, _, sent, received in found[what]:
+            for function, _, sent, received in by_call[what]:
                 count = by_function.setdefault(function, [0, 0, 0])
                 count[:] = count[0] + 1, count[1] + sent, count[2] + received
             for function, (count, sent, received) in sorted(by_function.items()):
@@ -546,17 +546,17 @@ PARTS: Mapping[str, Callable[[Sequence[int], Path], None]] = {
 def main() -> None:
     if sys.argv[1:2] == ["--open"]:
         folder, ranks, tensors, check = sys.argv[2:]
-        found = open_wide(Path(folder), int(ranks), int(tensors), 7, check_files=check == "1")
-        print(found["seconds"], found["cpu"], found["bytes"])
+        figures = open_wide(Path(folder), int(ranks), int(tensors), 7, check_files=check == "1")
+        print(figures["seconds"], figures["cpu"], figures["bytes"])
         return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8], help="numbers of real ranks (%(default)s)")
     parser.add_argument("--only", choices=PARTS, nargs="+", help="some parts")
     given = parser.parse_args()
-    for name, part in PARTS.items():
+    for name, measure in PARTS.items():
         if given.only is None or name in given.only:
             with tempfile.TemporaryDirectory() as folder:
-                part(given.ranks, Path(folder))
+                measure(given.ranks, Path(folder))
 
 
 if __name__ == "__main__":

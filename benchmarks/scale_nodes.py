@@ -127,8 +127,8 @@ def measure(nodes: int, seconds: float) -> None:
         time.sleep(0.1)
     others = range(1, nodes)
     drivers = []
-    for part in range(min(DRIVERS, len(others))):
-        given = json.dumps({"port": port, "nodes": nodes, "ranks": list(others[part::DRIVERS])})
+    for number in range(min(DRIVERS, len(others))):
+        given = json.dumps({"port": port, "nodes": nodes, "ranks": list(others[number::DRIVERS])})
         drivers.append(
             subprocess.Popen(
                 [sys.executable, __file__, "--driver", given],

@@ -1,4 +1,4 @@
-"""Compare planned seconds of communication with measured ones, on gloo ranks of this machine.
+"""Compare planned seconds of communication with measured seconds, on gloo ranks of this machine.
 
     python benchmarks/scale_plan.py                        # 2, 4, 8 and 16 ranks: half a minute on a quiet machine
     python benchmarks/scale_plan.py --link 200             # each rank behind a link of 200 Mbit/s: some minutes, as root
@@ -43,10 +43,10 @@ def measure_ops(sizes: Sequence[int], repeats: int) -> list[list[object]]:
     for op in OPS:
         for size in sizes:
             whole = torch.zeros(max(1, size // 4 // ranks) * ranks)
-            part = torch.zeros(len(whole) // ranks)
+            shard = torch.zeros(len(whole) // ranks)
             run = {
-                "all_gather": lambda whole=whole, part=part: dist.all_gather_into_tensor(whole, part),
-                "reduce_scatter": lambda whole=whole, part=part: dist.reduce_scatter_tensor(part, whole),
+                "all_gather": lambda whole=whole, shard=shard: dist.all_gather_into_tensor(whole, shard),
+                "reduce_scatter": lambda whole=whole, shard=shard: dist.reduce_scatter_tensor(shard, whole),
                 "all_reduce": lambda whole=whole: dist.all_reduce(whole),
             }[op]
             seconds = []
@@ -172,8 +172,10 @@ def main(counts: Sequence[int], repeats: int, megabits: int | None) -> None:
                 flush=True,
             )
     print()
-    for ranks, each in ratios.items():
-        print(f"{ranks} ranks: planned / measured, median {statistics.median(each):.2f}, {min(each):.2f} to {max(each):.2f}")
+    for ranks, by_row in ratios.items():
+        print(
+            f"{ranks} ranks: planned / measured, median {statistics.median(by_row):.2f}, {min(by_row):.2f} to {max(by_row):.2f}"
+        )
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ SAME_FLOAT32 = 1e-3  # relative; hundreds of steps of training magnify rounding 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """A model to train: how to build it, its batches, and the most that a step may cost against the hand-written one."""
+    """A model to train: how to build it, its batches, and the largest ratio of a step to the hand-written step."""
 
     name: str
     build: Callable[[], nn.Module]
@@ -64,7 +64,7 @@ class Work:
         for batch in batches:
             masked = torch.rand(batch["labels"].shape, generator=generator) < 0.2
             batch["labels"].masked_fill_(masked, IGNORED)
-        return [{name: each.to(self.device) for name, each in batch.items()} for batch in batches]
+        return [{name: tensor.to(self.device) for name, tensor in batch.items()} for batch in batches]
 
 
 def mlp() -> nn.Module:
@@ -268,11 +268,11 @@ def one_process(work: Work, pairs: int) -> None:
     runs = {name: looped(side, work.batches()) for name, side in sides.items()}
     seen = interleaved(runs, rounds=pairs // 2, warmup=10, clocks={"cpu": CPU})["cpu"]
     check_same(sides["dtrain"], sides["hand"], SAME_FLOAT32)
-    found = compare(seen["dtrain"], seen["hand"])
-    print(f"{work.name}, one process, CPU time of a step, dtrain against by hand: {found}")
+    comparison = compare(seen["dtrain"], seen["hand"])
+    print(f"{work.name}, one process, CPU time of a step, dtrain against by hand: {comparison}")
     stricter = compare(seen["dtrain"], seen["once"])
     print(f"{work.name}, one process, CPU time of a step, dtrain against by hand with the weight counted once: {stricter}")
-    print(verdict_line(f"{work.name}, one process", found.ratio, at_most=work.at_most))
+    print(verdict_line(f"{work.name}, one process", comparison.ratio, at_most=work.at_most))
     print(verdict_line(f"{work.name}, one process, weight counted once by hand", stricter.ratio, at_most=work.at_most))
 
 

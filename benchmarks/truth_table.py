@@ -1,4 +1,4 @@
-"""The rows of the truth table with dtrain, torchrun and Composer's launcher, one after the other, as a table in Markdown.
+"""The rows of the truth table with dtrain, torchrun and Composer's launcher in turn, as a table in Markdown.
 
 Each cell: exit code, lines on standard error besides the program's own traceback, processes left two seconds after the
 launcher's end, and the seconds from the event of the row to that end. The rows are those that ``tests/launch/table`` holds

@@ -79,7 +79,7 @@ def run_exchange(
 
     A rank waits for a message of one rank at a time, so the result does not depend on the order in which ranks are simulated.
     """
-    found = Exchange()
+    exchange = Exchange()
     clock: dict[int, float] = defaultdict(float)
     messages: dict[tuple[int, int], deque[tuple[float, bytes]]] = defaultdict(deque)
     waiting: dict[tuple[int, int], int] = {}
@@ -98,15 +98,15 @@ def run_exchange(
                 local = transfer.to // node_size == rank // node_size
                 delay = network.local_latency_s if local else network.latency_s + len(transfer.data) / network.bytes_per_s
                 messages[rank, transfer.to].append((clock[rank] + delay, transfer.data))
-                found.sent[rank] += 1
-                found.bytes[rank] += len(transfer.data)
-                found.peers[rank].add(transfer.to)
+                exchange.sent[rank] += 1
+                exchange.bytes[rank] += len(transfer.data)
+                exchange.peers[rank].add(transfer.to)
                 if (blocked := waiting.pop((rank, transfer.to), None)) is not None:
                     ready.append(blocked)
             sent.add(rank)
             data = b""
             if transfer.source is not None:
-                found.peers[rank].add(transfer.source)
+                exchange.peers[rank].add(transfer.source)
                 queue = messages[transfer.source, rank]
                 if not queue:
                     waiting[transfer.source, rank] = rank
@@ -117,9 +117,9 @@ def run_exchange(
             try:
                 state[rank] = protocols[rank].send(data)
             except StopIteration as stop:
-                found.results[rank], found.seconds[rank] = stop.value, clock[rank]
+                exchange.results[rank], exchange.seconds[rank] = stop.value, clock[rank]
                 break
-    return found
+    return exchange
 
 
 @dataclass(kw_only=True)
@@ -174,7 +174,7 @@ def run_reports(
         latency_s: time of a message.
         service_s: time that the store takes for a request.
     """
-    found, keys, dead = Reports(), dict[str, Any](), dict(dead or {})
+    reports, keys, dead = Reports(), dict[str, Any](), dict(dead or {})
     protocols: dict[int, StoreProtocol[ArrivalReport | None]] = {}
     readers: dict[str, list[int]] = defaultdict(list)
     waits: dict[int, int] = defaultdict(int)
@@ -182,29 +182,29 @@ def run_reports(
     # Time, order, kind, rank, request or answer.
     events: list[tuple[float, int, str, int, Any]] = []
 
-    def push(at: float, kind: str, rank: int, value: Any) -> None:
+    def push(time_s: float, kind: str, rank: int, value: Any) -> None:
         nonlocal number
         number += 1
-        heapq.heappush(events, (at, number, kind, rank, value))
+        heapq.heappush(events, (time_s, number, kind, rank, value))
 
-    def close_connections(at: float, rank: int) -> None:
+    def close_connections(time_s: float, rank: int) -> None:
         for peer in peers(rank):
-            push(at + latency_s, "begin", peer, rank)
+            push(time_s + latency_s, "begin", peer, rank)
 
-    for rank, at in failed_at.items():
-        push(at, "begin", rank, None)
-    for rank, at in dead.items():
-        close_connections(at, rank)
-    for (rank, peer), at in (broken or {}).items():
-        push(at, "begin", rank, peer)
-        push(at, "begin", peer, rank)
+    for rank, time_s in failed_at.items():
+        push(time_s, "begin", rank, None)
+    for rank, time_s in dead.items():
+        close_connections(time_s, rank)
+    for (rank, peer), time_s in (broken or {}).items():
+        push(time_s, "begin", rank, peer)
+        push(time_s, "begin", peer, rank)
     while events:
         now, _, kind, rank, value = heapq.heappop(events)
         if rank in stopped or now >= dead.get(rank, math.inf) or (kind == "begin" and rank in protocols):
             continue
         if kind == "request":
             free_at = max(free_at, now) + service_s
-            found.requests += 1
+            reports.requests += 1
             answer = _serve(keys, value)
             if isinstance(value, Read) and answer is None and value.timeout_s > 0:
                 readers[value.key].append(rank)
@@ -234,13 +234,13 @@ def run_reports(
                 request = protocols[rank].send(None)
         except StopIteration as stop:
             if stop.value is not None:
-                found.reports[rank], found.last = stop.value, now
+                reports.reports[rank], reports.last = stop.value, now
             continue
         if isinstance(request, Sleep):
             push(now + request.seconds, "answer", rank, now + request.seconds)
         else:
             push(now + latency_s, "request", rank, request)
-    return found
+    return reports
 
 
 def _serve(keys: dict[str, Any], request: StoreRequest) -> Any:

@@ -5,7 +5,7 @@
     python examples/finetune_bert.py --model FOLDER                             # weights of save_pretrained, one process
 
 On two CPU cores the first command takes 23 s and predicts the package of 0.76 of the held-out docstrings (majority class:
-0.18). The same command goes on after the last checkpoint. At the end from_pretrained loads OUT/export.
+0.18). The same command resumes from the last checkpoint. At the end from_pretrained loads OUT/export.
 Needs `pip install transformers`. Downloads nothing, unless --model names a model on the hub.
 """
 
@@ -64,7 +64,7 @@ def main() -> None:
         dt.seed_all(args.seed, dist.rank)
         folder, parts = folder_of(args.model), rows.parts()
         tokenizer, config = tokenizer_and_config(folder, parts[0].texts, rows.names, args.seq)
-        train, held_out = (Tokenized(part, tokenizer, args.seq) for part in parts)
+        train, held_out = (Tokenized(subset, tokenizer, args.seq) for subset in parts)
         model = on_meta(config)
         model = model if "recompute" in args.without else dt.shard.checkpoint_activations(model, blocks=(Layer,))
         model = dt.shard_model(model, mesh, blocks=(Layer,), precision=dt.Precision(param=args.precision, reduce="fp32"))

@@ -1,4 +1,4 @@
-"""Estimate the memory of a GPT on ranks that are not there; on a laptop, in seconds.
+"""Estimate the memory of a GPT on hundreds of ranks; on a laptop, in seconds.
 
 dtrain plan examples/plan_gpt.py:workload --world 512 --memory 80GiB --precision bf16
 dtrain plan examples/plan_gpt.py:workload --world 64 --strategy full_shard --arg layers=48 --seq 8192

@@ -61,8 +61,10 @@ def main() -> None:
         codec = Codec(pictures.channels) if enabled["latents"] else Pixels(pictures.channels)
         codec = frozen_codec(codec, place / "codec.safetensors", pictures, dist, args.size)
         train, held_out = (
-            dt.data.memory_map(place / f"{part}-{dist.node_rank}", partial(encoded, codec, getattr(pictures, part), args.size))
-            for part in ("train", "held_out")
+            dt.data.memory_map(
+                place / f"{split}-{dist.node_rank}", partial(encoded, codec, getattr(pictures, split), args.size)
+            )
+            for split in ("train", "held_out")
         )
 
         with torch.device("meta"):
@@ -111,10 +113,10 @@ def main() -> None:
                 drawn = dt.dist.gather_ragged(decoded(codec, z), order=mine, mesh=mesh)
         if drawn is not None:
             with dt.span("likeness", "evaluation"):
-                known, test = at_size(pictures.train, args.size), at_size(pictures.held_out, args.size)
-                write_grid(run / "samples.png", drawn[: 8 * pictures.classes], columns=pictures.classes, like=known["x"])
-                share, distance = likeness(drawn, label, known)
-                test_share, test_distance = likeness(test["x"], test["y"], known)
+                pixels, test = at_size(pictures.train, args.size), at_size(pictures.held_out, args.size)
+                write_grid(run / "samples.png", drawn[: 8 * pictures.classes], columns=pictures.classes, like=pixels["x"])
+                share, distance = likeness(drawn, label, pixels)
+                test_share, test_distance = likeness(test["x"], test["y"], pixels)
             print(f"held-out loss {scores['loss']:.4f}, baseline {scores['constant']:.4f} (the best constant prediction)")
             print(f"distance to the nearest training picture {distance:.3f}, of held-out pictures {test_distance:.3f}")
             print(f"held-out pictures whose nearest training picture has their class {test_share:.3f}")

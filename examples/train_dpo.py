@@ -71,7 +71,7 @@ def build_gpt(mesh: DeviceMesh) -> nn.Module:
 def train(
     run: dt.run.Run, args: argparse.Namespace, model: nn.Module, data: Any, loss_fn: dt.typing.LossFn, lr: float
 ) -> int | None:
-    """Go on after the last checkpoint of the run. Return the last step, or None if the run was stopped before."""
+    """Continue from the last checkpoint of the run. Return the last step, or None if the run was stopped before."""
     until = args.read if run.path.name == "reference" else args.until
     loader = dt.build_loader(data, mesh=dt.build_mesh(), global_batch_size=16, seed=0)
     steps = loader.total_steps(until)

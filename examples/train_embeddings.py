@@ -1,4 +1,4 @@
-"""Train a text embedding in which the description of a function lies near its code: contrastive, against everybody's pairs.
+"""Train a text embedding in which the description of a function lies near its code: contrastive, over the pairs of all ranks.
 
     dtrain launch -n 2 examples/train_embeddings.py                        # the standard library's functions, on two processes
     python examples/train_embeddings.py                                    # one process, no launcher

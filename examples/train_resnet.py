@@ -5,7 +5,7 @@
     python examples/train_resnet.py                                               # one process, no launcher
 
 On two CPU cores the first command takes 12 s to a held-out accuracy of 0.986 (the most frequent digit 0.133).
-The same command goes on after the last checkpoint. Needs `pip install scikit-learn`, or pillow for a folder. Downloads nothing.
+The same command resumes from the last checkpoint. Needs `pip install scikit-learn`, or pillow for a folder. Downloads nothing.
 """
 
 import argparse

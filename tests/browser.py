@@ -35,8 +35,8 @@ class Browser:
         self.requests: list[str] = []
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
-        for part in ("Page", "Runtime", "Log", "Network"):
-            self.call(f"{part}.enable")
+        for domain in ("Page", "Runtime", "Log", "Network"):
+            self.call(f"{domain}.enable")
 
     def call(self, method: str, **params: Any) -> dict[str, Any]:
         """Send a command to the browser and return its answer."""
@@ -85,7 +85,7 @@ class Browser:
             )
 
     def picture(self, path: Path, *, whole: bool = True) -> None:
-        """Write what is shown, or all of the page, as a PNG."""
+        """Write the visible part of the page, or all of it, as a PNG."""
         shown = self.call("Page.captureScreenshot", captureBeyondViewport=whole, optimizeForSpeed=True)
         path.write_bytes(base64.b64decode(shown["data"]))
 
@@ -109,7 +109,7 @@ class Browser:
                 str(told["exceptionDetails"].get("exception", {}).get("description", told["exceptionDetails"]["text"]))
             )
         elif method == "Runtime.consoleAPICalled":
-            self.errors.append(" ".join(str(each.get("value", "")) for each in told["args"]))
+            self.errors.append(" ".join(str(argument.get("value", "")) for argument in told["args"]))
         elif method == "Log.entryAdded":
             self.errors.append(told["entry"]["text"])
         elif method == "Network.requestWillBeSent" and told["type"] != "Document":
@@ -123,7 +123,9 @@ def browser(folder: Path, *options: str) -> Iterator[Browser]:
     # It reads commands at descriptor 3 and answers at 4.
     its_in, our_out = os.pipe()
     our_in, its_out = os.pipe()
-    high = [os.dup(each) for each in (its_in, its_out)]  # of two that may be 3 and 4 themselves, none is overwritten too early
+    high = [
+        os.dup(descriptor) for descriptor in (its_in, its_out)
+    ]  # of two that may be 3 and 4 themselves, none is overwritten too early
     command = f'exec "$@" 3<&{high[0]} 4>&{high[1]}'
     process = subprocess.Popen(
         ["/bin/bash", "-c", command, "browser", PROGRAM, *QUIET, *options, f"--user-data-dir={folder / 'profile'}"],
@@ -131,8 +133,8 @@ def browser(folder: Path, *options: str) -> Iterator[Browser]:
         env={**os.environ, "HOME": str(folder), "XDG_CONFIG_HOME": str(folder), "XDG_CACHE_HOME": str(folder)},
         start_new_session=True,
     )  # fmt: skip
-    for each in (its_in, its_out, *high):
-        os.close(each)
+    for descriptor in (its_in, its_out, *high):
+        os.close(descriptor)
     try:
         yield Browser(our_out, our_in)
     finally:

@@ -21,10 +21,10 @@ from dtrain.testing import Ranks
 
 torch.set_num_threads(1)
 
-# What the fork server of all ranks imports: what dtrain.testing names, and what each rank would import at its first use.
+# Imports of the fork server of all ranks: names of dtrain.testing, and the modules that each rank would import at first use.
 PRELOADED = ["dtrain.testing.ranks", "torch.distributed.fsdp", "torch.testing", "torch._dynamo"]
 
-LEFT_BEHIND = 9  # the exit code of a run that leaves something behind
+LEFT_BEHIND = 9  # the exit code of a run that leaves processes or files behind
 BEFORE = pytest.StashKey[leftovers.Before]()
 LEFT = pytest.StashKey[bool]()
 
@@ -35,7 +35,7 @@ for number, usual in USUAL:
         signal.signal(number, usual)
 
 
-hypothesis.settings.register_profile("every change", derandomize=True)  # one that finds something new is not the change's fault
+hypothesis.settings.register_profile("every change", derandomize=True)  # a newly found fault is not the change's
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -46,7 +46,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Fail the run when it leaves something behind; no test of its own could see that. Workers of pytest-xdist end before."""
+    """Fail the run when it leaves processes or files behind; no test sees that. Workers of pytest-xdist end before."""
     multiprocessing.util._run_finalizers()  # its temporary folder would be there until this process ends
     is_worker = hasattr(session.config, "workeroutput")
     left = leftovers.left_since(session.config.stash[BEFORE], shared_memory=not is_worker)
@@ -62,7 +62,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    """Report what a worker of pytest-xdist left behind."""
+    """Report processes and files that a worker of pytest-xdist left behind."""
     report_left_behind(node.config, getattr(node, "workeroutput", {}).get("left", ()))
 
 
@@ -95,14 +95,14 @@ if on_device.DEVICE:
 
     @pytest.fixture(autouse=True)
     def tensors_on_device() -> Iterator[None]:
-        """Tensors of a test are on the device, unless the test names another."""
+        """Put the tensors of a test on the device, unless the test names another."""
         with torch.device(str(on_device.DEVICE)):
             yield
 
 
 @pytest.fixture
 def port() -> Iterator[int]:
-    """A port of loopback on which nobody listens, and that nobody is given who asks for any, for as long as the test runs.
+    """Yield a port of loopback without a listener, which the system gives to no other socket as long as the test runs.
 
     Programs of the test may listen there, if they set ``SO_REUSEADDR``.
     """

@@ -1,4 +1,4 @@
-"""Documents to pack, whose every token says where it came from, and what packing them must come to."""
+"""Documents to pack, whose every token names its place, and the expected result of packing them."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ SEQ = st.integers(1, 9)
 
 def documents(lengths: list[int]) -> list[list[int]]:
     """Token ``t`` of document ``d`` is ``1 + 100 * d + t``; none is 0, which pads."""
-    return [[1 + 100 * number + at for at in range(length)] for number, length in enumerate(lengths)]
+    return [[1 + 100 * number + index for index in range(length)] for number, length in enumerate(lengths)]
 
 
 def unpacked(blocks: Iterable[dict[str, Any]], count: int) -> list[list[int]]:
-    """The documents back, out of what blocks say of their tokens."""
-    found = defaultdict(list)
+    """Return the documents, read back from the blocks."""
+    tokens = defaultdict(list)
     for block in blocks:
         for token, number in zip(block["input_ids"].tolist(), block["documents"].tolist(), strict=True):
             if number >= 0:
-                found[number].append(token)
-    return [found[number] for number in range(count)]
+                tokens[number].append(token)
+    return [tokens[number] for number in range(count)]
 
 
 def plain(blocks: Iterable[dict[str, Any]]) -> list[dict[str, list[int]]]:

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from dtrain.checkpoint.checkpoint_info import latest_checkpoint
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-PATIENCE_S = 600  # for anything that takes seconds: the machine may be busy
+PATIENCE_S = 600  # for a task of seconds: the machine may be busy
 
 _NUMBER = r"-?\d+(?:\.\d+)?"
 _LAST_LINE = re.compile(
@@ -78,7 +78,7 @@ def last_tensors(out: Path) -> dict[str, bytes]:
 
 
 def ended(printed: str, what: str = "") -> Ending:
-    """The last of the lines that give a value beside its baseline, of those whose ``what`` begins with this."""
-    found = [line for line in _LAST_LINE.finditer(printed) if line["what"].startswith(what)]
-    assert found, f"no line '{what}<what> <value>, baseline <value> (<what that is>)' in:\n{printed}"
-    return Ending(what=found[-1]["what"], value=float(found[-1]["value"]), baseline=float(found[-1]["baseline"]))
+    """Return the last line with a value and its baseline, of the lines whose ``what`` begins with this text."""
+    lines = [line for line in _LAST_LINE.finditer(printed) if line["what"].startswith(what)]
+    assert lines, f"no line '{what}<what> <value>, baseline <value> (<what that is>)' in:\n{printed}"
+    return Ending(what=lines[-1]["what"], value=float(lines[-1]["value"]), baseline=float(lines[-1]["baseline"]))

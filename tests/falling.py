@@ -1,4 +1,4 @@
-"""A run that is known in advance: one weight, begun at 4, whose gradient is 1; and how its end of an epoch is told."""
+"""A run with known values: one weight, begun at 4, whose gradient is 1; and the marks of its ends of epochs."""
 
 import torch
 from torch import nn
@@ -18,7 +18,7 @@ def begin(*transforms: dt.Transform, lr: float = 0.5, **options: object) -> tupl
 
 
 def take(step: dt.step.Step, state: dt.TrainState, steps: int = 1, *, epoch: int = 0) -> dt.TrainState:
-    """``state`` so many steps later; with ``epoch`` every so many are one."""
+    """Return ``state`` so many steps later; ``epoch`` is the number of steps in an epoch."""
     for _ in range(steps):
         state, _ = step(state, of_epochs(BATCH, state.step, epoch) if epoch else fresh(BATCH))
     return state

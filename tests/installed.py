@@ -2,7 +2,7 @@
 
     python tests/installed.py RUN_DIR   # any run that was observed; with the interpreter that has the wheel or the sdist
 
-Run by ``nox -s package``. It needs no pytest, so that nothing is there but what dtrain itself asks for.
+Run by ``nox -s package``. It needs no pytest, so that only dtrain's own dependencies are installed.
 """
 
 import importlib.util
@@ -56,7 +56,7 @@ def command(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 def calls(folder: Path) -> dict[str, Callable[[], object]]:
-    """For each extra, what cannot work without it."""
+    """Check, for each extra, the functions that cannot work without it."""
     rows = folder / "rows.parquet"
     rows.write_bytes(b"PAR1")
     return {
@@ -79,7 +79,7 @@ def calls(folder: Path) -> dict[str, Callable[[], object]]:
 
 
 def fp8() -> object:
-    """Asks for a GPU of some age before it asks for the package: this process says that it has one."""
+    """Call a function that checks the GPU before it imports the package: this process pretends to have a GPU."""
     torch.cuda.is_available, torch.cuda.get_device_capability = (lambda: True), (lambda: (8, 9))
     return dt.shard.convert_to_fp8(torch.nn.Sequential(torch.nn.Linear(16, 16)))
 

@@ -7,7 +7,7 @@ from types import FrameType
 
 
 def interrupted_at(line: int, fn: Callable[[], object], *, within: tuple[str, ...] = ("/dtrain/",)) -> bool:
-    """Send SIGINT when ``fn`` comes to its ``line``-th line in files whose path contains one of ``within``.
+    """Send SIGINT when ``fn`` reaches its ``line``-th line in files whose path contains one of ``within``.
 
     Returns:
         True if ``KeyboardInterrupt`` has ended ``fn``, False if ``fn`` has fewer lines.
@@ -16,7 +16,7 @@ def interrupted_at(line: int, fn: Callable[[], object], *, within: tuple[str, ..
 
     def trace(frame: FrameType, event: str, arg: object) -> Callable[..., object] | None:
         nonlocal left
-        if not any(part in frame.f_code.co_filename for part in within):
+        if not any(folder in frame.f_code.co_filename for folder in within):
             return None
         if event == "line":
             left -= 1

@@ -62,7 +62,7 @@ class Job:
         return Result(code=self.process.returncode, out=out or "", err=err or "")
 
     def wait_for(self, *names: str) -> list[str]:
-        """Wait until the script has written these files, and return what is in them."""
+        """Wait until the script has written these files, and return their contents."""
         deadline = time.monotonic() + LONG_S
         for name in names:
             while not (path := self.folder / name).exists() or not path.read_text():
@@ -73,14 +73,14 @@ class Job:
 
     def processes(self) -> dict[int, str]:
         """All processes of this job that are alive, by pid, with their command lines."""
-        found = {}
+        commands = {}
         for pid in (name for name in os.listdir("/proc") if name.isdecimal()):
             try:
                 if f"JOB_MARK={self.mark}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
-                    found[int(pid)] = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+                    commands[int(pid)] = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
             except (FileNotFoundError, ProcessLookupError, PermissionError):
                 continue
-        return found
+        return commands
 
     def supervisor(self) -> int:
         """The pid of the supervisor: the only child of the front."""

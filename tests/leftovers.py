@@ -40,7 +40,7 @@ def look() -> Before:
 
 
 def left_since(before: Before, *, shared_memory: bool = True) -> list[str]:
-    """List everything that is there now and was not there before, one line each.
+    """List all leftovers that are there now and were not there before, one line each.
 
     Args:
         before: state before the tests.
@@ -70,14 +70,14 @@ def _left_in_shared_memory(before: Before) -> list[str]:
 
 def _marked(mark: str) -> dict[int, str]:
     """Processes that began below these tests, by pid with their command lines."""
-    found = {}
+    commands = {}
     for pid in (int(name) for name in os.listdir("/proc") if name.isdecimal() and int(name) != os.getpid()):
-        with suppress(OSError):  # it has ended, or is somebody else's
+        with suppress(OSError):  # it has ended, or belongs to another user
             if f"{MARK}={mark}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
                 command = Path(f"/proc/{pid}/cmdline").read_bytes()
                 if not any(word in command for word in _END_WITH_US):
-                    found[pid] = command.replace(b"\0", b" ").decode(errors="replace").strip()
-    return found
+                    commands[pid] = command.replace(b"\0", b" ").decode(errors="replace").strip()
+    return commands
 
 
 def _shared() -> dict[int, str]:
@@ -86,10 +86,10 @@ def _shared() -> dict[int, str]:
 
 
 def _mapped() -> set[int]:
-    """Inodes of those that a process has mapped: others use this machine, too. A semaphore is mapped under another name."""
-    found = set()
+    """Inodes of the files that a process has mapped: other users have files here. A semaphore is mapped by another name."""
+    inodes = set()
     for pid in (name for name in os.listdir("/proc") if name.isdecimal()):
         with suppress(OSError):
             lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
-            found |= {int(line.split()[4]) for line in lines if f" {SHARED}/" in line}
-    return found
+            inodes |= {int(line.split()[4]) for line in lines if f" {SHARED}/" in line}
+    return inodes

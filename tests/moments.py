@@ -39,7 +39,7 @@ class FakeSpans:
 
 
 def fake_spans(monkeypatch: Any) -> FakeSpans:
-    """Spans that a test fills; meters see no others."""
+    """Spans that a test fills; meters see no other spans."""
     made = FakeSpans()
     monkeypatch.setattr(spans, "totals", made.totals)
     return made

@@ -1,4 +1,4 @@
-"""Mutated copies of real files, each chosen by a seed: for tests that read what nobody should have written.
+"""Mutated copies of real files, each chosen by a seed: for tests that read invalid files.
 
 ``mutate_bytes`` knows nothing of the format. ``mutate_json`` changes one value, key or container of a JSON text, so that the
 parser accepts the text and the reader has to refuse the content. Both are pure: the same data and seed give the same mutation.
@@ -71,7 +71,7 @@ def mutate_json(data: bytes, seed: int) -> Mutation:
 
 
 def _span(data: bytes, rng: random.Random) -> tuple[int, int]:
-    """A place in ``data``, most often a short one."""
+    """Choose a place in ``data``, most often a short range."""
     begin = rng.randrange(len(data) + 1)
     length = min(len(data) - begin, rng.choice((1, 2, 4, 8, 64, 4096, len(data))))
     return begin, begin + length
@@ -161,8 +161,8 @@ def _slots(tree: Any) -> list[tuple[Any, Any]]:
 
 
 def _slot(tree: Any, rng: random.Random, *, of: type | tuple[type, ...] = (dict, list)) -> tuple[Any, Any] | None:
-    found = [slot for slot in _slots(tree) if isinstance(slot[0], of)]
-    return rng.choice(found) if found else None
+    slots = [slot for slot in _slots(tree) if isinstance(slot[0], of)]
+    return rng.choice(slots) if slots else None
 
 
 def _replace_value(tree: Any, rng: random.Random) -> str | None:
@@ -180,7 +180,7 @@ def _replace_raw(tree: Any, rng: random.Random) -> str | None:
 
 
 def _change_value(tree: Any, rng: random.Random) -> str | None:
-    """Another value of the same type, close to the one that was there."""
+    """Return another value of the same type, close to the old value."""
     if (slot := _slot(tree, rng)) is None:
         return None
     here = slot[0][slot[1]]
@@ -189,8 +189,10 @@ def _change_value(tree: Any, rng: random.Random) -> str | None:
     elif isinstance(here, (int, float)):
         slot[0][slot[1]] = rng.choice((here + 1, here - 1, -here, here * 2, here * 10**30, float(here)))
     elif isinstance(here, str):
-        at = rng.randrange(len(here) + 1)
-        slot[0][slot[1]] = here[:at] + rng.choice(("\ud800", "\0", "é", "/", "~", ".", "0")) + here[at + rng.randrange(2) :]
+        index = rng.randrange(len(here) + 1)
+        slot[0][slot[1]] = (
+            here[:index] + rng.choice(("\ud800", "\0", "é", "/", "~", ".", "0")) + here[index + rng.randrange(2) :]
+        )
     elif isinstance(here, list):
         slot[0][slot[1]] = rng.choice((here * 2, here[::-1], here[1:], [here]))
     else:

@@ -1,4 +1,4 @@
-"""Tell tests which torch runs: what an older one lacks is refused, or left out with a reason."""
+"""Tell tests the version of torch: a feature that an older torch lacks is refused, or left out with a reason."""
 
 import torch
 

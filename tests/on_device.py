@@ -65,18 +65,22 @@ def reason_to_skip(item: pytest.Item, device: str) -> str | None:
 
 def names_used(function: Callable[..., object]) -> set[str]:
     """Return the names that ``function`` uses, and those that the functions of its file use that it names."""
-    found: set[str] = set()
+    every: set[str] = set()
     waiting = [function]
     while waiting:
-        names = set(waiting.pop().__code__.co_names) - found
-        found |= names
-        known = (function.__globals__.get(name) for name in names)
-        waiting += [each for each in known if inspect.isfunction(each) and each.__module__ == function.__module__]
-    return found
+        names = set(waiting.pop().__code__.co_names) - every
+        every |= names
+        values = (function.__globals__.get(name) for name in names)
+        waiting += [
+            function_used
+            for function_used in values
+            if inspect.isfunction(function_used) and function_used.__module__ == function.__module__
+        ]
+    return every
 
 
 def skip_tests_of_the_host(items: list[pytest.Item]) -> None:
-    """Mark the tests that cannot run on the device, if there is one."""
+    """Mark the tests that cannot run on the device, if the machine has one."""
     if not DEVICE:
         return
     for item in items:
@@ -85,7 +89,7 @@ def skip_tests_of_the_host(items: list[pytest.Item]) -> None:
 
 
 class Counts:
-    """Tests of each topic by what happens to them on a device. A plugin of pytest that sees the collected tests."""
+    """Tests of each topic by their result on a device. A plugin of pytest that sees the collected tests."""
 
     def __init__(self) -> None:
         self.by_topic = {topic: Counter[str]() for topic in TOPICS}

@@ -1,4 +1,4 @@
-"""Batches that say what a loader's would: their place in its data."""
+"""Batches with the marks that a loader sets: their place in its data."""
 
 from collections.abc import Callable
 
@@ -10,7 +10,7 @@ _LOADER = object()
 
 
 def fresh(batch):
-    """``batch`` in other tensor objects over the same memory: what was attached to the old ones is gone."""
+    """Return ``batch`` in other tensor objects over the same memory, without the attributes of the old objects."""
     return {key: value.detach() for key, value in batch.items()} if isinstance(batch, dict) else batch.detach()
 
 
@@ -23,12 +23,12 @@ def placed(batch, begin: EpochPosition, end: EpochPosition, *, loader: object = 
 
 def places(ends: Callable[[int], bool], steps: int) -> list[tuple[EpochPosition, EpochPosition]]:
     """Begin and end of each batch of a run in which those for which ``ends`` is true end an epoch."""
-    at, found = EpochPosition(0, 0), []
+    position, pairs = EpochPosition(0, 0), []
     for step in range(steps):
-        after = EpochPosition(at.epoch + 1, 0) if ends(step) else EpochPosition(at.epoch, at.batch + 1)
-        found.append((at, after))
-        at = after
-    return found
+        after = EpochPosition(position.epoch + 1, 0) if ends(step) else EpochPosition(position.epoch, position.batch + 1)
+        pairs.append((position, after))
+        position = after
+    return pairs
 
 
 def of_epochs(batch, step: int, length: int):

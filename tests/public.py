@@ -47,16 +47,16 @@ def names(package: str) -> dict[str, str]:
     """Map each public name of one door, sub-packages left out, to the module that defines the name. Imports neither."""
     path = Path(dtrain.__file__).parent.joinpath(*package.split(".")[1:])
     if path.is_dir():
-        found = public_names(str(path / "__init__.py"))
-        return {name: module for name, module in found.items() if f"{module}.{name}" not in DOORS}
-    found = {}
+        modules = public_names(str(path / "__init__.py"))
+        return {name: module for name, module in modules.items() if f"{module}.{name}" not in DOORS}
+    modules = {}
     for node in ast.parse(path.with_suffix(".py").read_text()).body:
         if isinstance(node, ast.ClassDef | ast.FunctionDef):
-            found[node.name] = package
+            modules[node.name] = package
         elif isinstance(node, ast.Assign | ast.AnnAssign):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            found |= {target.id: package for target in targets if isinstance(target, ast.Name)}
-    return {name: module for name, module in found.items() if not name.startswith("_")}
+            modules |= {target.id: package for target in targets if isinstance(target, ast.Name)}
+    return {name: module for name, module in modules.items() if not name.startswith("_")}
 
 
 @cache
@@ -89,14 +89,14 @@ def unknown_in(text: str) -> set[str]:
 
 def _written(text: str) -> set[str]:
     """Return ``dt.a.b`` for a name behind the door ``a``, else ``dt.a``: the rest is a member."""
-    found = set()
+    names = set()
     for match in re.finditer(r"\bdt((?:\.[A-Za-z_]\w*)+)", text):
         parts = match[1][1:].split(".")
         doors = 0
         while doors < len(parts) and ".".join(["dtrain", *parts[: doors + 1]]) in DOORS:
             doors += 1
-        found.add(".".join(["dt", *parts[: doors + 1]]))
-    return found
+        names.add(".".join(["dt", *parts[: doors + 1]]))
+    return names
 
 
 def load_all() -> None:

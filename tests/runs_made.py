@@ -70,43 +70,44 @@ def write_run(
         straggler: a rank that is slow in loading, and that the others wait for.
         metrics: whether to write them.
         ledger: whether to write it.
-        about: whether to write what was run.
+        about: True to write the file that describes each attempt.
         started: when the run began, in seconds since 1970.
         seed: of noise.
         name: of the run, in its settings.
     """
     folder.mkdir(parents=True, exist_ok=True)
     now, lines = started, []
-    for number, part in enumerate(parts, start=1):
-        now += part.down_s
-        opened = now + part.setup_s
+    for number, attempt in enumerate(parts, start=1):
+        now += attempt.down_s
+        opened = now + attempt.setup_s
         if about:
-            write_about(folder, number, part, started_at=opened, name=name)
+            write_about(folder, number, attempt, started_at=opened, name=name)
         if ledger:
-            for rank in range(part.ranks):
-                rows = ledger_rows(number, part, rank, opened, step_s, per_line, save_every, straggler)
+            for rank in range(attempt.ranks):
+                rows = ledger_rows(number, attempt, rank, opened, step_s, per_line, save_every, straggler)
                 append(folder / run_files.LEDGER / run_files.ledger_name(rank), rows)
         if metrics and log_every:
-            lines.append(records(part, opened, step_s, log_every, evaluate_every, random.Random(seed * 1000 + number)))
-        now = opened + (part.end - part.begin) * step_s
-    for each in lines:
-        append(folder / run_files.METRICS, each)
+            lines.append(records(attempt, opened, step_s, log_every, evaluate_every, random.Random(seed * 1000 + number)))
+        now = opened + (attempt.end - attempt.begin) * step_s
+    for record in lines:
+        append(folder / run_files.METRICS, record)
     return folder
 
 
-def write_about(folder: Path, number: int, part: Part, *, started_at: float, name: str) -> None:
+def write_about(folder: Path, number: int, attempt: Part, *, started_at: float, name: str) -> None:
     """Write the file that describes an attempt, as rank 0 does."""
+    ranks = attempt.ranks
     about = {
         "format": run_files.FORMAT,
         "attempt": number,
         "started_at": started_at,
-        "world_size": part.ranks,
-        "hosts": {f"node-{host}": [*range(host * 8, min(host * 8 + 8, part.ranks))] for host in range(-(-part.ranks // 8))},
-        "devices": {"NVIDIA H200": [*range(part.ranks)]},
+        "world_size": ranks,
+        "hosts": {f"node-{host}": [*range(host * 8, min(host * 8 + 8, ranks))] for host in range(-(-ranks // 8))},
+        "devices": {"NVIDIA H200": [*range(ranks)]},
         "command": ["pretrain_gpt.py", "--lr", "0.0003", "--token", "***"],
         "python": "/usr/bin/python3",
         "folder": "/home/someone/gpt",
-        "settings": {"name": name, "lr": 3e-4, "layers": 12, "width": 768, "global_batch_size": 256, **part.settings},
+        "settings": {"name": name, "lr": 3e-4, "layers": 12, "width": 768, "global_batch_size": 256, **attempt.settings},
         "git": {"commit": "0123456789abcdef0123456789abcdef01234567", "dirty": number > 1},
         "versions": {"dtrain": "0.1.0", "python": "3.13.5", "torch": "2.13.0" if number < 3 else "2.13.1"},
         "environment": {"OMP_NUM_THREADS": "1"},
@@ -118,35 +119,44 @@ def write_about(folder: Path, number: int, part: Part, *, started_at: float, nam
 
 
 def ledger_rows(
-    attempt: int, part: Part, rank: int, opened: float, step_s: float, per_line: int, save_every: int, straggler: int | None
+    number: int,
+    attempt: Part,
+    rank: int,
+    opened: float,
+    step_s: float,
+    per_line: int,
+    save_every: int,
+    straggler: int | None,
 ) -> Iterator[dict[str, Any]]:
     """The ledger of one rank in one attempt."""
     host = f"node-{rank // 8}"
-    yield {"kind": "open", "attempt": attempt, "at": opened, "rank": rank, "host": host, "pid": 1000 + rank, "version": "0.1.0",
-           "setup_s": part.setup_s, "step": 0}  # fmt: skip
-    if part.begin:  # a run is opened first, and its checkpoint is loaded after that
-        yield {"kind": "sum", "attempt": attempt, "at": opened, "seconds": 0.0, "step": part.begin, "samples": part.begin * 256,
-               "tokens": part.begin * 256 * 1024, "spans": {"load": [1, 0.0]}, "gauges": {}}  # fmt: skip
-    if part.resumed:
-        yield {"kind": "event", "attempt": attempt, "at": opened, "step": part.begin, "path": part.resumed, "name": "resumed"}
-    step, at = part.begin, opened
-    while step < part.end:
-        steps = min(per_line, part.end - step)
+    yield {"kind": "open", "attempt": number, "at": opened, "rank": rank, "host": host, "pid": 1000 + rank, "version": "0.1.0",
+           "setup_s": attempt.setup_s, "step": 0}  # fmt: skip
+    if attempt.begin:  # a run is opened first, and its checkpoint is loaded after that
+        yield {"kind": "sum", "attempt": number, "at": opened, "seconds": 0.0, "step": attempt.begin,
+               "samples": attempt.begin * 256, "tokens": attempt.begin * 256 * 1024,
+               "spans": {"load": [1, 0.0]}, "gauges": {}}  # fmt: skip
+    if attempt.resumed:
+        fields = {"step": attempt.begin, "path": attempt.resumed}
+        yield {"kind": "event", "attempt": number, "at": opened, "name": "resumed", **fields}
+    step, now = attempt.begin, opened
+    while step < attempt.end:
+        steps = min(per_line, attempt.end - step)
         step, seconds = step + steps, steps * step_s
-        at += seconds
+        now += seconds
         saved = save_every and step // save_every > (step - steps) // save_every
-        yield {"kind": "sum", "attempt": attempt, "at": round(at, 3), "seconds": seconds, "step": step, "samples": step * 256,
+        yield {"kind": "sum", "attempt": number, "at": round(now, 3), "seconds": seconds, "step": step, "samples": step * 256,
                "tokens": step * 256 * 1024, "spans": spans(steps, seconds, rank, straggler, saved),
                "gauges": {"rss_bytes": 2**31 + (rank << 20) + step * 1000, "device_bytes": 2**35 + (rank << 28)}}  # fmt: skip
         if saved:
-            yield {"kind": "event", "attempt": attempt, "at": round(at, 3), "name": "save", "step": step,
+            yield {"kind": "event", "attempt": number, "at": round(now, 3), "name": "save", "step": step,
                    "blocked_s": round(0.4 + 0.1 * rank, 3)}  # fmt: skip
-            if rank == 0 and step < part.end:
-                yield {"kind": "event", "attempt": attempt, "at": round(at + 3, 3), "name": "committed", "step": step,
+            if rank == 0 and step < attempt.end:
+                yield {"kind": "event", "attempt": number, "at": round(now + 3, 3), "name": "committed", "step": step,
                        "seconds": 3.2, "bytes": 1_500_000_000}  # fmt: skip
-    if part.reason is not None:
-        close = {"kind": "close", "attempt": attempt, "at": round(at, 3), "reason": part.reason}
-        yield close if part.error is None else close | {"error": part.error}
+    if attempt.reason is not None:
+        close = {"kind": "close", "attempt": number, "at": round(now, 3), "reason": attempt.reason}
+        yield close if attempt.error is None else close | {"error": attempt.error}
 
 
 def spans(steps: int, seconds: float, rank: int, straggler: int | None, saved: bool) -> dict[str, list[float]]:
@@ -164,18 +174,18 @@ def spans(steps: int, seconds: float, rank: int, straggler: int | None, saved: b
 
 
 def records(
-    part: Part, opened: float, step_s: float, log_every: int, evaluate_every: int, noise: random.Random
+    attempt: Part, opened: float, step_s: float, log_every: int, evaluate_every: int, noise: random.Random
 ) -> Iterator[dict[str, Any]]:
     """Return the records that the loop logged in one attempt."""
-    for step in range(part.begin + 1, part.end + 1):
-        at = round(opened + (step - part.begin) * step_s, 3)
+    for step in range(attempt.begin + 1, attempt.end + 1):
+        now = round(opened + (step - attempt.begin) * step_s, 3)
         if step % log_every == 0:
             loss = 8.0 / math.sqrt(1 + step / 50) + 1.5 + 0.05 * noise.random()
-            yield {"step": step, "time": at, "loss": round(loss, 5), "lr": 3e-4 * min(1.0, step / 100),
+            yield {"step": step, "time": now, "loss": round(loss, 5), "lr": 3e-4 * min(1.0, step / 100),
                    "norm/gradient": round(1 + noise.random(), 5), "speed/tokens_per_s": round(256 * 1024 / step_s),
                    "mfu": round(0.41 + 0.02 * noise.random(), 4)}  # fmt: skip
         if evaluate_every and step % evaluate_every == 0:
-            yield {"step": step, "time": at, "eval/loss": round(8.2 / math.sqrt(1 + step / 50) + 1.6, 5)}
+            yield {"step": step, "time": now, "eval/loss": round(8.2 / math.sqrt(1 + step / 50) + 1.6, 5)}
 
 
 def append(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
@@ -191,8 +201,8 @@ def cut(path: Path, nbytes: int) -> None:
         file.truncate(max(0, path.stat().st_size - nbytes))
 
 
-def garble(path: Path, at: int, data: bytes = b"\x00\xff\xfe{]\n") -> None:
+def garble(path: Path, offset: int, data: bytes = b"\x00\xff\xfe{]\n") -> None:
     """Write bytes over the middle of a file."""
     with path.open("rb+") as file:
-        file.seek(at)
+        file.seek(offset)
         file.write(data)

@@ -30,18 +30,18 @@ class Numbers:
 
 
 class Drawing(Numbers):
-    """Sample ``i`` is what the three global generators give."""
+    """A dataset whose sample ``i`` is a draw of each of the three global generators."""
 
     def __getitem__(self, index: int) -> Tensor:
         return torch.tensor([index, random.random(), np.random.rand(), torch.rand(()).item()], dtype=torch.float64)
 
 
 class Troubled(Numbers):
-    """Does something else at sample ``at``."""
+    """A dataset that does something else at sample ``index``."""
 
-    def __init__(self, size: int, at: int, trouble: Any) -> None:
+    def __init__(self, size: int, index: int, trouble: Any) -> None:
         super().__init__(size)
-        self.at, self.trouble = at, trouble
+        self.at, self.trouble = index, trouble
 
     def __getitem__(self, index: int) -> Any:
         return self.trouble() if index == self.at else super().__getitem__(index)
@@ -83,7 +83,7 @@ def lock() -> Any:
 
 
 class Reporting(Numbers):
-    """Leaves the pid of whoever reads, and how it takes signals, in a folder."""
+    """A dataset that leaves the pid of its reader, and its signal handling, in a folder."""
 
     def __init__(self, size: int, folder: Path) -> None:
         super().__init__(size)

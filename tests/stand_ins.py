@@ -1,7 +1,7 @@
 """Names that the code of a page needs: a small model, its data and its loss, and the parts of a loop made of them.
 
-``namespace()`` is what a page's code runs in. A page that makes a part of its own (``model = ...``) hides the stand-in of that
-name, and the parts that are made afterwards are made of the page's.
+``namespace()`` is the namespace of a page's code. A page that makes a part of its own (``model = ...``) hides the stand-in of
+that name, and the parts that are made afterwards are made of the page's.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def loss_fn(model: nn.Module, batch: TensorDict) -> dt.LossSum:
 
 
 class Namespace(dict[str, Any]):
-    """Names that are made when they are first used, of what stands under the other names by then."""
+    """Names that are made at their first use, from the current values of the other names."""
 
     def __missing__(self, name: str) -> Any:
         if name not in LAZY:

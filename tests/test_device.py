@@ -71,13 +71,13 @@ def uses_of_cuda(source: str) -> tuple[int, int]:
 
 
 def test_each_use_of_cuda_has_a_reason():
-    found, compared = Counter(), Counter()
+    uses, compared = Counter(), Counter()
     for path in SOURCE.rglob("*.py"):
         # The field ``cuda`` of the facts of `dtrain env` is not torch's module.
         if path.relative_to(SOURCE).as_posix() != "cli/env.py":
             name = path.relative_to(SOURCE).as_posix()
-            found[name], compared[name] = uses_of_cuda(path.read_text())
-    assert +found == {name: count for name, (count, _) in USES_OF_CUDA.items()}
+            uses[name], compared[name] = uses_of_cuda(path.read_text())
+    assert +uses == {name: count for name, (count, _) in USES_OF_CUDA.items()}
     assert +compared == {name: count for name, (count, _) in COMPARISONS_WITH_CUDA.items()}
 
 
@@ -86,7 +86,7 @@ def test_new_uses_of_cuda_are_found():
 
 
 class Stream:
-    """A stream of the simulated accelerator, which notes what it is asked."""
+    """A stream of the simulated accelerator, which records its calls."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -98,7 +98,7 @@ class Stream:
 
 @pytest.fixture
 def backend(monkeypatch):
-    """An XPU of which this process has started two, whose module has what torch.xpu has. No call reaches ``torch.cuda``."""
+    """An XPU of which this process has started two, with the functions of torch.xpu. No call reaches ``torch.cuda``."""
     generators = (torch.Generator(), torch.Generator())
     module = SimpleNamespace(
         chosen=[],
@@ -238,8 +238,8 @@ def test_retries_of_the_allocator_are_counted(backend):
 
 def test_figures_that_the_backend_lacks_are_left_out(backend):
     backend.utilization, backend.temperature = (lambda index: 50 + 10 * index), (lambda index: 70 + index)
-    found = system_metrics()(SimpleNamespace(device=XPU))
-    assert {name: value for name, value in found.items() if "gpu" in name} == {
+    readings = system_metrics()(SimpleNamespace(device=XPU))
+    assert {name: value for name, value in readings.items() if "gpu" in name} == {
         "system/gpu_percent": 50.0,
         "system/gpu_temperature_c": 70.0,
     }
@@ -291,7 +291,7 @@ def new_state(step: dt.step.Step, loader: dt.data.Loader) -> dt.TrainState:
 
 
 def test_training_keeps_its_own_tensors_on_the_host(other_default, tmp_path):
-    """A user who calls ``torch.set_default_device`` moves no tensor that dtrain needs on the host."""
+    """A user's call of ``torch.set_default_device`` moves no tensor that dtrain needs on the host."""
     transforms = [dt.transforms.clip_by_norm(1.0), dt.transforms.ema(0.9)]
     step = dt.compose_step(sum_loss, transforms, grad=partial(dt.microbatch_step, microbatch_size=2))
     loader = dt.build_loader(torch.ones(12, 2, device="cpu"), global_batch_size=4, seed=0, transform=lambda row, seed: row)

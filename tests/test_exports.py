@@ -77,7 +77,7 @@ def test_dir_and_star_list_the_public_names(package):
 def test_no_public_name_is_a_submodule(package):
     """An import of the submodule would replace the function of the same name."""
     module = public.door(package)
-    submodules = {found.name for found in pkgutil.iter_modules(getattr(module, "__path__", []))}
+    submodules = {info.name for info in pkgutil.iter_modules(getattr(module, "__path__", []))}
     assert submodules & set(public.names(package)) == set()
 
 

@@ -10,35 +10,35 @@ import dtrain
 SOURCE = Path(dtrain.__file__).parent
 TRUSTED = {"checkpoint/conversion/unpickle_subprocess.py"}  # a program of its own, run only when the user says --trust
 RUNS_THE_SCRIPT = {file: ["exec"] for file in ("launch/rank_main.py", "prove/runs.py")}  # as Python itself would
-PICKLED_DATA = {"data/stream/formats/shard_format.py": ["import pickle"]}  # of others, read only with allow_pickle=True
-FROM_ITS_OWN_CHILDREN = {"data/workers.py": ["import pickle"]}  # what its loader workers send a rank
+PICKLED_DATA = {"data/stream/formats/shard_format.py": ["import pickle"]}  # of other programs, read only with allow_pickle=True
+FROM_ITS_OWN_CHILDREN = {"data/workers.py": ["import pickle"]}  # messages of its loader workers to a rank
 EXPORT_OF_THE_SCRIPT = {"prove/evaluations.py": ["torch.load"]}  # that a proof has just made, with weights_only=True
 
 MODULES = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
-BUILTINS = {"eval", "exec"}  # as functions: ``model.eval()`` is something else
+BUILTINS = {"eval", "exec"}  # as functions: ``model.eval()`` is a method
 OBJECTS = "_object"  # torch's collectives of Python objects, which pickle: all_gather_object, broadcast_object_list, ...
 LOADERS = {"torch.load", "torch.storage._load_from_bytes", "torch.hub.load_state_dict_from_url", "torch.jit.load"}
 
 
 def violations(source: str) -> list[str]:
     """List the forbidden operations of a module, with their lines."""
-    found = []
-    names: dict[str, str] = {}  # what a name of this module stands for
+    lines = []
+    names: dict[str, str] = {}  # the meaning of each name of this module
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             names |= {alias.asname or alias.name.split(".")[0]: alias.name if alias.asname else alias.name.split(".")[0]
                       for alias in node.names}  # fmt: skip
-            found += [f"{node.lineno}: import {alias.name}" for alias in node.names if alias.name.split(".")[0] in MODULES]
+            lines += [f"{node.lineno}: import {alias.name}" for alias in node.names if alias.name.split(".")[0] in MODULES]
         elif isinstance(node, ast.ImportFrom):
             names |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
             if (node.module or "").split(".")[0] in MODULES:
-                found.append(f"{node.lineno}: from {node.module} import")
+                lines.append(f"{node.lineno}: from {node.module} import")
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Name | ast.Attribute):
             path = _path(node, names)
             if path in BUILTINS | {f"builtins.{name}" for name in BUILTINS} | LOADERS or _passes_objects(path):
-                found.append(f"{node.lineno}: {path}")
-    return found
+                lines.append(f"{node.lineno}: {path}")
+    return lines
 
 
 def _path(node: ast.expr, names: dict[str, str]) -> str:
@@ -55,13 +55,13 @@ def _passes_objects(path: str) -> bool:
 
 
 def test_package_contains_no_unlisted_unpickling_or_code_execution():
-    found = {
+    by_module = {
         str(path.relative_to(SOURCE)): lines
         for path in sorted(SOURCE.rglob("*.py"))
         if str(path.relative_to(SOURCE)) not in TRUSTED and (lines := violations(path.read_text(encoding="utf-8")))
     }
-    found = {name: [line.split(": ", 1)[1] for line in lines] for name, lines in found.items()}
-    assert found == RUNS_THE_SCRIPT | PICKLED_DATA | FROM_ITS_OWN_CHILDREN | EXPORT_OF_THE_SCRIPT
+    by_module = {name: [line.split(": ", 1)[1] for line in lines] for name, lines in by_module.items()}
+    assert by_module == RUNS_THE_SCRIPT | PICKLED_DATA | FROM_ITS_OWN_CHILDREN | EXPORT_OF_THE_SCRIPT
 
 
 def test_trusted_scripts_are_not_imported():

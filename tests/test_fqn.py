@@ -1,4 +1,4 @@
-"""Names are those of the plain model, whatever wraps its modules."""
+"""Names are those of the plain model, under any wrapper of its modules."""
 
 import pytest
 import torch

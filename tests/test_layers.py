@@ -52,19 +52,19 @@ PROGRAMS_WITH_TORCH = {
     "cli.torch_probe",
     "launch.agent_main",
     "launch.forkserver_main",
-}  # run in a process of their own, imported by nobody but each other
+}  # run in a process of their own, imported only by each other
 
 
 def modules() -> dict[str, Path]:
-    found = {}
+    paths = {}
     for path in sorted(SOURCE.rglob("*.py")):
         parts = path.relative_to(SOURCE).with_suffix("").parts
-        found[".".join(part for part in parts if part != "__init__")] = path
-    return found
+        paths[".".join(name for name in parts if name != "__init__")] = path
+    return paths
 
 
 def imports(path: Path) -> set[str]:
-    """Absolute names of everything that ``path`` imports, inside functions and TYPE_CHECKING blocks too."""
+    """Return absolute names of all imports of ``path``, inside functions and TYPE_CHECKING blocks too."""
     return imported(ast.walk(ast.parse(path.read_text())), path)
 
 
@@ -99,13 +99,13 @@ def is_door(path: Path) -> bool:
 def room_of(name: str) -> str:
     """Return the room of a module: its folder at the top, or a part of a folder that has a place of its own in a table."""
     first, *rest = name.split(".")
-    part = f"{first}/{rest[0]}" if rest else first
-    return part if part in ORDER or part in TORCH_FREE else first
+    folder = f"{first}/{rest[0]}" if rest else first
+    return folder if folder in ORDER or folder in TORCH_FREE else first
 
 
-def violations(found: dict[str, set[str]]) -> list[str]:
+def violations(imports_of: dict[str, set[str]]) -> list[str]:
     rows = []
-    for name, imported in found.items():
+    for name, imported in imports_of.items():
         for target in sorted(imported):
             if not target.startswith("dtrain."):
                 continue
@@ -117,11 +117,11 @@ def violations(found: dict[str, set[str]]) -> list[str]:
 
 def test_modules_import_only_from_layers_above():
     """The ``__init__`` of a public sub-package names objects of any room, for type checkers only."""
-    found = {
+    imports_of = {
         name: imports(path) for name, path in modules().items() if room_of(name) not in ("", "__main__") and not is_door(path)
     }
-    assert {room_of(name) for name in found} <= set(ORDER), "a new room needs a row in LAYERS and in docs/architecture.md"
-    assert violations(found) == []
+    assert {room_of(name) for name in imports_of} <= set(ORDER), "a new room needs a row in LAYERS and in docs/architecture.md"
+    assert violations(imports_of) == []
 
 
 def test_import_check_detects_a_violation():
@@ -168,11 +168,13 @@ def f():
 
 
 def test_only_the_dtensor_module_imports_torch_dtensor():
-    applied = ("torch.distributed.tensor.parallel", "torch.distributed.tensor.experimental")  # what torch does with modules
+    applied = ("torch.distributed.tensor.parallel", "torch.distributed.tensor.experimental")  # torch's changes of modules
     rows = [
         name
         for name, path in modules().items()
-        if any(each.startswith("torch.distributed.tensor") and not each.startswith(applied) for each in imports(path))
+        if any(
+            imported.startswith("torch.distributed.tensor") and not imported.startswith(applied) for imported in imports(path)
+        )
     ]
     assert rows == ["dist.dtensor"]
 

@@ -1,4 +1,4 @@
-"""The check at the end of a run finds what was left, and nothing else."""
+"""The check at the end of a run reports leftovers, and nothing else."""
 
 from __future__ import annotations
 

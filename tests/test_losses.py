@@ -89,8 +89,8 @@ def test_soft_cross_entropy_of_one_hot_targets_equals_indices(shape, smoothing, 
     one, other = (soft_cross_entropy(logits, t, smoothing=smoothing, class_weights=weights) for t in (targets, hot))
     torch.testing.assert_close(other.total, one.total)
     torch.testing.assert_close(other.weight, one.weight.double())
-    (slope,), (known,) = (torch.autograd.grad(loss.total, logits) for loss in (other, one))
-    torch.testing.assert_close(slope, known)
+    (slope,), (expected,) = (torch.autograd.grad(loss.total, logits) for loss in (other, one))
+    torch.testing.assert_close(slope, expected)
 
 
 def test_soft_cross_entropy_weights_rows_by_target_sum():
@@ -171,7 +171,7 @@ def test_jensen_shannon_is_the_mean_divergence_from_the_mixture():
     loss = jensen_shannon(views)
     p = [view.softmax(-1) for view in views]
     middle = (p[0] + p[1] + p[2]) / 3
-    expected = sum(F.kl_div(middle.log(), each, reduction="sum") for each in p) / 3
+    expected = sum(F.kl_div(middle.log(), distribution, reduction="sum") for distribution in p) / 3
     torch.testing.assert_close(loss.total, expected)
     assert loss.weight == 4
     assert jensen_shannon([views[0], views[0]]).total.abs() < 1e-12
@@ -264,7 +264,7 @@ def test_transformers_loss_is_the_exact_sum_of_the_labels_that_count(kind):
     expected = cross_entropy(logits[:, :-1], labels[:, 1:]) if shift else cross_entropy(logits, labels)
     assert loss.weight == expected.weight
     torch.testing.assert_close(loss.total.double(), expected.total, rtol=1e-6, atol=1e-6)
-    parts = [transformers_loss(model, {name: value[part] for name, value in batch.items()}) for part in (slice(1), slice(1, 3))]
+    parts = [transformers_loss(model, {name: value[rows] for name, value in batch.items()}) for rows in (slice(1), slice(1, 3))]
     torch.testing.assert_close(parts[0].total + parts[1].total, loss.total, rtol=1e-6, atol=1e-6)
     assert parts[0].weight + parts[1].weight == loss.weight
 

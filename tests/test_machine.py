@@ -106,8 +106,8 @@ def test_core_topology_matches_sysfs(tmp_path, monkeypatch):
         (tmp_path / f"cpu{number}" / "topology").mkdir(parents=True)
         (tmp_path / f"cpu{number}" / "topology" / "thread_siblings_list").write_text(siblings + "\n")
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
-    found = machine.usable_cores(cpus=tmp_path, nodes=tmp_path)
-    assert [(core.node, core.physical, core.number) for core in found] == [
+    cores = machine.usable_cores(cpus=tmp_path, nodes=tmp_path)
+    assert [(core.node, core.physical, core.number) for core in cores] == [
         *((0, 0, 0), (0, 0, 4), (0, 1, 1), (0, 1, 5), (0, 7, 7)),  # nothing is told of the last one
         *((1, 2, 2), (1, 2, 3), (1, 6, 6)),
     ]
@@ -179,8 +179,8 @@ def test_cgroup_limits_are_read(tmp_path, files, cores, memory):
 @pytest.mark.parametrize(("limit", "expected"), [("1024\n", 1024), (f"{2**50}\n", None)])
 def test_memory_limit_below_total_memory_is_reported(tmp_path, limit, expected):
     files = {"proc/meminfo": "MemTotal: 2048 kB\nMemAvailable: 1024 kB\n", "proc/self/cgroup": "0::/\n"}
-    found = machine.read_memory(write(tmp_path, files | {"sys/fs/cgroup/memory.max": limit}))
-    assert found == machine.HostMemory(total_bytes=2048 * 1024, available_bytes=1024 * 1024, limit_bytes=expected)
+    memory = machine.read_memory(write(tmp_path, files | {"sys/fs/cgroup/memory.max": limit}))
+    assert memory == machine.HostMemory(total_bytes=2048 * 1024, available_bytes=1024 * 1024, limit_bytes=expected)
 
 
 @pytest.mark.parametrize(
@@ -223,10 +223,10 @@ def test_hardware_counts_gpu_device_files_and_names_os(tmp_path):
         "dev/nvidia11": "",
         "dev/nvidiactl": "",
     }
-    found = machine.read_hardware(None, write(tmp_path, files))
-    assert found.gpus == machine.Gpus(listed=(), device_files=2, problem=None)
-    assert found.gpus.count == 2
-    assert found.system.endswith(", Debian GNU/Linux 12")
+    hardware = machine.read_hardware(None, write(tmp_path, files))
+    assert hardware.gpus == machine.Gpus(listed=(), device_files=2, problem=None)
+    assert hardware.gpus.count == 2
+    assert hardware.system.endswith(", Debian GNU/Linux 12")
 
 
 SMI = {
@@ -250,8 +250,8 @@ def test_nvidia_smi_output_is_parsed(said, listed, problem):
 
 
 def test_resolve_names_gives_no_address_for_unknown_name():
-    found = machine.resolve_names(["127.0.0.1", "no-such-host.invalid", "." * 3])
-    assert found == {"127.0.0.1": ("127.0.0.1",), "no-such-host.invalid": (), "...": ()}
+    addresses = machine.resolve_names(["127.0.0.1", "no-such-host.invalid", "." * 3])
+    assert addresses == {"127.0.0.1": ("127.0.0.1",), "no-such-host.invalid": (), "...": ()}
 
 
 def test_resolve_names_does_not_wait_for_unresponsive_name_server(monkeypatch):

@@ -1,4 +1,4 @@
-"""The messages of dtrain's errors say what to do: ``<function>: <parameter> must be <condition>, got <value>. <Advice.>``
+"""The messages of dtrain's errors give advice: ``<function>: <parameter> must be <condition>, got <value>. <Advice.>``
 
 The check reads the source. A formatted value counts as one unknown word, ``{}``.
 """
@@ -25,7 +25,7 @@ ADVICE = re.compile(r"[.?] ?(?=[A-Z`{])|\{\} (?=[A-Z])")
 RELAY = re.compile(r"(?!.*(must be|, got )).*[:/] ?(\{\})+", re.S)
 
 EXCEPTIONS = {
-    # Reasons: the bytes of a file are wrong, so the remedy is the same everywhere and is told once.
+    # Reasons: the bytes of a file are wrong, so the remedy is the same everywhere and is given once.
     ("CorruptCheckpointError", "checkpoint/*"): "names file and damage; load_sharded adds the newest older step that is intact",
     ("DataError", "data/stream/*"): "names file and damage; docs/data.md tells how to verify and restore shards",
     # Reasons: the last value of the message is its advice.
@@ -43,7 +43,7 @@ def flatten(node: ast.expr) -> str:
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return node.value
     if isinstance(node, ast.JoinedStr):
-        return "".join(part.value if isinstance(part, ast.Constant) else "{}" for part in node.values)
+        return "".join(piece.value if isinstance(piece, ast.Constant) else "{}" for piece in node.values)
     if isinstance(node, ast.BinOp):
         return flatten(node.left) + flatten(node.right)
     return "{}"
@@ -68,7 +68,7 @@ def problem(text: str) -> str:
 
 
 MODULES = {path.relative_to(SOURCE).as_posix(): path for path in sorted(SOURCE.rglob("*.py"))}
-FOUND = [(module, *found) for module, path in MODULES.items() for found in messages(path.read_text())]
+FOUND = [(module, *message) for module, path in MODULES.items() for message in messages(path.read_text())]
 
 
 def is_exempt(kind: str, module: str, key: tuple[str, str]) -> bool:

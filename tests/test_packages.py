@@ -1,4 +1,4 @@
-"""Versions without an import of the package, commits from files that git has, and extras that bring what they promise."""
+"""Versions without an import of the package, commits from files that git has, and the packages of each extra."""
 
 import importlib.util
 import platform
@@ -107,10 +107,10 @@ def test_too_old_compares_releases(version, at_least, too_old):
 
 
 def test_packages_are_taken_from_metadata():
-    found = {package.name: package for package in check_packages()}
-    assert found["torch"].at_least == "2.11"
-    assert found["torch"].version.startswith("2.")
-    assert "pytest" not in found
+    packages = {package.name: package for package in check_packages()}
+    assert packages["torch"].at_least == "2.11"
+    assert packages["torch"].version.startswith("2.")
+    assert "pytest" not in packages
 
 
 def test_packages_have_fallback_without_metadata(monkeypatch):

@@ -41,37 +41,37 @@ def table() -> Table:
 
 
 def parse(text: str) -> Table:
-    found = Table({}, {}, {})
+    table = Table({}, {}, {})
     for line in text.splitlines():
         if line and not line.startswith("#"):
             match = LINE.fullmatch(line)
             assert match, (
                 f"{TABLE.name}: a line must be 'name: meaning', 'name [function]: meaning' or 'word -> word to use': {line}"
             )
-            kind, name = (found.instead, match["word"]) if match["word"] else (found.meanings, match["name"])
-            assert name not in found.instead | found.meanings, f"{TABLE.name}: {name} stands there twice"
+            kind, name = (table.instead, match["word"]) if match["word"] else (table.meanings, match["name"])
+            assert name not in table.instead | table.meanings, f"{TABLE.name}: {name} stands there twice"
             kind[name] = match["instead"] or match["meaning"]
             if match["only"]:
-                found.only[name] = tuple(match["only"].split(", "))
-    return found
+                table.only[name] = tuple(match["only"].split(", "))
+    return table
 
 
 def callables() -> dict[str, Any]:
     """Public functions, public methods of public classes, and classes that a caller builds, by name."""
-    found = {}
+    functions = {}
     for name in public.all_names():
         value = public.value(name)
         if inspect.isfunction(value):
-            found[name] = value
+            functions[name] = value
         elif inspect.isclass(value) and value.__module__.startswith("dtrain.") and not issubclass(value, BaseException):
             if not getattr(value, "_is_protocol", False):
-                found[name] = value
+                functions[name] = value
             for member, function in vars(value).items():
                 inner = getattr(function, "__func__", function)
                 own = getattr(inner, "__qualname__", "").startswith(f"{value.__name__}.")
                 if inspect.isfunction(inner) and own and not member.startswith("_"):
-                    found[f"{name}.{member}"] = inner
-    return {name: function for name, function in found.items() if not name.startswith(WORDS_OF_OTHERS)}
+                    functions[f"{name}.{member}"] = inner
+    return {name: function for name, function in functions.items() if not name.startswith(WORDS_OF_OTHERS)}
 
 
 def parameters(function: Any) -> list[str]:
@@ -80,11 +80,11 @@ def parameters(function: Any) -> list[str]:
 
 def users() -> dict[str, list[str]]:
     """Names of all public functions, methods and classes with a parameter, by the name of the parameter."""
-    found = defaultdict(list)
+    users_of = defaultdict(list)
     for name, function in callables().items():
         for parameter in parameters(function):
-            found[parameter].append(name.removeprefix("dtrain."))
-    return found
+            users_of[parameter].append(name.removeprefix("dtrain."))
+    return users_of
 
 
 @cache
@@ -110,19 +110,19 @@ def allowed(functions: tuple[str, ...]) -> tuple[str, ...]:
 
 def problems(table: Table, users: dict[str, list[str]]) -> list[str]:
     """Return a line for each name that the table lacks, or does not allow."""
-    found = []
+    lines = []
     for name, where in sorted(users.items()):
         if name in table.instead:
-            found.append(f"{name} in {', '.join(where)}: use {table.instead[name]}")
+            lines.append(f"{name} in {', '.join(where)}: use {table.instead[name]}")
         elif name in table.meanings:
-            strangers = [each for each in where if name in table.only and not f".{each}".endswith(allowed(table.only[name]))]
+            strangers = [user for user in where if name in table.only and not f".{user}".endswith(allowed(table.only[name]))]
             if strangers:
-                found.append(f"{name} in {', '.join(strangers)}: {name} means {table.meanings[name]!r}. Use another word")
+                lines.append(f"{name} in {', '.join(strangers)}: {name} means {table.meanings[name]!r}. Use another word")
         elif not is_field_of_result(where):
-            found.append(
+            lines.append(
                 f"{name} in {', '.join(where)}: add 'name: meaning' to {TABLE.name}, unless a name there has the meaning"
             )
-    return found
+    return lines
 
 
 def test_every_public_parameter_has_a_name_of_the_table():

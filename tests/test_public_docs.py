@@ -12,17 +12,17 @@ OF_TORCH = ("all_reduce", "all_gather", "broadcast", "barrier", "reduce_scatter_
 
 def functions() -> dict[str, Any]:
     """Public functions, and public methods of public classes, by name."""
-    found: dict[str, Any] = {}
+    by_name: dict[str, Any] = {}
     for name in public.all_names():
         value = public.value(name)
         if inspect.isfunction(value):
-            found[name] = value
+            by_name[name] = value
         elif inspect.isclass(value):
             for member, function in vars(value).items():
                 own = getattr(function, "__qualname__", "").startswith(f"{value.__name__}.")  # see members()
                 if inspect.isfunction(function) and own and not member.startswith("_"):
-                    found[f"{name}.{member}"] = function
-    return found
+                    by_name[f"{name}.{member}"] = function
+    return by_name
 
 
 def documentation(function: Any) -> str:
@@ -30,7 +30,7 @@ def documentation(function: Any) -> str:
 
 
 def runs_collectives(source: str) -> set[str]:
-    """Functions and methods of a module that call, themselves or through others of it, what exchanges between ranks."""
+    """Return functions and methods of a module that call, directly or through its functions, an exchange between ranks."""
     tree = ast.parse(source)
     exchanges = {
         alias.asname or alias.name
@@ -44,10 +44,10 @@ def runs_collectives(source: str) -> set[str]:
         if isinstance(node, ast.FunctionDef):
             calls[node.name] = {ast.unparse(call.func) for call in ast.walk(node) if isinstance(call, ast.Call)}
     exchanges |= {f"dist.{name}" for name in OF_TORCH}
-    found: set[str] = set()
-    while more := {name for name, called in calls.items() if called & (exchanges | found)} - found:
-        found |= more
-    return found
+    names: set[str] = set()
+    while more := {name for name, called in calls.items() if called & (exchanges | names)} - names:
+        names |= more
+    return names
 
 
 def test_function_summaries_state_the_result_or_the_action():

@@ -18,9 +18,9 @@ def test_readme_loop_trains_and_resumes(tmp_path, monkeypatch, capsys):
     assert 'loader.until("3ep")' in LOOP
     torch.manual_seed(0)
     exec(LOOP.replace('until("3ep")', 'until("1ep")'), {})
-    assert [found.step for found in dt.checkpoint.list_steps("ckpt")] == [64]
+    assert [checkpoint.step for checkpoint in dt.checkpoint.list_steps("ckpt")] == [64]
     exec(LOOP, {})
-    assert [found.step for found in dt.checkpoint.list_steps("ckpt")] == [64, 128, 192]
+    assert [checkpoint.step for checkpoint in dt.checkpoint.list_steps("ckpt")] == [64, 128, 192]
     printed = [line.split() for line in capsys.readouterr().out.splitlines() if line[:1].isdigit()]
     assert [int(step) for step, _ in printed] == [64, 128, 192]
     first, *_, last = (float(loss) for _, loss in printed)

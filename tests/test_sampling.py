@@ -1,4 +1,4 @@
-"""The quick run's choice of rows: its size, its turn, and what a change keeps."""
+"""The quick run's choice of rows: its size, its turn, and the rows that stay after a change."""
 
 from __future__ import annotations
 

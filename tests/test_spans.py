@@ -1,4 +1,4 @@
-"""The recorder of wall time: every nanosecond of the main thread is in exactly one span, whatever happens to the code in it."""
+"""The recorder of wall time: every nanosecond of the main thread is in exactly one span, also after errors in it."""
 
 import os
 import threading
@@ -235,20 +235,20 @@ def test_time_by_category_lists_all_categories(pause):
         pause(2)
     with spans.span("think"):
         pause(4)
-    found = spans.seconds_by_category(spans.totals())
-    assert list(found) == list(spans.TIME_CATEGORIES)
-    assert {cause: spent for cause, spent in found.items() if spent} == {"evaluation": 3, "other": 4}
+    seconds = spans.seconds_by_category(spans.totals())
+    assert list(seconds) == list(spans.TIME_CATEGORIES)
+    assert {cause: spent for cause, spent in seconds.items() if spent} == {"evaluation": 3, "other": 4}
 
 
 def test_excess_span_names_are_merged_into_other(pause):
     for step in range(500):
         with spans.span(f"step {step}"):
             pause(1)
-    found = spans.totals()
-    assert len(found) <= spans._MAX_NAMES + 1
-    assert found["step 0"] == (1, 1.0)
-    assert "step 499" not in found
-    assert sum(total.seconds for total in found.values()) == 500
+    totals = spans.totals()
+    assert len(totals) <= spans._MAX_NAMES + 1
+    assert totals["step 0"] == (1, 1.0)
+    assert "step 499" not in totals
+    assert sum(total.seconds for total in totals.values()) == 500
     assert open_spans() == 0
 
 

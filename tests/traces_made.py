@@ -19,17 +19,17 @@ def kernel(name: str, start: float, end: float, *, cat: str = "kernel", stream: 
     return op(name, start, end, cat=cat, pid=DEVICE, tid=stream)
 
 
-def allocation(at: float, total: int, *, kind: int = 0, index: int = -1) -> dict[str, Any]:
+def allocation(time_us: float, total: int, *, kind: int = 0, index: int = -1) -> dict[str, Any]:
     args = {"Total Allocated": total, "Bytes": 1, "Device Type": kind, "Device Id": index}
-    return {"ph": "i", "name": "[memory]", "ts": at, "pid": HOST, "tid": 1, "args": args}
+    return {"ph": "i", "name": "[memory]", "ts": time_us, "pid": HOST, "tid": 1, "args": args}
 
 
 def trace(*events: dict[str, Any], base_ns: int = 0, **about: Any) -> dict[str, Any]:
-    found: dict[str, Any] = {"schemaVersion": 1, "baseTimeNanoseconds": base_ns, "traceEvents": list(events)}
-    return {**found, "dtrain": about} if about else found
+    content: dict[str, Any] = {"schemaVersion": 1, "baseTimeNanoseconds": base_ns, "traceEvents": list(events)}
+    return {**content, "dtrain": about} if about else content
 
 
-def written(folder: Path, found: dict[str, Any], *, rank: int = 0, step: int = 0) -> Path:
+def written(folder: Path, content: dict[str, Any], *, rank: int = 0, step: int = 0) -> Path:
     path = folder / f"trace-rank-{rank:05d}-step-{step:08d}.pt.trace.json"
-    path.write_text(json.dumps(found))
+    path.write_text(json.dumps(content))
     return path

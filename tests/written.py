@@ -1,4 +1,4 @@
-"""Files that are made of the code: ``python tests/written.py`` makes them all anew and names those that have changed.
+"""Files generated from the code: ``python tests/written.py`` writes them all anew and names those that have changed.
 
 Each of them has a test that fails where it is not up to date.
 """
@@ -14,7 +14,7 @@ from pages.fences import DOCS, ROOT
 
 
 def files() -> Iterator[tuple[Path, str]]:
-    """Each with what is to stand in it."""
+    """Yield each generated file with its content."""
     yield names_page.PAGE, names_page.page()
     yield from cards.files()
     yield from curves.files()

@@ -1,4 +1,4 @@
-"""A text classifier of the transformers library: a new one of a size for a laptop, or one whose weights are somewhere.
+"""A text classifier of the transformers library: a new model of a size for a laptop, or a model with stored weights.
 
 The weights of a folder go straight into shards: a rank reads the bytes of its own part only, and builds no whole model.
 """
@@ -19,7 +19,7 @@ import dtrain as dt
 from helpers.docstrings import build_tokenizer
 
 Layer = GradientCheckpointingLayer  # the base of every layer of an encoder in transformers
-SIZES = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 2}  # of a new one
+SIZES = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 2}  # of a new model
 
 _WANTED = ("*.safetensors", "*.json", "*.txt", "*.model")  # of a repository of the hub; the same weights come in other formats
 _VOCABULARIES = ("tokenizer.json", "vocab.txt", "vocab.json", "spiece.model", "sentencepiece.bpe.model", "tokenizer.model")
@@ -32,7 +32,7 @@ def folder_of(name: str | None) -> Path | None:
     Collective: as ``local_rank_zero_first``.
 
     Raises:
-        SystemExit: there is neither; in one line.
+        SystemExit: no such folder, and no such model on the hub; in one line.
     """
     if name is None or Path(name).is_dir():
         return None if name is None else Path(name)
@@ -48,9 +48,9 @@ def tokenizer_and_config(folder: Path | None, texts: Sequence[str], names: Seque
     """Return the folder's tokenizer and config, or new ones: a WordPiece tokenizer of the texts, a small BERT; and class names.
 
     Raises:
-        SystemExit: the folder lacks one of them, or they do not fit each other, or ``seq``; in one line.
+        SystemExit: a file of the folder is missing, or the files do not fit each other, or ``seq``; in one line.
     """
-    classes = {"id2label": dict(enumerate(names)), "label2id": {name: at for at, name in enumerate(names)}}
+    classes = {"id2label": dict(enumerate(names)), "label2id": {name: number for number, name in enumerate(names)}}
     if folder is None:
         words = build_tokenizer(texts)
         special = {f"{name}_token": f"[{name.upper()}]" for name in ("pad", "unk", "cls", "sep", "mask")}
@@ -77,7 +77,7 @@ def load_into_(model: nn.Module, folder: Path | None, config: Any) -> dt.checkpo
         config: that the model was made of.
 
     Returns:
-        What was loaded, what keeps its initial values (a new head), and what was left out.
+        The loaded names, the names that keep their initial values (a new head), and the left-out names.
 
     Mutates: ``model``. Collective: as ``load_weights_``, whose errors it raises.
     """
@@ -91,17 +91,17 @@ def load_into_(model: nn.Module, folder: Path | None, config: Any) -> dt.checkpo
     def place(name: str) -> str | None:
         for old, new in _OLD_NAMES.items():
             name = name.replace(old, new)
-        found = next((each for each in (name, encoder + name) if each in own), None)
-        return found if same_classes or found not in head else None
+        own_name = next((candidate for candidate in (name, encoder + name) if candidate in own), None)
+        return own_name if same_classes or own_name not in head else None
 
     may_be_new = [name for name in own if name in head or name.startswith(f"{encoder}pooler.")]
     return dt.load_weights_(model, folder, rename=place, ignore=sorted(may_be_new))
 
 
 def on_meta(config: Any) -> nn.Module:
-    """A classifier without storage yet, with torch's fused norms in the place of any that are written out.
+    """Build a classifier without storage, with torch's fused norms in the place of hand-written norms.
 
-    Most models have torch's own already. That there is nothing to replace is the warning that is passed over.
+    Most models use torch's norms already; the warning that no norm was replaced is ignored.
     """
     with torch.device("meta"):
         model = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)

@@ -28,7 +28,7 @@ def noised(sample: TensorDict, generator: torch.Generator, *, nobody: int, forge
     """
     z, draw = sample["z"], torch.rand(2, generator=generator)
     noise = torch.randn(z.shape, generator=generator)
-    kept, added = (part[0] for part in rotation(draw[:1]))
+    kept, added = (factor[0] for factor in rotation(draw[:1]))
     label = sample["y"] if draw[1] >= forget else torch.full_like(sample["y"], nobody)
     return {"noisy": kept * z + added * noise, "time": draw[0], "label": label, "velocity": kept * noise - added * z}
 

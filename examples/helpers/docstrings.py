@@ -1,7 +1,7 @@
 """Provide text to classify: docstrings of some packages of the standard library, labelled by package.
 
 Every machine that can run the examples has them. The tokenizer is WordPiece, as in BERT. Its vocabulary is a function of the
-text, so all ranks and resumed runs have the same one without communication.
+text, so all ranks and resumed runs have the same tokenizer without communication.
 """
 
 import ast

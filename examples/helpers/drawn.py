@@ -27,12 +27,12 @@ def write_grid(file: Path, pictures: Tensor, *, columns: int, like: Tensor, zoom
     file.write_bytes(png)
 
 
-def likeness(pictures: Tensor, label: Tensor, known: TensorDict) -> tuple[float, float]:
-    """Return the share of pictures whose nearest neighbour in ``known`` has their class, and the distance: RMS over all pixels.
+def likeness(pictures: Tensor, label: Tensor, train: TensorDict) -> tuple[float, float]:
+    """Return the share of pictures whose nearest neighbour in ``train`` has their class, and the distance: RMS over all pixels.
 
     The pictures of a model that only memorized have a distance far below that of held-out pictures.
     """
     exact = "donot_use_mm_for_euclid_dist"
-    nearest = torch.cdist(pictures.flatten(1), known["x"].flatten(1), compute_mode=exact).min(1)
-    right = (known["y"][nearest.indices] == label).float().mean()
+    nearest = torch.cdist(pictures.flatten(1), train["x"].flatten(1), compute_mode=exact).min(1)
+    right = (train["y"][nearest.indices] == label).float().mean()
     return float(right), float(nearest.values.mean() / pictures[0].numel() ** 0.5)

@@ -1,7 +1,7 @@
-"""Texts with a label each: from a table of one's own, and as the samples of a classifier.
+"""Texts with labels: read from a table, and as the samples of a classifier.
 
-A table is a CSV, JSONL or Parquet file with the columns ``text`` and ``label``; others are left alone. Labels may be words or
-whole numbers, and their classes are numbered in sorted order.
+A table is a CSV, JSONL or Parquet file with the columns ``text`` and ``label``; other columns are ignored. Labels are
+words or whole numbers, and their classes are numbered in sorted order.
 """
 
 import csv
@@ -33,23 +33,23 @@ class Labelled:
         """Split into training and held-out samples."""
         rows = list(zip(self.texts, self.labels, strict=True))
         held_out = rows[HELD_OUT_EVERY - 1 :: HELD_OUT_EVERY]
-        train = [row for at, row in enumerate(rows, 1) if at % HELD_OUT_EVERY]
+        train = [row for number, row in enumerate(rows, 1) if number % HELD_OUT_EVERY]
         return tuple(  # type: ignore[return-value]
-            Labelled(texts=[text for text, _ in part], labels=[label for _, label in part], names=self.names)
-            for part in (train, held_out)
+            Labelled(texts=[text for text, _ in split], labels=[label for _, label in split], names=self.names)
+            for split in (train, held_out)
         )
 
     def majority(self, train: "Labelled") -> float:
-        """The accuracy of one answer for every text: the class that ``train`` has most often."""
+        """Return the accuracy of a constant answer: the most frequent class of ``train``."""
         (most, _), *_ = Counter(train.labels).most_common(1)
         return sum(label == most for label in self.labels) / len(self.labels)
 
 
 def read_table(path: Path) -> Labelled:
-    """The rows of a file.
+    """Read the rows of a file.
 
     Raises:
-        SystemExit: a file that is not there, of another kind, without the columns, with a row that lacks text or label, or
+        SystemExit: a file that is missing, of another kind, without the columns, with a row that lacks text or label, or
             with fewer than two classes or too few rows to hold any out; in one line.
     """
     readers = {".csv": _csv, ".jsonl": _jsonl, ".parquet": _parquet}
@@ -59,14 +59,14 @@ def read_table(path: Path) -> Labelled:
         raise SystemExit(f"{path}: there is no such file; check --data")
     if path.stat().st_size == 0:
         raise SystemExit(f"{path}: the file is empty; it needs rows with {' and '.join(COLUMNS)}")
-    rows = [_checked(path, at, row) for at, row in enumerate(readers[path.suffix](path), 1)]
+    rows = [_checked(path, index, row) for index, row in enumerate(readers[path.suffix](path), 1)]
     if len(rows) < HELD_OUT_EVERY:
         raise SystemExit(f"{path}: {len(rows)} rows, of which none would be held out; {HELD_OUT_EVERY} are the least")
-    found = {label for _, label in rows}
-    if len(found) < 2:
-        raise SystemExit(f"{path}: every label is {found.pop()!r}; at least two classes are needed")
-    names = sorted(found, key=lambda label: (not _whole(label), int(label) if _whole(label) else 0, label))
-    number = {name: at for at, name in enumerate(names)}
+    labels = {label for _, label in rows}
+    if len(labels) < 2:
+        raise SystemExit(f"{path}: every label is {labels.pop()!r}; at least two classes are needed")
+    names = sorted(labels, key=lambda label: (not _whole(label), int(label) if _whole(label) else 0, label))
+    number = {name: index for index, name in enumerate(names)}
     return Labelled(texts=[text for text, _ in rows], labels=[number[label] for _, label in rows], names=names)
 
 
@@ -74,17 +74,17 @@ def _whole(label: str) -> bool:
     return label.removeprefix("-").isdecimal()
 
 
-def _checked(path: Path, at: int, row: dict[str, Any]) -> tuple[str, str]:
-    """The text and label of row ``at``, counted from 1."""
+def _checked(path: Path, number: int, row: dict[str, Any]) -> tuple[str, str]:
+    """Return the text and label of row ``number``, counted from 1."""
     absent = [name for name in COLUMNS if name not in row]
     if absent:
         has = ", ".join(map(str, row)) or "none"
-        raise SystemExit(f"{path}: row {at} has no column {absent[0]!r}; its columns are {has}: rename one of them")
+        raise SystemExit(f"{path}: row {number} has no column {absent[0]!r}; its columns are {has}: rename one of them")
     text, label = row["text"], row["label"]
     if not isinstance(text, str) or not text.strip():
-        raise SystemExit(f"{path}: row {at}: text is {text!r}; leave the row out")
+        raise SystemExit(f"{path}: row {number}: text is {text!r}; leave the row out")
     if isinstance(label, bool) or not isinstance(label, str | int) or label == "":
-        raise SystemExit(f"{path}: row {at}: label is {label!r}; use a word or a whole number")
+        raise SystemExit(f"{path}: row {number}: label is {label!r}; use a word or a whole number")
     return text, str(label)
 
 
@@ -95,13 +95,15 @@ def _csv(path: Path) -> Iterator[dict[str, Any]]:
 
 def _jsonl(path: Path) -> Iterator[dict[str, Any]]:
     with path.open(encoding="utf-8") as file:
-        for at, line in enumerate(file, 1):
+        for number, line in enumerate(file, 1):
             try:
                 row = json.loads(line)
             except ValueError as error:
-                raise SystemExit(f"{path}: line {at} is no JSON: {error}; one object stands on each line") from None
+                raise SystemExit(f"{path}: line {number} is no JSON: {error}; one object stands on each line") from None
             if not isinstance(row, dict):
-                raise SystemExit(f"{path}: line {at} is no JSON object but {line.strip()[:40]}; one object stands on each line")
+                raise SystemExit(
+                    f"{path}: line {number} is no JSON object but {line.strip()[:40]}; one object stands on each line"
+                )
             yield row
 
 
@@ -130,12 +132,12 @@ class Tokenized(Dataset):
     def __len__(self) -> int:
         return len(self.rows.texts)
 
-    def __getitem__(self, at: int) -> dict[str, Tensor]:
-        made = self.tokenizer(self.rows.texts[at], truncation=True, padding="max_length", max_length=self.seq)
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        made = self.tokenizer(self.rows.texts[index], truncation=True, padding="max_length", max_length=self.seq)
         return {
             "input_ids": torch.tensor(made["input_ids"]),
             "attention_mask": torch.tensor(made["attention_mask"]),
-            "labels": torch.tensor(self.rows.labels[at]),
+            "labels": torch.tensor(self.rows.labels[index]),
         }
 
     def fingerprint(self) -> dict[str, Any]:

@@ -31,7 +31,7 @@ class Pixels(nn.Module):
 
     def fit_(self, x: Tensor) -> None:
         with torch.no_grad():
-            z = torch.cat([self.encoder(part) for part in x.split(CHUNK)])
+            z = torch.cat([self.encoder(images) for images in x.split(CHUNK)])
         self.mean.copy_(z.mean((0, 2, 3)).view(-1, 1, 1))
         self.spread.copy_(z.std((0, 2, 3)).view(-1, 1, 1))
 
@@ -76,9 +76,9 @@ def frozen_codec(codec: Pixels, file: Path, pictures: Pictures, dist: dt.dist.Di
     if dist.rank == 0 and not file.exists():
         codec.fit_(at_size(pictures.train, size)["x"].to(dist.device))
         file.parent.mkdir(parents=True, exist_ok=True)
-        part = file.with_suffix(".tmp")
-        save_file(codec.state_dict(), part)
-        os.replace(part, file)  # a file with this name is complete
+        temporary = file.with_suffix(".tmp")
+        save_file(codec.state_dict(), temporary)
+        os.replace(temporary, file)  # a file with this name is complete
     dt.dist.all_gather_json(None, caller="frozen_codec")  # the other ranks wait
     codec.load_state_dict(load_file(file, device=str(dist.device)))
     return codec.requires_grad_(False).eval()
@@ -101,10 +101,10 @@ def encoded(codec: Pixels, dataset: TensorDict | Folder, size: int) -> TensorDic
     """Return ``{"z": latents, "y": class}`` of every picture, for ``dt.data.memory_map``."""
     loaded = at_size(dataset, size)
     device = codec.mean.device
-    z = torch.cat([codec.encode(part.to(device)).cpu() for part in loaded["x"].split(CHUNK)])
+    z = torch.cat([codec.encode(images.to(device)).cpu() for images in loaded["x"].split(CHUNK)])
     return TensorDict({"z": z, "y": loaded["y"]}, batch_size=[len(z)])
 
 
 def decoded(codec: Pixels, z: Tensor) -> Tensor:
     """Decode latents into pictures on the CPU."""
-    return torch.cat([codec.decode(part).cpu() for part in z.split(CHUNK)])
+    return torch.cat([codec.decode(latents).cpu() for latents in z.split(CHUNK)])

@@ -33,7 +33,7 @@ class Folder:
         try:
             with Image.open(path) as image:
                 square = ImageOps.fit(image.convert("RGB"), (self.size, self.size), Image.Resampling.BILINEAR)
-        except (OSError, SyntaxError) as error:  # the second is what Pillow makes of some broken PNG files
+        except (OSError, SyntaxError) as error:  # Pillow raises SyntaxError for some broken PNG files
             raise OSError(f"{path} cannot be read: {error}") from error
         pixels = torch.frombuffer(bytearray(square.tobytes()), dtype=torch.uint8)
         x = pixels.view(self.size, self.size, 3).float() / 255.0
@@ -42,31 +42,31 @@ class Folder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pictures:
-    """Two datasets of ``{"x": float [channels, height, width], "y": class}``."""
+    """Training and held-out datasets of ``{"x": float [channels, height, width], "y": class}``."""
 
     train: TensorDict | Folder
     held_out: TensorDict | Folder
     channels: int
     classes: int
-    most_frequent: float  # share of the class that most held-out pictures have
+    most_frequent: float  # share of the most frequent class of held-out pictures
 
 
 def read_digits() -> Pictures:
-    """1,797 handwritten digits of 8x8 pixels, every fifth of them held out."""
+    """Read 1,797 handwritten digits of 8x8 pixels, every fifth of them held out."""
     from sklearn.datasets import load_digits
 
-    found = load_digits()
-    x = torch.from_numpy(found.images).float().unsqueeze(1) / 8.0 - 1.0
-    whole = TensorDict({"x": x, "y": torch.from_numpy(found.target)}, batch_size=[len(x)])
+    digits = load_digits()
+    x = torch.from_numpy(digits.images).float().unsqueeze(1) / 8.0 - 1.0
+    whole = TensorDict({"x": x, "y": torch.from_numpy(digits.target)}, batch_size=[len(x)])
     held = torch.arange(len(x)) % HELD_OUT_EVERY == 0
     share = _most_frequent(whole[held]["y"].tolist())
     return Pictures(train=whole[~held], held_out=whole[held], channels=1, classes=10, most_frequent=share)
 
 
 def read_folder(root: Path, size: int) -> Pictures:
-    """``root/train/<class>/`` and ``root/val/<class>/``, as ImageNet is laid out."""
+    """Read ``root/train/<class>/`` and ``root/val/<class>/``, the layout of ImageNet."""
     classes = sorted(path.name for path in (root / "train").iterdir() if path.is_dir())
-    train, held_out = (Folder(root / part, classes, size) for part in ("train", "val"))
+    train, held_out = (Folder(root / split, classes, size) for split in ("train", "val"))
     share = _most_frequent([label for _, label in held_out.files])
     return Pictures(train=train, held_out=held_out, channels=3, classes=len(classes), most_frequent=share)
 
@@ -76,7 +76,7 @@ def _most_frequent(labels: list[int]) -> float:
 
 
 def shifted(sample: TensorDict | dict[str, Tensor], generator: torch.Generator) -> TensorDict | dict[str, Tensor]:
-    """The sample moved by up to an eighth of its side, and filled with its edge: for ``build_loader(transform=...)``."""
+    """Shift the sample by up to an eighth of its side, and fill it with its edge: for ``build_loader(transform=...)``."""
     x = sample["x"]
     most = max(x.shape[-1] // 8, 1)
     down, right = torch.randint(2 * most + 1, (2,), generator=generator).tolist()

@@ -63,7 +63,7 @@ def pairs_in(source: bytes, prompt: int, length: int) -> list[bytes]:
     for function in _DOCUMENTED.finditer(source):
         start = function.start("doc")
         shared = source[max(start - prompt, 0) : start]
-        chosen, rejected = (shared + source[at : at + length - prompt] for at in function.span("doc"))
+        chosen, rejected = (shared + source[begin : begin + length - prompt] for begin in function.span("doc"))
         if len(chosen) == len(rejected) == length:
             pairs.append(chosen + rejected)
     return pairs

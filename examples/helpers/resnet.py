@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arch:
-    """Blocks of each stage, channels of the first one, and by how much a block's output is wider than its middle."""
+    """Blocks of each stage, channels of the first stage, and the ratio of a block's output width to its middle width."""
 
     blocks: tuple[int, ...]
     width: int
@@ -30,7 +30,7 @@ def conv(inputs: int, outputs: int, size: int, stride: int = 1) -> nn.Sequential
 
 
 class Block(nn.Module):
-    """Two 3x3 convolutions, or, where the output is wider, one between two 1x1, beside a shortcut."""
+    """Two 3x3 convolutions, or a 3x3 between two 1x1 convolutions where the output is wider, beside a shortcut."""
 
     def __init__(self, inputs: int, width: int, expansion: int, stride: int) -> None:
         super().__init__()

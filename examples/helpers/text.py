@@ -19,7 +19,7 @@ from torch.utils.data import Dataset
 
 Sample = dict[str, Tensor]
 
-# Third-party packages may be installed below the standard library; what is there differs from machine to machine.
+# Third-party packages may be installed below the standard library; they differ from machine to machine.
 NOT_STDLIB = {"site-packages", "dist-packages", "__pycache__"}
 
 # Held-out windows come in up to this many runs. More follow the text's mixture better; fewer, longer runs have fewer
@@ -28,23 +28,23 @@ RUNS = 64
 
 
 def stdlib_files() -> list[Path]:
-    """Every ``*.py`` of the running interpreter's standard library, sorted by its path below the library's root."""
+    """Return every ``*.py`` of the running interpreter's standard library, sorted by its path below the library's root."""
     root = Path(sysconfig.get_path("stdlib"))
-    found = []
+    paths = []
     for folder, below, names in os.walk(root):
-        below[:] = [name for name in below if name not in NOT_STDLIB]  # os.walk goes where this list says
-        found += [Path(folder, name) for name in names if name.endswith(".py")]
-    return sorted((path for path in found if path.is_file()), key=lambda path: path.relative_to(root).as_posix())
+        below[:] = [name for name in below if name not in NOT_STDLIB]  # os.walk descends into the folders of this list
+        paths += [Path(folder, name) for name in names if name.endswith(".py")]
+    return sorted((path for path in paths if path.is_file()), key=lambda path: path.relative_to(root).as_posix())
 
 
 def read_text(pattern: str | None = None) -> Tensor:
-    """The bytes of all files that match ``pattern``, one after the other: uint8 ``[bytes]``.
+    """Return the bytes of all files that match ``pattern``, joined in sorted order: uint8 ``[bytes]``.
 
     Args:
         pattern: a glob in which ``**`` crosses folders; its files are taken in sorted order. None: ``stdlib_files()``.
 
     Raises:
-        ValueError: no file matches, or all that do are empty.
+        ValueError: no file matches, or all matching files are empty.
     """
     if pattern is None:
         paths = stdlib_files()
@@ -84,7 +84,7 @@ class ByteWindows(Dataset[Sample]):
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[Sample]:
-        """The samples at ``indices``: views of one gathered tensor, whatever their number."""
+        """Return the samples at ``indices``: views of one gathered tensor."""
         gathered = self.windows[torch.as_tensor(indices, dtype=torch.int64)].long()
         return [
             {"input_ids": inputs, "labels": labels} for inputs, labels in zip(gathered[:, :-1], gathered[:, 1:], strict=True)
@@ -92,9 +92,9 @@ class ByteWindows(Dataset[Sample]):
 
 
 def cut_windows(text: Tensor, seq: int) -> Tensor:
-    """The text (uint8 ``[bytes]``) in order, in rows of ``seq + 1`` bytes: uint8 ``[count, seq + 1]``, a view.
+    """Cut the text (uint8 ``[bytes]``), in order, into rows of ``seq + 1`` bytes: uint8 ``[count, seq + 1]``, a view.
 
-    No byte is in two rows: what one row asks for as a label, no other row shows as input. The price is that a row's
+    No byte is in two rows: no row has a label of another row as input. The price is that a row's
     first byte is never predicted, one in ``seq + 1``. A remainder that does not fill a row is left out.
     """
     count = len(text) // (seq + 1)
@@ -102,7 +102,7 @@ def cut_windows(text: Tensor, seq: int) -> Tensor:
 
 
 def train_and_held_out(text: Tensor, seq: int, held_out_windows: int) -> tuple[ByteWindows, ByteWindows]:
-    """Windows to train on, and ``held_out_windows`` windows that share no byte with them, labels included.
+    """Return windows to train on, and ``held_out_windows`` windows that share no byte with them, labels included.
 
     The held-out windows are runs of neighbours, spread evenly over the text, so that both parts are the same mixture.
     Depends on nothing but the arguments.
@@ -136,17 +136,17 @@ def train_and_held_out(text: Tensor, seq: int, held_out_windows: int) -> tuple[B
 
 
 def next_byte_batch(samples: Sequence[Mapping[str, Any]]) -> Sample:
-    """Windows that were read from shards as a batch like those of ``ByteWindows``: int64 ``[batch, seq]`` each.
+    """Return windows that were read from shards as a batch like those of ``ByteWindows``: int64 ``[batch, seq]`` each.
 
     Args:
-        samples: mappings with ``tokens``, numpy ``[seq + 1]``; what ``dtrain data write --tokenizer bytes --concat`` makes.
+        samples: mappings with ``tokens``, numpy ``[seq + 1]``, as ``dtrain data write --tokenizer bytes --concat`` makes them.
     """
     windows = torch.from_numpy(np.stack([sample["tokens"] for sample in samples])).long()
     return {"input_ids": windows[:, :-1], "labels": windows[:, 1:]}
 
 
 def unigram_entropy(data: Any) -> float:
-    """Entropy of single bytes in nats, ``-sum_b p_b ln p_b``: the lowest mean loss of a guess that ignores the context.
+    """Return the entropy of bytes in nats, ``-sum_b p_b ln p_b``: the lowest mean loss of a guess that ignores the context.
 
     Args:
         data: ``ByteWindows``, or a dataset of samples for ``next_byte_batch``, whose labels are counted; or uint8 of any shape,

@@ -162,12 +162,12 @@ def cards() -> dict[str, Card]:
     values["dt.clip_grad_norm_"] = ("", dt.clip_grad_norm_)
     inside = {name for names in PARTS.values() for name in names}
     mains = [name for name in values if name not in inside]
-    found = {}
+    by_name = {}
     for name in [*mains, "combine_schedules"]:
         room, value = values.get(name, ("schedules", None))
-        parts = {part: values[part][1] for part in PARTS.get(name, ())}
-        found[name] = Card(name=name, room=room, value=value, parts=parts)
-    return found
+        parts = {name_of_part: values[name_of_part][1] for name_of_part in PARTS.get(name, ())}
+        by_name[name] = Card(name=name, room=room, value=value, parts=parts)
+    return by_name
 
 
 # The parts of a card.
@@ -196,13 +196,13 @@ def suggested(value: Any) -> list[tuple[str, str, str]]:
             lines[-1] += " " + line.strip()
         else:
             lines.append(line.strip())
-    found = []
+    suggestions = []
     for line in lines:
         match = re.fullmatch(r"(.*?): (.*) \(((?:[^()]|\([^()]*\))*)\)", line)
         if match is None:
             raise ValueError(f"{value.__name__}: {line!r} is not 'setting: value (source)'")
-        found.append((prose(match[1]), prose(match[2]), prose(match[3])))
-    return found
+        suggestions.append((prose(match[1]), prose(match[2]), prose(match[3])))
+    return suggestions
 
 
 def picture(card: Card) -> Iterator[str]:
@@ -314,27 +314,27 @@ def effects(name: str) -> Iterator[str]:
         if card != name:
             continue
         length = runs[script][1]["length"]
-        found = {run["without"]: run["value"] for run in runs[script] if run["length"] == length}
+        results = {run["without"]: run["value"] for run in runs[script] if run["length"] == length}
         yield (
-            f"- `examples/{script}.py`, {length}: {QUALITY[script]} {found['']:g} with all methods, "
-            f"{found[method]:g} without this one."
+            f"- `examples/{script}.py`, {length}: {QUALITY[script]} {results['']:g} with all methods, "
+            f"{results[method]:g} without this one."
         )
 
 
 def cost(card: Card) -> str:
     """Return the measured time of a step as a cell of a table; empty if no run measured the card."""
-    found = costs()["costs"].get(card.name)
-    return f"{found['ratio']:.2f}x" if found else ""
+    row = costs()["costs"].get(card.name)
+    return f"{row['ratio']:.2f}x" if row else ""
 
 
 def cost_and_effect(card: Card) -> Iterator[str]:
     """Yield the measured cost of a step, and the effect on the quality of a run."""
     lines = []
-    if found := costs()["costs"].get(card.name):
+    if row := costs()["costs"].get(card.name):
         against = "the step of the plain model" if card.kind == "surgery" else "the same method in a loop written by hand"
         nothing = costs()["costs"]["nothing"]["ratio"]
         more = "" if card.kind == "surgery" else f" A composed step without transforms costs {nothing:.2f}x."
-        lines.append(f"- A step costs {found['ratio']:.2f}x ({found['low']:.2f} to {found['high']:.2f}) of {against}, "
+        lines.append(f"- A step costs {row['ratio']:.2f}x ({row['low']:.2f} to {row['high']:.2f}) of {against}, "
                      f"in processor time.{more}")  # fmt: skip
     if card.kind == "schedules" and card.value is not None:
         lines.append(

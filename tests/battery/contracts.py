@@ -36,8 +36,8 @@ def check_resume_equals_straight(name: str, root: str) -> None:
     seed_all(99)  # as a new process would have it
     state = dt.load_sharded(root, state)
     state, second = train(run, state, STEPS)
-    found = differences({**straight, "metrics": trace}, {**snapshot(state), "metrics": first + second})
-    assert found == [], f"resume: {name}: differs from the straight run at {found}"
+    changed = differences({**straight, "metrics": trace}, {**snapshot(state), "metrics": first + second})
+    assert changed == [], f"resume: {name}: differs from the straight run at {changed}"
 
 
 def check_never_active_equals_absent(name: str) -> None:
@@ -46,18 +46,18 @@ def check_never_active_equals_absent(name: str) -> None:
     for transforms in ([], [between(10**9, 10**9 + 1, make(name))]):
         state, trace = train(*begin(transforms, task=row(name).task), STEPS)
         runs.append({**snapshot(state), "metrics": trace, "slices": None})
-    found = differences(*runs)
-    assert found == [], f"never active: {name}: differs from a run without it at {found}"
+    changed = differences(*runs)
+    assert changed == [], f"never active: {name}: differs from a run without it at {changed}"
 
 
 def check_ranks_equal_one(name: str, ranks: Callable[[int], Ranks]) -> None:
     """Two ranks that share each batch end where one does, with the same metrics."""
     alone, *pair = ranks(1).run(trained_numbers, name) + ranks(2).run(trained_numbers, name)
-    for found in pair:
-        here, there = torch.tensor(alone["params"], dtype=torch.float64), torch.tensor(found["params"], dtype=torch.float64)
+    for result in pair:
+        here, there = torch.tensor(alone["params"], dtype=torch.float64), torch.tensor(result["params"], dtype=torch.float64)
         apart = ((here - there).norm() / here.norm()).item()
         assert apart <= TOLERANCE, f"ranks: {name}: parameters on two ranks are {apart:.1e} from those on one"
-        assert found["metrics"] == pytest.approx(alone["metrics"], rel=1e-12), f"ranks: {name}: metrics differ"
+        assert result["metrics"] == pytest.approx(alone["metrics"], rel=1e-12), f"ranks: {name}: metrics differ"
 
 
 def trained_numbers(name: str) -> dict[str, Any]:
@@ -76,8 +76,8 @@ def check_resumed_by_fewer_ranks(name: str, root: str, ranks: Callable[[int], Ra
     """Saved by two ranks and continued by one, a run ends where one rank alone does."""
     straight, *_ = ranks(1).run(trained_numbers, name)
     ranks(2).run(_saved_in_the_middle, name, root)
-    (found,) = ranks(1).run(_continued, name, root)
-    here, there = (torch.tensor(run["params"], dtype=torch.float64) for run in (straight, found))
+    (resumed,) = ranks(1).run(_continued, name, root)
+    here, there = (torch.tensor(run["params"], dtype=torch.float64) for run in (straight, resumed))
     apart = ((here - there).norm() / here.norm()).item()
     assert apart <= TOLERANCE, f"fewer ranks: {name}: parameters are {apart:.1e} from those of a run by one rank"
 
@@ -94,9 +94,9 @@ def _continued(name: str, root: str) -> dict[str, Any]:
 
 def check_host_syncs(name: str) -> None:
     """A step makes the host wait for the device no more often than it says. The rate is a number, so the optimizer does not."""
-    bare, found = (_syncs(transforms, row(name).task) for transforms in ([], [make(name)]))
-    more = [len(after) - len(before) for before, after in zip(bare, found, strict=True)]
-    where = sorted({f"{sync.kind} at {sync.location}" for step in found for sync in step})
+    bare, syncs = (_syncs(transforms, row(name).task) for transforms in ([], [make(name)]))
+    more = [len(after) - len(before) for before, after in zip(bare, syncs, strict=True)]
+    where = sorted({f"{sync.kind} at {sync.location}" for step in syncs for sync in step})
     assert max(more) <= row(name).syncs, f"host syncs: {name}: {max(more)} a step, {row(name).syncs} are allowed: {where}"
 
 
@@ -113,8 +113,8 @@ def _syncs(transforms: list[dt.Transform], task: str) -> list[list[HostSync]]:
 
 def check_collectives(name: str) -> None:
     """On these ranks, a step gathers and reduces no more than its gradients do, and moves few bytes besides."""
-    bare, found = (_moved(transforms, row(name).task) for transforms in ([], [make(name)]))
-    for step, (allowed, moved) in enumerate(zip(bare, found, strict=True)):
+    bare, sent = (_moved(transforms, row(name).task) for transforms in ([], [make(name)]))
+    for step, (allowed, moved) in enumerate(zip(bare, sent, strict=True)):
         most = row(name).passes * allowed + row(name).moves
         assert moved <= most, f"collectives: {name}: step {step} moves {moved} bytes, {most} are allowed"
 
@@ -135,13 +135,14 @@ def check_points(name: str) -> None:
     points = row(name).points
     assert points is not None, f"points: {name}: has none"
     pairs = [
-        (torch.as_tensor(got, dtype=torch.float64), torch.as_tensor(known, dtype=torch.float64)) for got, known in points()
+        (torch.as_tensor(got, dtype=torch.float64), torch.as_tensor(expected, dtype=torch.float64))
+        for got, expected in points()
     ]
     assert len(pairs) >= 2, f"points: {name}: needs two or more, has {len(pairs)}"
-    assert not all(torch.equal(known, pairs[0][1]) for _, known in pairs), f"points: {name}: one number, again and again"
-    for at, (got, known) in enumerate(pairs):
+    assert not all(torch.equal(expected, pairs[0][1]) for _, expected in pairs), f"points: {name}: one number, again and again"
+    for number, (got, expected) in enumerate(pairs):
         torch.testing.assert_close(
-            got, known, rtol=1e-5, atol=1e-7, msg=lambda text, at=at: f"points: {name}: number {at}: {text}"
+            got, expected, rtol=1e-5, atol=1e-7, msg=lambda text, number=number: f"points: {name}: number {number}: {text}"
         )
 
 
@@ -170,28 +171,28 @@ def _not_plain(tree: Any, state: dt.TrainState, path: str) -> list[str]:
     return [] if type(tree) in (int, float, str) else [f"{path} is a {type(tree).__name__}"]
 
 
-def check_exception_changes_nothing(name: str, where: str, at: int) -> None:
-    """Step ``at`` that fails inside leaves the run as it was; tried again, it is the step that never failed."""
-    *_, allowed = _failed([], where, at, row(name).task)
-    run, state, before, after = _failed([make(name)], where, at, row(name).task)
+def check_exception_changes_nothing(name: str, where: str, number: int) -> None:
+    """Require that step ``number``, failing inside, leaves the run as it was, and that a retry equals an undisturbed step."""
+    *_, allowed = _failed([], where, number, row(name).task)
+    run, state, before, after = _failed([make(name)], where, number, row(name).task)
     # The model's own forwards, as far as they came, have drawn random numbers and counted in buffers, unless all is taken back.
     runs = [after] if row(name).reruns else [allowed, before] if row(name).undoes else [allowed]
-    found = min((differences({**before, "rng": run["rng"], "buffers": run["buffers"]}, after) for run in runs), key=len)
-    assert found == [], f"exception: {name}: raised in {where!r} of step {at}, which left changes at {found}"
+    changed = min((differences({**before, "rng": run["rng"], "buffers": run["buffers"]}, after) for run in runs), key=len)
+    assert changed == [], f"exception: {name}: raised in {where!r} of step {number}, which left changes at {changed}"
     set_rng_state(before["rng"])
     for key, buffer in state.model.named_buffers():
         buffer.copy_(before["buffers"][key])
     again, _ = run.take(state)
-    clean, _ = train(*begun(name), at + 1)
-    found = differences(snapshot(clean), snapshot(again))
-    assert found == [], f"exception: {name}: step {at} tried again differs at {found} from one that never failed"
+    clean, _ = train(*begun(name), number + 1)
+    changed = differences(snapshot(clean), snapshot(again))
+    assert changed == [], f"exception: {name}: step {number} tried again differs at {changed} from one that never failed"
 
 
-def _failed(transforms: list[dt.Transform], where: str, at: int, task: str) -> tuple[Run, dt.TrainState, dict, dict]:
-    """A run whose step ``at`` failed, with snapshots of before and after."""
+def _failed(transforms: list[dt.Transform], where: str, number: int, task: str) -> tuple[Run, dt.TrainState, dict, dict]:
+    """Return a run whose step ``number`` failed, with snapshots of before and after."""
     fault = Fault(where, task)
     run, state = begin(transforms, task=task, **fault.parts())
-    state, _ = train(run, state, at)
+    state, _ = train(run, state, number)
     before = {**snapshot(state), "traces": traces(state)}
     with fault.arming(), pytest.raises(InjectedError, match=where):
         run.take(state)

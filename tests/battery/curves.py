@@ -208,7 +208,7 @@ PLOTS: dict[str, Callable[[], Plot]] = {
 
 @cache
 def plots() -> dict[str, Plot]:
-    """Compute the plot of each card that has one."""
+    """Compute the plot of each card that has a plot."""
     made = {name: make() for name, make in (PLOTS | effects.PLOTS).items()}
     return {**{name: scheduled(name) for name in SCHEDULES}, **made}
 

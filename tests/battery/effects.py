@@ -24,7 +24,7 @@ def numbered(values: Sequence[float]) -> Points:
 
 
 def held(values: Sequence[float]) -> Points:
-    """Return points over 0, 1, 2, ..., each of which lasts to the next one, as a line of steps."""
+    """Return points over 0, 1, 2, ..., each of which lasts to the next point, as a line of steps."""
     return [(k + end, value) for k, value in enumerate(values) for end in (0, 1)]
 
 
@@ -41,16 +41,16 @@ def one_weight(value: float) -> nn.Linear:
 def trained(
     transforms: Sequence[dt.Transform], batches: Sequence[Tensor], seen: Callable[[Any, Any], float], *, lr: float = 0.1,
 ) -> list[float]:  # fmt: skip
-    """Train one weight on the mean of its outputs; return what ``seen`` reads of state and metrics after each step."""
+    """Train one weight on the mean of its outputs; return ``seen(state, metrics)`` of each step."""
     model = one_weight(1.0)
     loss_fn = dt.mean_loss(lambda model, x: model(x).mean(), weight=len)
     step = dt.compose_step(loss_fn, transforms)
     state = step.init(model, torch.optim.SGD(model.parameters(), lr=lr, momentum=0.0))
-    found = []
+    results = []
     for batch in batches:
         state, metrics = step(state, batch)
-        found.append(seen(state, metrics))
-    return found
+        results.append(seen(state, metrics))
+    return results
 
 
 def weight(state: Any, metrics: Any) -> float:
@@ -183,17 +183,17 @@ def outer_steps() -> Plot:
 
 def rounded() -> Plot:
     def out(x: float, transforms: Sequence[dt.Transform]) -> float:
-        found: list[float] = []
+        values: list[float] = []
 
         def loss_fn(model: nn.Module, batch: Tensor) -> dt.LossSum:
             out = model(batch)
-            found.append(float(out.detach()))
+            values.append(float(out.detach()))
             return dt.LossSum(total=out.float().sum(), weight=1)
 
         model = one_weight(1.0)
         step = dt.compose_step(loss_fn, transforms)
         step(step.init(model, torch.optim.SGD(model.parameters(), lr=0.0)), torch.full((1, 1), x))
-        return found[0]
+        return values[0]
 
     grid = [1 + k / 1600 for k in range(81)]
     lines = {
@@ -221,12 +221,12 @@ def option(transform: dt.Transform, name: str, **options: float) -> list[float]:
     model = one_weight(1.0)
     step = dt.compose_step(dt.mean_loss(lambda model, x: model(x).mean(), weight=len), [transform])
     optimizer = torch.optim.SGD(model.parameters(), **options)
-    found: list[float] = []
-    optimizer.register_step_pre_hook(lambda *_: found.append(float(optimizer.param_groups[0][name])))
+    values: list[float] = []
+    optimizer.register_step_pre_hook(lambda *_: values.append(float(optimizer.param_groups[0][name])))
     state = step.init(model, optimizer)
     for _ in range(100):
         state, _ = step(state, torch.ones(1, 1))
-    return found
+    return values
 
 
 def scaled_rate() -> Plot:
@@ -379,17 +379,17 @@ class WrittenOut(nn.Module):
 def kept_bytes(module: nn.Module, x: Tensor) -> int:
     """Return the bytes that a forward keeps for its backward, parameters left out, and those of its output."""
     own = {p.data_ptr() for p in module.parameters()}
-    found: dict[int, int] = {}
+    sizes: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
         if tensor.data_ptr() not in own:
-            found[tensor.data_ptr()] = tensor.untyped_storage().nbytes()
+            sizes[tensor.data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         out = module(x)
-    found[out.data_ptr()] = out.untyped_storage().nbytes()
-    return sum(found.values())
+    sizes[out.data_ptr()] = out.untyped_storage().nbytes()
+    return sum(sizes.values())
 
 
 SIZES = range(64, 513, 64)

@@ -1,4 +1,4 @@
-"""Tensors with gradients, whole and in every layout; and what a function of them comes to in each, against the whole ones."""
+"""Apply a function to tensors with gradients in every layout, and compare the results with those of the whole tensors."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LAYOUTS: dict[int, dict[str, tuple[tuple[int, ...], list[Any]]]] = {
 
 
 def params(*, spread: float = 3.0) -> dict[str, Tensor]:
-    """Plain parameters with gradients of very different sizes, in float64; one is zero, one has no gradient."""
+    """Make plain parameters with gradients of very different sizes, in float64; one gradient is zero, one is missing."""
     generator = torch.Generator().manual_seed(4)
     made: dict[str, Tensor] = {}
     for name, shape in {**SHAPES, "zero": (3, 2), "without": (3, 2)}.items():
@@ -36,7 +36,7 @@ def params(*, spread: float = 3.0) -> dict[str, Tensor]:
 
 
 def placed(plain: Mapping[str, Tensor], mesh: Any, placements: list[Any]) -> dict[str, Tensor]:
-    """The same on a mesh; what has too few dims to be cut so is copied."""
+    """Return the same tensors on a mesh; a tensor with too few dims to be cut this way is copied."""
 
     def put(tensor: Tensor) -> Tensor:
         fits = [place if isinstance(place, Replicate) or place.dim < tensor.ndim else Replicate() for place in placements]
@@ -50,14 +50,14 @@ def placed(plain: Mapping[str, Tensor], mesh: Any, placements: list[Any]) -> dic
 
 
 def largest_differences(act: Callable[[Mapping[str, Tensor]], Any], world_size: int) -> dict[str, float]:
-    """By layout, how far parameters and gradients after ``act`` are from those after ``act`` on whole ones; for a rank."""
+    """Return by layout the distance of parameters and gradients after ``act`` from those after ``act`` on whole tensors."""
     expected = params()
     act(expected)
-    found = {}
+    largest = {}
     for layout, (shape, placements) in LAYOUTS[world_size].items():
         cut = placed(params(), init_device_mesh("cpu", shape), placements)
         act(cut)
         pairs = [(full_tensor(cut[name].detach()), param.detach()) for name, param in expected.items()]
         pairs += [(full_tensor(cut[n].grad), p.grad) for n, p in expected.items() if p.grad is not None]
-        found[layout] = max((here - there).abs().max().item() for here, there in pairs)
-    return found
+        largest[layout] = max((here - there).abs().max().item() for here, there in pairs)
+    return largest

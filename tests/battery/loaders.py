@@ -27,7 +27,7 @@ def numbers() -> Tensor:
 
 def records() -> list[dict[str, Any]]:
     """A dataset that is a list of mappings."""
-    return [{"id": at, "x": torch.full((2,), float(at))} for at in range(SIZE)]
+    return [{"id": number, "x": torch.full((2,), float(number))} for number in range(SIZE)]
 
 
 def table() -> TensorDict:
@@ -49,7 +49,7 @@ def unchanged(loader: dt.data.Loader) -> dt.data.Loader:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """A loader under contract: how it is built, and what is broken in it afterwards."""
+    """A loader under contract: how to build it, and how to break it afterwards."""
 
     dataset: str = "tensor"
     shuffle: bool = True
@@ -70,7 +70,7 @@ class Row:
         return self.spoil(loader)
 
     def plain(self) -> Row:
-        """The same without workers and without what is broken: the order to be had."""
+        """Return the same loader without workers and without the damage, as a reference of the order."""
         return replace(self, workers=0, spoil=unchanged)
 
     def epoch(self) -> int:
@@ -96,7 +96,7 @@ class WithReplacement(dt.data.ElasticSampler):
     """Draws each sample anew."""
 
     def indices(self, epoch: int, start: int, stop: int) -> Tensor:
-        return torch.tensor([hash((epoch, at)) % self.size for at in range(start, stop)], dtype=torch.int64)
+        return torch.tensor([hash((epoch, position)) % self.size for position in range(start, stop)], dtype=torch.int64)
 
 
 class OneOrder(dt.data.ElasticSampler):
@@ -127,7 +127,7 @@ class _Forgetful(dt.data.Loader):
 
 
 class _Ahead(dt.data.Loader):
-    """Its position is that of what was fetched: two batches ahead."""
+    """A loader whose position is two batches ahead: that of the fetched batches."""
 
     def state_dict(self) -> dict[str, int]:
         after = self._source.epoch_batches().advance

@@ -1,4 +1,4 @@
-"""The registry of optimizers: a new one is a row, and every contract holds it from then on.
+"""The registry of optimizers: a new optimizer is a row, and every contract tests it from then on.
 
 ``BROKEN`` has one optimizer per way of breaking a contract, each with the contract that must find it.
 """
@@ -33,7 +33,7 @@ class Row:
     Args:
         make: makes it for a model, as a new process would.
         of: the public names that it is an example of.
-        points: a case whose numbers are known from the formula: at least two pairs of (what came out, what is known).
+        points: a case whose numbers follow from the formula: at least two pairs (computed, expected).
     """
 
     make: Callable[[nn.Module], torch.optim.Optimizer]
@@ -45,14 +45,14 @@ def stepped(make: Callable[[list[nn.Parameter]], torch.optim.Optimizer], start: 
     """A parameter after each of some steps, as lists; ``factors`` are those of the rate."""
     param = nn.Parameter(torch.tensor(start, dtype=torch.float64))
     optimizer = make([param])
-    peaks, found = [group["lr"] for group in optimizer.param_groups], []
+    peaks, values = [group["lr"] for group in optimizer.param_groups], []
     for grad, factor in zip(grads, factors or [1.0] * len(grads), strict=True):
         param.grad = torch.tensor(grad, dtype=torch.float64)
         for group, peak in zip(optimizer.param_groups, peaks, strict=True):
             group["lr"] = peak * factor
         optimizer.step()
-        found.append(param.tolist())
-    return found
+        values.append(param.tolist())
+    return values
 
 
 def _adamw_points() -> Points:
@@ -70,7 +70,7 @@ def _adamw_points() -> Points:
 
 
 def _sgdw_points() -> Points:
-    """The second decay is half of the first one, as the rate is; the buffer has no decay in it."""
+    """The second decay is half of the first, as the rate is; the buffer has no decay in it."""
     plain = stepped(lambda p: DecoupledSGDW(p, lr=0.5, momentum=0.5, weight_decay=0.25), [8.0], [1.0], [3.0], factors=(1, 0.5))
     ahead = stepped(lambda p: DecoupledSGDW(p, lr=0.5, momentum=0.5, weight_decay=0.25, nesterov=True), [8.0], [1.0])
     return [(plain[0], [5.5]), (plain[1], [5.5 * 0.875 - 0.25 * 3.5]), (ahead[0], [8 * 0.75 - 0.5 * 1.5])]
@@ -90,20 +90,20 @@ def _muon_points() -> Points:
 
 def _matrix_points() -> Points:
     """A diagonal gradient is divided by the fourth root of the statistics of both sides; other parameters get AdamW."""
-    found = stepped(lambda p: Shampoo(p, lr=0.5, weight_decay=0.1), [[2.0, 0.0], [0.0, 2.0]], [[3.0, 0.0], [0.0, 4.0]])
+    values = stepped(lambda p: Shampoo(p, lr=0.5, weight_decay=0.1), [[2.0, 0.0], [0.0, 2.0]], [[3.0, 0.0], [0.0, 4.0]])
     upper, lower = 3 / (9 + EPS) ** 0.5, 4 / (16 + EPS) ** 0.5
     adamw = stepped(lambda p: Shampoo([{"params": p, "method": "adamw", "lr": 0.5, "eps": 0.0}]), [8.0], [1.0])
-    return [(found[0], [[2 * 0.95 - 0.5 * upper, 0.0], [0.0, 2 * 0.95 - 0.5 * lower]]), (adamw, [[7.5]])]
+    return [(values[0], [[2 * 0.95 - 0.5 * upper, 0.0], [0.0, 2 * 0.95 - 0.5 * lower]]), (adamw, [[7.5]])]
 
 
 def _iteration_points() -> Points:
     """Apply the paper's quintic once to the singular values 0.6 and 0.8, and five times to many values."""
     a, b, c = 3.4445, -4.7750, 2.0315
-    found = orthogonalize(torch.diag(torch.tensor([3.0, 4.0], dtype=torch.float64)), ns_steps=1).diagonal()
+    diagonal = orthogonalize(torch.diag(torch.tensor([3.0, 4.0], dtype=torch.float64)), ns_steps=1).diagonal()
     wide = torch.randn(6, 9, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     values = torch.linalg.svdvals(orthogonalize(wide))
     return [
-        (found.tolist(), [a * s + b * s**3 + c * s**5 for s in (0.6, 0.8)]),
+        (diagonal.tolist(), [a * s + b * s**3 + c * s**5 for s in (0.6, 0.8)]),
         (bool((values > 0.6).all() and (values < 1.3).all()), True),
     ]
 
@@ -194,7 +194,7 @@ class OfTheShard(torch.optim.SGD):
 
 
 class Looking(torch.optim.SGD):
-    """Asks the device whether there is anything to do."""
+    """An optimizer that reads a value of the device to decide about the step."""
 
     def step(self, closure: Any = None) -> None:
         if all(float(p.grad.sum()) == 0.0 for group in self.param_groups for p in group["params"]):
@@ -252,12 +252,12 @@ def check_resume_equals_straight(name: str, root: str) -> None:
     dt.save_sharded(root, state)
     run, state = begin(name)
     state, second = train(run, dt.load_sharded(root, state), STEPS)
-    found = differences({**straight, "metrics": trace}, {**snapshot(state), "metrics": first + second})
-    assert found == [], f"resume: {name}: differs from the straight run at {found}"
+    changed = differences({**straight, "metrics": trace}, {**snapshot(state), "metrics": first + second})
+    assert changed == [], f"resume: {name}: differs from the straight run at {changed}"
 
 
 def numbers_at_the_end(name: str, root: str | None = None) -> list[float]:
-    """All parameters after a whole run, or after the rest of the one that is saved in ``root``."""
+    """Return all parameters after a whole run, or after the rest of the run that is saved in ``root``."""
     run, state = begin(name)
     if root is not None:
         state = dt.load_sharded(root, state)
@@ -274,21 +274,21 @@ def save_in_the_middle(name: str, root: str) -> None:
 def check_ranks_equal_one(name: str, ranks: Callable[[int], Ranks]) -> None:
     """Two ranks that share each batch, rows of every matrix and the work end where one does."""
     alone, *pair = ranks(1).run(numbers_at_the_end, name) + ranks(2).run(numbers_at_the_end, name)
-    for found in pair:
-        check_close(found, alone, f"ranks: {name}: parameters on two ranks are")
+    for params in pair:
+        check_close(params, alone, f"ranks: {name}: parameters on two ranks are")
 
 
 def check_other_world_size(name: str, root: str, ranks: Callable[[int], Ranks], first: int, then: int) -> None:
     """Saved on ``first`` ranks and continued on ``then``, it ends where one rank does."""
     alone = ranks(1).run(numbers_at_the_end, name)[0]
     ranks(first).run(save_in_the_middle, name, root)
-    for found in ranks(then).run(numbers_at_the_end, name, root):
-        check_close(found, alone, f"world size: {name}: parameters of {first} ranks and then {then} are")
+    for params in ranks(then).run(numbers_at_the_end, name, root):
+        check_close(params, alone, f"world size: {name}: parameters of {first} ranks and then {then} are")
 
 
-def check_close(found: list[float], expected: list[float], what: str) -> None:
+def check_close(params: list[float], expected: list[float], what: str) -> None:
     """Refuse numbers that are further apart than rounding."""
-    here, there = torch.tensor(found, dtype=torch.float64), torch.tensor(expected, dtype=torch.float64)
+    here, there = torch.tensor(params, dtype=torch.float64), torch.tensor(expected, dtype=torch.float64)
     apart = ((here - there).norm() / there.norm()).item()
     assert apart <= TOLERANCE, f"{what} {apart:.1e} from those on one"
 
@@ -306,14 +306,14 @@ def syncs_of_a_step(name: str) -> list[str]:
 
 def check_no_host_sync(name: str) -> None:
     """A step never waits for a device."""
-    found = syncs_of_a_step(name)
-    assert found == [], f"syncs: {name}: {found[0]}"
+    syncs = syncs_of_a_step(name)
+    assert syncs == [], f"syncs: {name}: {syncs[0]}"
 
 
 def check_points(points: Points) -> None:
-    """At least two numbers are what the formula says."""
+    """Require at least two numbers that equal those of the formula."""
     assert len(points) >= 2
-    for found, expected in points:
-        if found != expected:
-            numbers = [torch.tensor(value, dtype=torch.float64) for value in (found, expected)]
+    for computed, expected in points:
+        if computed != expected:
+            numbers = [torch.tensor(value, dtype=torch.float64) for value in (computed, expected)]
             torch.testing.assert_close(*numbers, rtol=1e-12, atol=1e-15)

@@ -43,19 +43,19 @@ def section(function: Any, name: str) -> str:
 
 def exported() -> dict[str, list[tuple[str, Any]]]:
     """The public functions and classes of the rooms, in their order; reports and values (dataclasses) are left out."""
-    found: dict[str, list[tuple[str, Any]]] = {room: [] for room in ROOMS}
+    by_room: dict[str, list[tuple[str, Any]]] = {room: [] for room in ROOMS}
     for full in sorted(public.all_names(), key=lambda name: name.rpartition(".")[2]):
         name, value = full.rpartition(".")[2], public.value(full)
         if full.startswith("dtrain.schedules.composer."):
-            found["composer"].append((f"composer.{name}", value))
+            by_room["composer"].append((f"composer.{name}", value))
             continue
         room = next((room for room in ROOMS if getattr(value, "__module__", "").startswith(f"dtrain.{room}")), None)
         # A name behind another door is no recipe of the room, nor is a function that reads a schedule and makes none.
         if room is None or room.split(".")[0] != full.split(".")[1] or name == "hyperparameter":
             continue
         if not hasattr(value, "__dataclass_fields__"):
-            found[room].append((name, value))
-    return found
+            by_room[room].append((name, value))
+    return by_room
 
 
 def is_algorithm(value: Any) -> bool:
@@ -65,8 +65,8 @@ def is_algorithm(value: Any) -> bool:
 
 def costs() -> dict[str, Any]:
     """Return the last measurements of ``benchmarks/algorithms.py``."""
-    found: dict[str, Any] = json.loads(COSTS.read_text())
-    return found
+    content: dict[str, Any] = json.loads(COSTS.read_text())
+    return content
 
 
 def rows_of(name: str) -> list[Any]:
@@ -76,14 +76,14 @@ def rows_of(name: str) -> list[Any]:
 
 def signature(name: str, value: Any) -> str:
     """Format the signature, one argument per line if the line is too long."""
-    found = inspect.signature(value)
-    returns = found.return_annotation
+    described = inspect.signature(value)
+    returns = described.return_annotation
     arrow = (
         "" if inspect.isclass(value) else f" -> {returns if isinstance(returns, str) else inspect.formatannotation(returns)}"
     )
     parts: list[str] = []
-    for parameter in found.parameters.values():
-        if parameter.kind is parameter.KEYWORD_ONLY and not any(part.startswith("*") for part in parts):
+    for parameter in described.parameters.values():
+        if parameter.kind is parameter.KEYWORD_ONLY and not any(piece.startswith("*") for piece in parts):
             parts.append("*")
         written = str(parameter.replace(annotation=parameter.empty, default=parameter.empty))
         kind, default = parameter.annotation, parameter.default
@@ -93,5 +93,5 @@ def signature(name: str, value: Any) -> str:
             written += f" = {default!r}"
         parts.append(written)
     line = f"{name}({', '.join(parts)}){arrow}"
-    folded = "".join(f"    {part},\n" for part in parts)
+    folded = "".join(f"    {piece},\n" for piece in parts)
     return line if len(line) <= 110 else f"{name}(\n{folded}){arrow}"

@@ -23,8 +23,8 @@ SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
 def drawn() -> Tensor:
     """Return four images ``[4, 3, SIDE, SIDE]`` from 0 to 1: a disc, stripes, a ring and a square, on colored grounds."""
-    at = (torch.arange(SIDE) + 0.5) / SIDE * 2 - 1
-    y, x = torch.meshgrid(at, at, indexing="ij")
+    coordinates = (torch.arange(SIDE) + 0.5) / SIDE * 2 - 1
+    y, x = torch.meshgrid(coordinates, coordinates, indexing="ij")
     radius = (x.square() + y.square()).sqrt()
     shapes = [
         (radius < 0.6, (0.95, 0.75, 0.2), (0.15, 0.35, 0.65)),
@@ -46,8 +46,8 @@ def seeded(seed: int) -> torch.Generator:
 
 def blurred(images: Tensor) -> Tensor:
     """Return stripes that a stride of 4 alone subsamples (two images), and after a blur (two images)."""
-    at = torch.arange(SIDE, dtype=torch.float32)
-    stripes = (0.5 + 0.5 * (at * 2.2).sin()).expand(SIDE, SIDE)
+    coordinates = torch.arange(SIDE, dtype=torch.float32)
+    stripes = (0.5 + 0.5 * (coordinates * 2.2).sin()).expand(SIDE, SIDE)
     checks = stripes * stripes.T
     fine = torch.stack([stripes, checks])[:, None].expand(2, 3, SIDE, SIDE)
     plain, smooth = fine[..., ::4, ::4], dt.surgery.blur_2d(fine, stride=4, kernel=dt.surgery.blur_kernel(5))
@@ -119,7 +119,7 @@ def encode(pixels: Tensor) -> bytes:
     """Return an RGBA PNG ``[height, width, 4]``. Each row is stored as its difference from the row above."""
     height, width, _ = pixels.shape
     rows = torch.cat([torch.zeros_like(pixels[:1]), pixels])
-    changes = (rows[1:] - rows[:-1]).reshape(height, width * 4)  # uint8 wraps, as the format wants
+    changes = (rows[1:] - rows[:-1]).reshape(height, width * 4)  # uint8 wraps, as the format needs
     lines = b"".join(b"\x02" + bytes(line.tolist()) for line in changes)
     header = struct.pack(">IIBBBBB", width, height, 8, 6, 0, 0, 0)
     return SIGNATURE + _chunk(b"IHDR", header) + _chunk(b"IDAT", zlib.compress(lines, 9)) + _chunk(b"IEND", b"")

@@ -19,18 +19,18 @@ class Row:
     Args:
         make: makes it anew, as a new process would.
         of: the public functions that it is an example of.
-        points: a case whose numbers are known from the formula or the paper: at least two pairs of (what came out, what is
-            known). Each public function has one, in one of its rows. Plain literals or a formula of its own on the right, never
-            the code under test.
-        task: what is trained: ``vector`` (x [7, 5] to two numbers), ``image`` ([7, 2, 6, 6] to one of three labels) or ``text``
-            (tokens [7, 8] of 11, the next one).
+        points: a case whose numbers follow from the formula or the paper: at least two pairs (computed,
+            expected). Each public function has one, in one of its rows. The right sides are literals or a formula of their own,
+            never the code under test.
+        task: the model to train: ``vector`` (x [7, 5] to two numbers), ``image`` ([7, 2, 6, 6] to one of three labels) or
+            ``text`` (tokens [7, 8] of 11, the next one).
         per_rank: it draws differently on each rank, so two ranks do not equal one.
         reruns: it runs the model more often than once a step, or on samples of another shape, so dropout draws otherwise than
             in a run without it.
-        undoes: it takes back what the model's forwards drew and counted in a step that fails.
+        undoes: a step that fails takes back the draws and counts of the model's forwards.
         syncs: how often a step may make the host wait for the device, beyond a step without it. Any but 0 has its reason in
             the docstring of the function (``Host sync:``).
-        passes: how many gradients a step computes, so how often it may gather and reduce what a step without it does.
+        passes: number of gradients in a step, so the factor by which it may gather and reduce more than a step without it.
         moves: bytes that a step may send besides.
     """
 

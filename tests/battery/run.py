@@ -1,4 +1,4 @@
-"""A small training run that the contracts are held against, and everything about it that a step may change."""
+"""A small training run for the contracts, and all values of it that a step may change."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def train(run: Run, state: dt.TrainState, until: int) -> tuple[dt.TrainState, li
     trace = []
     while state.step < until:
         state, metrics = run.take(state)
-        trace.append({name: [part.item() for part in metric] for name, metric in metrics.items()})
+        trace.append({name: [number.item() for number in metric] for name, metric in metrics.items()})
     return state, trace
 
 
@@ -198,12 +198,16 @@ def differences(a: Any, b: Any, path: str = "") -> list[str]:
         return [] if same else [path]
     if isinstance(a, dict) and isinstance(b, dict):
         return [
-            found
+            path_of_change
             for key in {**a, **b}
-            for found in (differences(a[key], b[key], f"{path}/{key}") if key in a and key in b else [f"{path}/{key}"])
+            for path_of_change in (differences(a[key], b[key], f"{path}/{key}") if key in a and key in b else [f"{path}/{key}"])
         ]
     if isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
-        return [found for at, (x, y) in enumerate(zip(a, b, strict=True)) for found in differences(x, y, f"{path}/{at}")]
+        return [
+            path_of_change
+            for index, (x, y) in enumerate(zip(a, b, strict=True))
+            for path_of_change in differences(x, y, f"{path}/{index}")
+        ]
     return [] if type(a) is type(b) and a == b else [path]
 
 

@@ -1,4 +1,4 @@
-"""The registry of schedules, with what is known of each by hand; and schedules that are broken on purpose."""
+"""The registry of schedules, with their properties found by hand; and schedules that are broken on purpose."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ class Row:
 
     Args:
         make: makes it anew.
-        values: some of its values, worked out by hand; the last one is where it ends and stays, if it does.
+        values: some of its values, worked out by hand; the last value is where it ends and stays, if it does.
         steepest: no step changes it by more; within a step, not by more than this times the share of it to the power ``root``.
         joins: where two formulas meet.
         jumps: where it may change at once: from there on, not just behind it.
         ends: whether it stays somewhere.
-        root: 1/2 for what begins as a square root does, infinitely steep.
+        root: 1/2 for a schedule that begins like a square root, infinitely steep.
         of: the public function that it is an example of.
     """
 

@@ -1,4 +1,4 @@
-"""The registry of edits of models: a new one is a row in ``rows/``, and every contract holds it from then on.
+"""The registry of edits of models: a new edit is a row in ``rows/``, and every contract tests it from then on.
 
 ``BROKEN`` has one edit per way of breaking a contract, each with the contract that must find it.
 """
@@ -25,7 +25,7 @@ ROWS: dict[str, SurgeryRow] = {**surgery_vision.ROWS, **surgery_text.ROWS}
 
 
 class Odd(Mixin):
-    """Mixed into a linear layer: what a forward does besides."""
+    """A class mixed into a linear layer, which adds a side effect to its forward."""
 
     how = "nothing"
 
@@ -55,7 +55,7 @@ def _nothing(model: nn.Module) -> nn.Module:
 
 
 def _strict(edit: Callable[[nn.Module], nn.Module]) -> Callable[[nn.Module], nn.Module]:
-    """The same, with what the other contracts ask for, so that a row breaks only the one that it is for."""
+    """The same class with the properties that the other contracts need, so that a row breaks only its own contract."""
 
     def refusing(model: nn.Module) -> nn.Module:
         if not hasattr(model, "last") or any(hasattr(p, "device_mesh") for p in model.parameters()):

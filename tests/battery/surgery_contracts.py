@@ -74,13 +74,13 @@ def check_report(name: str) -> None:
     """The edit replaces the modules that the row names, and no other module."""
     before, after = dict(plain(name).named_modules()), dict(edited(name).named_modules())
     kinds = {key: type(module) for key, module in before.items()}
-    found = {
+    changes = {
         key: type(module).__name__
         for key, module in after.items()
         if key in kinds and kinds[key] is not type(module) and not _below(key, row(name).changes)
     }
     gone = [key for key in before if key not in after and not _below(key, row(name).changes)]
-    assert found == row(name).changes, f"report: {name}: changed {found}, but the row says {row(name).changes}"
+    assert changes == row(name).changes, f"report: {name}: changed {changes}, but the row says {row(name).changes}"
     assert gone == [], f"report: {name}: {gone} are gone"
 
 
@@ -142,19 +142,21 @@ def check_ranks_equal_one(name: str, ranks: Callable[[int], Ranks]) -> None:
     alone, *pair = (
         torch.tensor(n, dtype=torch.float64) for n in ranks(1).run(trained_numbers, name) + ranks(2).run(trained_numbers, name)
     )
-    for found in pair:
-        apart = ((alone - found).norm() / alone.norm()).item()
+    for params in pair:
+        apart = ((alone - params).norm() / alone.norm()).item()
         assert apart <= TOLERANCE, f"ranks: {name}: parameters on two ranks are {apart:.1e} from those on one"
 
 
 def check_resumed_by_fewer_ranks(name: str, root: str, ranks: Callable[[int], Ranks]) -> None:
     """Saved by two ranks, and continued by one, it ends where a run of one rank alone does."""
     ranks(2).run(_saved_in_the_middle, name, root)
-    found, alone = (torch.tensor(ranks(1).run(part, name, root)[0], dtype=torch.float64) for part in (_continued, _alone))
+    resumed, alone = (
+        torch.tensor(ranks(1).run(function, name, root)[0], dtype=torch.float64) for function in (_continued, _alone)
+    )
     if row(name).per_rank:
-        assert found.isfinite().all(), f"fewer: {name}: continued by one rank it is not finite"
+        assert resumed.isfinite().all(), f"fewer: {name}: continued by one rank it is not finite"
         return
-    apart = ((alone - found).norm() / alone.norm()).item()
+    apart = ((alone - resumed).norm() / alone.norm()).item()
     assert apart <= TOLERANCE, f"fewer: {name}: continued by one rank it ends {apart:.1e} from a run of one rank"
 
 
@@ -178,8 +180,8 @@ def check_resume_equals_straight(name: str, root: str) -> None:
     take, state = begin(name)
     seed_all(99)  # as a new process would have it
     state = train(take, dt.load_sharded(root, state), STEPS)
-    found = differences(straight, snapshot(state))
-    assert found == [], f"resume: {name}: differs from the straight run at {found}"
+    changed = differences(straight, snapshot(state))
+    assert changed == [], f"resume: {name}: differs from the straight run at {changed}"
 
 
 def check_no_host_sync(name: str) -> None:
@@ -187,7 +189,7 @@ def check_no_host_sync(name: str) -> None:
     counts = []
     for model in (plain(name), edited(name)):
         x = inputs(name)
-        model(x).sum().backward()  # what is read once is read now
+        model(x).sum().backward()  # reads now the values that are read only once
         with count_host_syncs() as seen:
             model(x).sum().backward()
         counts.append(seen.count)
@@ -198,14 +200,12 @@ def check_no_host_sync(name: str) -> None:
 def check_what_stays_is_kept(name: str) -> None:
     """Mode and dtype everywhere; and of parameters under their old names (and shapes) the value, and whether they train."""
     before, model = plain(name).eval(), plain(name).eval()
-    for each in (before, model):
-        next(iter(each.parameters())).requires_grad_(False)
+    for net in (before, model):
+        next(iter(net.parameters())).requires_grad_(False)
     after = row(name).edit(model)
     problems = [f"{key} is in training mode" for key, module in after.named_modules() if module.training]
     for key, tensor in [*after.named_parameters(), *after.named_buffers()]:
-        if key.endswith(
-            "blur_kernel"
-        ):  # its numbers are exact in float32, and it is computed with in the dtype of what it meets
+        if key.endswith("blur_kernel"):  # its numbers are exact in float32, and it computes in the dtype of its input
             continue
         if tensor.is_floating_point() and tensor.dtype != torch.float64:
             problems.append(f"{key} is {tensor.dtype}")
@@ -241,7 +241,7 @@ def check_materializes(name: str) -> None:
 
 
 def check_computes_the_same(name: str) -> None:
-    """In evaluation, what the plain model computes, up to rounding."""
+    """Require that, in evaluation, the edited model computes the outputs of the plain model, up to rounding."""
     x = inputs(name)
     here, there = plain(name).eval()(x), edited(name).eval()(x)
     apart = ((here - there).norm() / here.norm()).item()

@@ -26,14 +26,14 @@ class SurgeryRow:
             no other. Where the edit changes no classes, empty.
         inputs: shape of a sample, and how many different numbers it holds: None for floats, else whole numbers below that.
         of: the public functions that it is an example of.
-        points: a case whose numbers are known from the formula or the paper: at least two pairs of (what came out, what is
-            known by hand). Each public function has one, in one of its rows.
-        blocks: classes or names of what ``shard_model`` cuts apart.
+        points: a case whose numbers follow from the formula or the paper: at least two pairs (computed,
+            expected). Each public function has one, in one of its rows.
+        blocks: classes or names of the modules that ``shard_model`` cuts apart.
         outside: a model in which the edit finds nothing to do, for which it must raise; None where there is no such model.
         per_rank: it draws or counts differently on each rank, so two ranks do not equal one.
         meta: a model made on the meta device can be edited and then materialized.
         syncs: how often a step may make the host wait for the device, beyond that of the plain model.
-        initial: the edit keeps what the model computes in evaluation, up to rounding.
+        initial: the edit keeps the outputs of the model in evaluation, up to rounding.
     """
 
     make: Callable[[], nn.Module]

@@ -1,4 +1,4 @@
-"""Every loader keeps every contract; and every contract is broken by something that it must find."""
+"""Every loader keeps every contract; and for every contract there is a broken loader that it must detect."""
 
 from itertools import chain
 
@@ -16,7 +16,9 @@ WORLD_SIZES = (1, 2, 3, 4)
 
 def global_batches(loaders: list[dt.data.Loader], until: int | str) -> list[list[int]]:
     """Return the samples of all ranks together, batch by batch."""
-    return [list(chain.from_iterable(map(ids, parts))) for parts in zip(*(each.until(until) for each in loaders), strict=True)]
+    return [
+        list(chain.from_iterable(map(ids, parts))) for parts in zip(*(loader.until(until) for loader in loaders), strict=True)
+    ]
 
 
 def group(made: Row, ranks: int) -> list[dt.data.Loader]:
@@ -42,24 +44,24 @@ def check_order(name: str, world_sizes: tuple[int, ...] = WORLD_SIZES) -> None:
     expected = global_batches(group(made.plain(), 1), f"{EPOCHS}ep")
     for ranks in world_sizes:
         assert global_batches(group(made, ranks), f"{EPOCHS}ep") == expected, f"order: {name}: differs on {ranks} ranks"
-        first = [len(ids(next(each.until(1)))) for each in group(made, ranks)]
+        first = [len(ids(next(loader.until(1)))) for loader in group(made, ranks)]
         assert max(first) - min(first) <= 1, f"order: {name}: shares of {first}"
 
 
-def check_resume(name: str, at: int, before: int, after: int) -> None:
+def check_resume(name: str, batch: int, before: int, after: int) -> None:
     """Stopped behind any batch and continued at another world size, a run sees the rest exactly."""
     made = row(name)
     expected = global_batches(group(made.plain(), 1), f"{EPOCHS}ep")
     first, second = group(made, before), group(made, after)
-    head = global_batches(first, at) if at else []
+    head = global_batches(first, batch) if batch else []
     for loader in second:
         loader.load_state_dict(first[0].state_dict())
-    found = head + global_batches(second, f"{EPOCHS}ep")
-    assert found == expected, f"resume: {name}: behind batch {at}, from {before} to {after} ranks"
+    batches = head + global_batches(second, f"{EPOCHS}ep")
+    assert batches == expected, f"resume: {name}: behind batch {batch}, from {before} to {after} ranks"
 
 
 def check_position(name: str) -> None:
-    """The state is a few whole numbers, equal on all ranks, and counts what was handed out, not what was fetched ahead."""
+    """The state is a few whole numbers, equal on all ranks, and counts delivered batches, not batches fetched ahead."""
     loaders = group(row(name), 2)
     streams = [loader.until(f"{EPOCHS}ep") for loader in loaders]
     for stream in streams:
@@ -74,7 +76,7 @@ def check_position(name: str) -> None:
 
 
 pytestmark = pytest.mark.sample(3, by="name")
-each = pytest.mark.parametrize("name", ROWS)
+each_row = pytest.mark.parametrize("name", ROWS)
 slow = pytest.mark.parametrize("name", SLOW_ROWS)
 
 
@@ -82,12 +84,12 @@ def broken(contract: str) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("name", [name for name, (breaks, _) in BROKEN.items() if breaks == contract])
 
 
-@each
+@each_row
 def test_each_sample_is_read_once_per_epoch(name):
     check_once(name)
 
 
-@each
+@each_row
 def test_global_batches_are_the_same_for_every_number_of_ranks(name):
     check_order(name)
 
@@ -97,11 +99,11 @@ def test_global_batches_are_the_same_with_workers(name):
     check_order(name, (2,))
 
 
-@each
-@given(at=st.integers(0, 8), before=st.sampled_from(WORLD_SIZES), after=st.sampled_from(WORLD_SIZES))
+@each_row
+@given(batch=st.integers(0, 8), before=st.sampled_from(WORLD_SIZES), after=st.sampled_from(WORLD_SIZES))
 @settings(max_examples=15, deadline=None)
-def test_run_resumes_after_any_batch_on_any_rank_count(name, at, before, after):
-    check_resume(name, at, before, after)
+def test_run_resumes_after_any_batch_on_any_rank_count(name, batch, before, after):
+    check_resume(name, batch, before, after)
 
 
 @slow

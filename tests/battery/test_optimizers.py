@@ -1,4 +1,4 @@
-"""Every optimizer keeps every contract; and every contract is broken by something that it must find."""
+"""Every optimizer keeps every contract; and for every contract there is a broken optimizer that it must detect."""
 
 import importlib
 import itertools
@@ -15,7 +15,7 @@ from sampling import with_sources
 IN_BROKEN = {contract: name for name, (contract, _) in BROKEN.items()}
 
 pytestmark = pytest.mark.sample(3, by="name")
-each = pytest.mark.parametrize("name", with_sources(ROWS))
+each_row = pytest.mark.parametrize("name", with_sources(ROWS))
 fused = pytest.mark.parametrize("name", [name for name in ROWS if "foreach" not in name])  # that form reads its own counter
 
 
@@ -33,12 +33,12 @@ def test_optimizer_steps_match_the_formula(name):
     optimizers.check_points(ROWS[name].points())
 
 
-@each
+@each_row
 def test_resumed_run_equals_an_uninterrupted_run(name, tmp_path):
     optimizers.check_resume_equals_straight(name, str(tmp_path))
 
 
-@each
+@each_row
 def test_resumed_run_sharded_on_two_ranks_equals_an_uninterrupted_run(name, tmp_path, ranks):
     assert ranks(2).run(optimizers.check_resume_equals_straight, name, str(tmp_path)) == [None, None]
 
@@ -49,7 +49,7 @@ def test_resume_contract_detects_violations(tmp_path):
         optimizers.check_resume_equals_straight(name, str(tmp_path))
 
 
-@each
+@each_row
 def test_two_ranks_match_one_process(name, ranks):
     optimizers.check_ranks_equal_one(name, ranks)
 
@@ -61,7 +61,7 @@ def test_ranks_contract_detects_violations(ranks):
 
 
 @pytest.mark.parametrize(("first", "then"), [(2, 1), pytest.param(1, 2, marks=pytest.mark.slow)])
-@each
+@each_row
 def test_checkpoint_resumes_on_a_different_world_size(name, first, then, tmp_path, ranks):
     optimizers.check_other_world_size(name, str(tmp_path), ranks, first, then)
 

@@ -59,7 +59,7 @@ def test_long_signature_is_wrapped_and_keeps_its_quotes():
 
 def test_docstring_section_ends_before_the_next_paragraph():
     def described():
-        """What it does.
+        """Multiply by a factor.
 
         Formula: ``a``
         (and so on)
@@ -156,7 +156,7 @@ NUMBER = re.compile(r"-?\d+\.?\d*")
 def test_curve_is_up_to_date(path, text):
     kept = path.read_text()
     assert NUMBER.sub("#", kept) == NUMBER.sub("#", text), "run python tests/written.py"
-    numbers = itertools.zip_longest(*(map(float, NUMBER.findall(each)) for each in (kept, text)))
+    numbers = itertools.zip_longest(*(map(float, NUMBER.findall(svg)) for svg in (kept, text)))
     assert max(abs(a - b) for a, b in numbers) <= 0.11  # coordinates are rounded to a tenth of a pixel
 
 

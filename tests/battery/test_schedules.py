@@ -1,4 +1,4 @@
-"""Every schedule keeps every contract; and every contract is broken by something that it must find."""
+"""Every schedule keeps every contract; and for every contract there is a broken schedule that it must detect."""
 
 import importlib
 import inspect
@@ -19,7 +19,7 @@ from battery.schedules import BROKEN, ROWS, row
 from dtrain.schedules.curves import plot, to_lambda_lr
 
 RESUMED = ("warmup-cosine", "cosine_restarts", "warmup_stable_decay", "composer.linear_with_warmup")  # in every run
-NEAR = 1e-7  # of a step; what a schedule changes over it beyond its steepness is a jump
+NEAR = 1e-7  # of a step; a change over it beyond the schedule's steepness is a jump
 
 
 def check_pure(name: str, times: list[float]) -> None:
@@ -34,20 +34,20 @@ def check_pure(name: str, times: list[float]) -> None:
 
 def check_continuous(name: str) -> None:
     """No part of a step changes it by more than its steepness, nothing jumps where two formulas meet, and a jump is on time."""
-    found, schedule = row(name), row(name).make()
+    case, schedule = row(name), row(name).make()
 
     def most(ahead: float) -> float:
-        return found.steepest * ahead**found.root * (1 + 1e-9) + 1e-15
+        return case.steepest * ahead**case.root * (1 + 1e-9) + 1e-15
 
     for t in (eighth / 8 for eighth in range(8 * 30)):
         for ahead in (1 / 8, 1):
-            if not any(t < jump <= t + ahead for jump in found.jumps):
+            if not any(t < jump <= t + ahead for jump in case.jumps):
                 change = abs(schedule(t + ahead) - schedule(t))
                 assert change <= most(ahead), f"continuous: {name}: from {t} to {t + ahead}"
-    for join in found.joins:
+    for join in case.joins:
         for beside in (join - NEAR, join + NEAR):
             assert abs(schedule(beside) - schedule(join)) <= 2 * most(NEAR), f"continuous: {name}: at {join}"
-    for jump in found.jumps:
+    for jump in case.jumps:
         assert abs(schedule(jump + NEAR) - schedule(jump)) <= 2 * most(NEAR), f"continuous: {name}: jumps behind {jump}"
         assert abs(schedule(jump - NEAR) - schedule(jump)) > 2 * most(NEAR), f"continuous: {name}: no jump at {jump}"
 
@@ -60,7 +60,7 @@ def check_values(name: str) -> None:
 
 
 def check_end(name: str) -> None:
-    """Defined and finite everywhere, and constant behind its end, if it has one."""
+    """Require finite values everywhere, and a constant value behind the end, if the schedule has an end."""
     schedule, last = row(name).make(), max(row(name).values)
     assert all(math.isfinite(schedule(t)) for t in (-1, 0, 0.5, 1e3, 1e15)), f"end: {name}: not finite"
     if row(name).ends:
@@ -70,7 +70,7 @@ def check_end(name: str) -> None:
 
 
 def check_resume(name: str, root: str) -> None:
-    """A run that is interrupted has the rates of one that is not: those of the step about to run."""
+    """An interrupted run has the rates of an uninterrupted run: those of the step about to run."""
     expected = [0.1 * row(name).make()(t) for t in range(STEPS)]
     state, first = train(*begin([dt.transforms.scale_lr(row(name).make())]), FIRST)
     dt.save_sharded(root, state)
@@ -79,7 +79,7 @@ def check_resume(name: str, root: str) -> None:
     assert [numbers["lr"][0] for numbers in first + second] == expected, f"resume: {name}"
 
 
-each = pytest.mark.parametrize("name", ROWS)
+each_row = pytest.mark.parametrize("name", ROWS)
 
 
 def broken(contract: str) -> pytest.MarkDecorator:
@@ -87,20 +87,20 @@ def broken(contract: str) -> pytest.MarkDecorator:
 
 
 def makers() -> dict[str, Callable[..., Any]]:
-    """Every public function of the package that makes a schedule, those in Composer's form by ``composer.name``."""
-    found = {}
+    """Return every public function of the package that makes a schedule, those in Composer's form as ``composer.name``."""
+    functions = {}
     for module in pkgutil.walk_packages(dtrain.schedules.__path__, "dtrain.schedules."):
         prefix = "composer." if module.name.startswith("dtrain.schedules.composer.") else ""
         for name, function in vars(importlib.import_module(module.name)).items():
             if inspect.isfunction(function) and function.__module__ == module.name and not name.startswith("_"):
-                found[prefix + name] = function
-    schedules = {n: f for n, f in found.items() if inspect.signature(f).return_annotation in ("Schedule", "UnitSchedule")}
+                functions[prefix + name] = function
+    schedules = {n: f for n, f in functions.items() if inspect.signature(f).return_annotation in ("Schedule", "UnitSchedule")}
     return {name: function for name, function in schedules.items() if name not in ("attach_unit", "with_unit")}
 
 
 def test_every_public_schedule_factory_has_a_row():
     assert set(makers()) >= {"linear", "cosine", "composer.cosine"}
-    assert set(makers()) == {found.of for found in ROWS.values()} - {""}
+    assert set(makers()) == {case.of for case in ROWS.values()} - {""}
 
 
 def test_every_schedule_docstring_has_formula_source_and_example():
@@ -113,24 +113,24 @@ def test_every_schedule_docstring_has_formula_source_and_example():
     assert lacking == []
 
 
-@each
+@each_row
 @given(times=st.lists(st.floats(-10, 1e6) | st.integers(0, 40), min_size=1, max_size=8))
 @settings(max_examples=15, deadline=None)
 def test_schedules_are_pure(name, times):
     check_pure(name, times)
 
 
-@each
+@each_row
 def test_schedules_are_continuous(name):
     check_continuous(name)
 
 
-@each
+@each_row
 def test_schedules_match_reference_values(name):
     check_values(name)
 
 
-@each
+@each_row
 def test_schedules_are_finite_and_stay_at_their_end(name):
     check_end(name)
 

@@ -1,4 +1,4 @@
-"""Every edit of a model keeps every contract; and every contract is broken by something that it must find."""
+"""Every edit of a model keeps every contract; and for every contract there is a broken edit that it must detect."""
 
 import importlib
 import inspect
@@ -15,7 +15,7 @@ from battery.surgery import BROKEN, ROWS
 from sampling import with_sources
 
 pytestmark = pytest.mark.sample(3, by="name")
-each = pytest.mark.parametrize("name", with_sources(ROWS))
+each_row = pytest.mark.parametrize("name", with_sources(ROWS))
 BY_CONTRACT = {contract: [name for name, (breaks, _) in BROKEN.items() if breaks == contract] for contract in contracts.CHECKS}
 
 
@@ -24,8 +24,8 @@ def broken(contract: str) -> pytest.MarkDecorator:
 
 
 def edits() -> set[str]:
-    """Public functions of the room that take a model and return one."""
-    found = set()
+    """Return the public functions of the package that take a model and return a model."""
+    names = set()
     for info in pkgutil.walk_packages(dtrain.surgery.__path__, "dtrain.surgery."):
         module = importlib.import_module(info.name)
         for name, value in vars(module).items():
@@ -33,8 +33,8 @@ def edits() -> set[str]:
                 signature = inspect.signature(value)
                 first = next(iter(signature.parameters.values()), None)
                 if first is not None and first.name == "model" and signature.return_annotation in ("nn.Module", nn.Module):
-                    found.add(name)
-    return found
+                    names.add(name)
+    return names
 
 
 def test_every_edit_has_a_row():
@@ -50,15 +50,15 @@ def test_every_edit_has_a_numeric_case():
 def test_edited_models_match_reference_numbers(name):
     points = ROWS[name].points()
     assert len(points) >= 2, "one point may be right by chance"
-    for got, known in points:
-        torch.testing.assert_close(torch.as_tensor(got), torch.as_tensor(known), rtol=1e-6, atol=1e-6, check_dtype=False)
+    for got, expected in points:
+        torch.testing.assert_close(torch.as_tensor(got), torch.as_tensor(expected), rtol=1e-6, atol=1e-6, check_dtype=False)
 
 
 def test_every_contract_has_a_violating_case():
     assert [contract for contract, names in BY_CONTRACT.items() if not names] == []
 
 
-@each
+@each_row
 def test_report_matches_the_changes_named_in_the_row(name):
     contracts.check_report(name)
 
@@ -69,7 +69,7 @@ def test_report_contract_detects_violations(name):
         contracts.check_report(name)
 
 
-@each
+@each_row
 def test_model_without_matching_modules_is_refused(name):
     contracts.check_raises_when_nothing_fits(name)
 
@@ -109,7 +109,7 @@ def test_ranks_contract_detects_violations(name, ranks):
         contracts.check_ranks_equal_one(name, ranks)
 
 
-@each
+@each_row
 def test_checkpoint_of_two_ranks_resumes_on_one(name, tmp_path, ranks):
     contracts.check_resumed_by_fewer_ranks(name, str(tmp_path), ranks)
 
@@ -120,12 +120,12 @@ def test_fewer_ranks_contract_detects_violations(name, tmp_path, ranks):
         contracts.check_resumed_by_fewer_ranks(name, str(tmp_path), ranks)
 
 
-@each
+@each_row
 def test_resumed_run_equals_an_uninterrupted_run(name, tmp_path):
     contracts.check_resume_equals_straight(name, str(tmp_path))
 
 
-@each
+@each_row
 def test_resumed_run_sharded_on_two_ranks_equals_an_uninterrupted_run(name, tmp_path, ranks):
     assert ranks(2).run(contracts.check_resume_equals_straight, name, str(tmp_path)) == [None, None]
 
@@ -136,7 +136,7 @@ def test_resume_contract_detects_violations(name, tmp_path):
         contracts.check_resume_equals_straight(name, str(tmp_path))
 
 
-@each
+@each_row
 def test_edited_forward_adds_no_host_sync(name):
     contracts.check_no_host_sync(name)
 
@@ -147,7 +147,7 @@ def test_host_sync_contract_detects_violations(name):
         contracts.check_no_host_sync(name)
 
 
-@each
+@each_row
 def test_edit_keeps_unchanged_parameters_and_names(name):
     contracts.check_what_stays_is_kept(name)
 

@@ -1,4 +1,4 @@
-"""Every transform keeps every contract; and every contract is broken by something that it must find."""
+"""Every transform keeps every contract; and for every contract there is a broken transform that it must detect."""
 
 import inspect
 import itertools
@@ -20,7 +20,7 @@ def broken(contract: str) -> pytest.MarkDecorator:
 
 
 pytestmark = pytest.mark.sample(3, by="name")
-each = pytest.mark.parametrize("name", with_sources(ROWS))
+each_row = pytest.mark.parametrize("name", with_sources(ROWS))
 alike = pytest.mark.parametrize("name", with_sources({name: row for name, row in ROWS.items() if not row.per_rank}))
 
 
@@ -50,12 +50,12 @@ def test_every_contract_has_a_violating_case():
     }
 
 
-@each
+@each_row
 def test_resumed_run_equals_an_uninterrupted_run(name, tmp_path):
     contracts.check_resume_equals_straight(name, str(tmp_path))
 
 
-@each
+@each_row
 def test_resumed_run_sharded_on_two_ranks_equals_an_uninterrupted_run(name, tmp_path, ranks):
     assert ranks(2).run(contracts.check_resume_equals_straight, name, str(tmp_path)) == [None, None]
 
@@ -66,7 +66,7 @@ def test_resume_contract_detects_violations(name, tmp_path):
         contracts.check_resume_equals_straight(name, str(tmp_path))
 
 
-@each
+@each_row
 def test_never_active_transform_equals_an_absent_one(name):
     contracts.check_never_active_equals_absent(name)
 
@@ -93,7 +93,7 @@ def test_fewer_ranks_contract_detects_violations(name, tmp_path, ranks):
         contracts.check_resumed_by_fewer_ranks(name, str(tmp_path), ranks)
 
 
-@each
+@each_row
 def test_transforms_make_only_the_stated_host_syncs(name):
     contracts.check_host_syncs(name)
 
@@ -104,7 +104,7 @@ def test_host_sync_contract_detects_violations(name):
         contracts.check_host_syncs(name)
 
 
-@each
+@each_row
 def test_transform_state_and_compute_stay_sharded(name, ranks):
     assert ranks(2).run(contracts.check_collectives, name) == [None, None]
 
@@ -142,7 +142,7 @@ def test_rank_dependent_transforms_differ_between_one_and_two_ranks(name, ranks)
     assert ranks(1).run(drawn_parameters, name)[0] != pytest.approx(ranks(2).run(drawn_parameters, name)[0], rel=1e-6)
 
 
-@each
+@each_row
 def test_transform_states_are_plain_and_keyed_by_name(name):
     contracts.check_slices_are_plain(name)
 
@@ -153,11 +153,11 @@ def test_transform_state_contract_detects_violations(name):
         contracts.check_slices_are_plain(name)
 
 
-@each
+@each_row
 @pytest.mark.parametrize("where", contracts.FAULTS)
 def test_exception_in_a_step_does_not_change_the_state(name, where):
-    for at in (2, 3):  # of any wrapping in the registry, one of the two is a step in which it acts
-        contracts.check_exception_changes_nothing(name, where, at)
+    for number in (2, 3):  # of any wrapping in the registry, one of the two is a step in which it acts
+        contracts.check_exception_changes_nothing(name, where, number)
 
 
 @broken("exception")
@@ -166,7 +166,7 @@ def test_exception_contract_detects_violations(name):
         contracts.check_exception_changes_nothing(name, "before update", 2)
 
 
-@each
+@each_row
 def test_stepped_state_is_spent(name, tmp_path):
     contracts.check_spent_state_raises(name, tmp_path)
 
@@ -177,7 +177,7 @@ def test_spent_state_contract_detects_violations(name, tmp_path):
         contracts.check_spent_state_raises(name, tmp_path)
 
 
-@each
+@each_row
 def test_row_factory_returns_a_new_working_transform(name):
     assert make(name) is not make(name)
     assert set(contracts.begun(name)[1].transform_states) == (set() if make(name).read_only else {make(name).name})

@@ -1,4 +1,4 @@
-"""The registry of transforms: a new one is a row in ``rows/``, and every contract holds it from then on.
+"""The registry of transforms: a new transform is a row in ``rows/``, and every contract tests it from then on.
 
 ``BROKEN`` has one transform per way of breaking a contract, each with the contract that must find it.
 """
@@ -19,8 +19,8 @@ from dtrain.dist.dtensor import full_tensor
 
 ROWS: dict[str, Row] = {
     name: row
-    for part in (gradients, weights, local, batches, text, precision, rates, combinators, observe, profiling)
-    for name, row in part.ROWS.items()
+    for module in (gradients, weights, local, batches, text, precision, rates, combinators, observe, profiling)
+    for name, row in module.ROWS.items()
 }
 
 
@@ -28,7 +28,7 @@ ROWS: dict[str, Row] = {
 
 
 def _before(name: str, act: Callable[[Any], Any], seam: str = "update") -> dt.Transform:
-    """A transform that does something to the state before what it wraps, and leaves it so."""
+    """Return a transform that changes the state before the wrapped function runs, and does not change it back."""
 
     def wrap(inner: Any) -> Any:
         def acting(state: Any, *given: Any, **options: Any) -> Any:
@@ -79,7 +79,7 @@ def norm_of_the_shard() -> dt.Transform:
 
 
 def mean_of_one_rank() -> dt.Transform:
-    """Reports a metric that only one rank counts as if there were no other."""
+    """Return a transform that reports a rank's own metric as that of the job."""
 
     def wrap(inner: Any) -> Any:
         def counted(state: Any, metrics: Any) -> Any:
@@ -154,7 +154,7 @@ def _count_in_place() -> dt.Transform:
 
 
 def unspent() -> dt.Transform:
-    """Lets the state that was stepped pass for the newest one."""
+    """Return a transform that accepts a stepped state as the newest state."""
 
     def wrap(inner: Any) -> Any:
         def reviving(state: Any, metrics: Any) -> Any:
@@ -191,7 +191,11 @@ BROKEN: dict[str, tuple[str, Row]] = {
     "slice keyed by number": ("slices", Row(make=_slice("number", lambda state: {0: 1.0}))),
     "slice keyed by place": (
         "slices",
-        Row(make=_slice("place", lambda state: {str(at): p.detach().clone() for at, p in enumerate(state.params.values())})),
+        Row(
+            make=_slice(
+                "place", lambda state: {str(number): p.detach().clone() for number, p in enumerate(state.params.values())}
+            )
+        ),
     ),
     "slice that is a parameter": ("slices", Row(make=_slice("alias", lambda state: {"params": dict(state.params)}))),
     "rate left changed": ("exception", Row(make=leaking("rate", _halve_rates))),

@@ -1,4 +1,4 @@
-"""The script that measures what methods cost: that it writes what the recipe cards read, and refuses before it measures."""
+"""The script that measures the costs of methods: it writes the file that the recipe cards read, and refuses early."""
 
 import json
 import sys
@@ -17,10 +17,10 @@ def test_measured_figures_are_merged_into_the_existing_file(monkeypatch, tmp_pat
         sys, "argv", ["algorithms.py", "--only", "clip_by_value", "blur_pool", "--pairs", "1", "--out", str(out)]
     )
     algorithms.main()
-    found = json.loads(out.read_text())
-    assert list(found["costs"]) == ["ema", "clip_by_value", "blur_pool"]
-    assert found["costs"]["blur_pool"].keys() == {"ratio", "low", "high"}
-    assert found["against"] == algorithms.AGAINST
+    content = json.loads(out.read_text())
+    assert list(content["costs"]) == ["ema", "clip_by_value", "blur_pool"]
+    assert content["costs"]["blur_pool"].keys() == {"ratio", "low", "high"}
+    assert content["against"] == algorithms.AGAINST
     assert "clip_by_value: " in capsys.readouterr().out
 
 

@@ -1,4 +1,4 @@
-"""The checkpoint benchmark at tiny sizes: every way saves and loads, and what is printed says what was measured."""
+"""The checkpoint benchmark at tiny sizes: every way saves and loads, and the output states the measured sizes."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ def test_memory_of_a_load_at_another_world_size_is_reported(ranks, tmp_path):
 
 
 def test_dip_benchmark_trains_during_a_save(ranks, tmp_path):
-    found = ranks(1).run(dip, 720, str(tmp_path), "cpu", 2)[0]
-    assert 0 < found["held_s"] <= found["window_s"]
-    assert found["before"] > 0
-    assert found["during"] >= 0
+    figures = ranks(1).run(dip, 720, str(tmp_path), "cpu", 2)[0]
+    assert 0 < figures["held_s"] <= figures["window_s"]
+    assert figures["before"] > 0
+    assert figures["during"] >= 0
 
 
 def test_claims_name_measured_methods_and_phases():

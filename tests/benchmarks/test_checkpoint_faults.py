@@ -1,4 +1,4 @@
-"""The program that makes the full set of faults: it goes on where it ended, and says what it found."""
+"""The program that makes the full set of faults: it continues an interrupted run, and prints its results."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from checkpoint_faults import ROWS, Progress, Report, Row, go_on, read, table, w
 
 
 def drawn(seed: int, k: int) -> list[dict]:
-    """Three faults, and in draw 5 something that must not be."""
+    """Return three faults, and in draw 5 a forbidden outcome."""
     return [{"fault": "a", "came": "refused", "wrong": "was not" * (k == 5), "numbers": {"seconds": k}}] * 3
 
 

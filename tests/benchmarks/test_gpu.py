@@ -201,20 +201,20 @@ def test_order_of_45_minutes_adds_up():
     assert sum(minutes) <= 45
     assert max(minutes) < 10
     limits = [int(command.split()[3]) for _, command, *_ in rows if command.startswith("`timeout")]
-    assert limits == [60 * each for each in minutes[1:]]
+    assert limits == [60 * limit for limit in minutes[1:]]
 
 
 def test_parts_of_the_gpu_tests_are_complete_and_on_the_page():
     marked = [
         path.relative_to(ROOT) for path in (ROOT / "tests").rglob("test_*.py") if "\n@pytest.mark.gpu" in path.read_text()
     ]
-    folders = [Path(folder) for part in gpu_tests.PARTS for folder in part]
+    folders = [Path(folder) for group in gpu_tests.PARTS for folder in group]
     assert marked
     assert [path for path in marked if not any(folder in path.parents for folder in folders)] == []
     first, *others = gpu_tests.PARTS
     text = evidence_in_one_line()
     assert f"python {' '.join(gpu_tests.command(first, marked=True))} " in text
-    assert [part for part in others if f"`{' '.join(part)}`" not in text] == []
+    assert [group for group in others if f"`{' '.join(group)}`" not in text] == []
 
 
 def test_parts_of_the_tests_on_a_device_are_complete_and_on_the_page():
@@ -222,7 +222,7 @@ def test_parts_of_the_tests_on_a_device_are_complete_and_on_the_page():
     first, *others = gpu_tests.DEVICE_PARTS.values()
     text = evidence_in_one_line()
     assert f"timeout -s INT 480 python {' '.join(gpu_tests.command(first, marked=False))} " in text
-    assert [part for part in others if f"`{' '.join(part)}`" not in text] == []
+    assert [group for group in others if f"`{' '.join(group)}`" not in text] == []
 
 
 def evidence_in_one_line():

@@ -17,7 +17,7 @@ HEAD = "| part of the loop |"
 def laws_of_the_page() -> dict[str, tuple[int, int]]:
     """Exchanges, and bytes for each rank of the job, by part of the loop."""
     lines = PAGE.read_text().splitlines()
-    first = next(at for at, line in enumerate(lines) if line.startswith(HEAD)) + 2
+    first = next(number for number, line in enumerate(lines) if line.startswith(HEAD)) + 2
     rows = [line.strip("|").split("|") for line in lines[first : lines.index("", first)]]
     return {row[0].strip(): (int(row[1]), int(re.sub(r"\D", "", row[2]) or 0)) for row in rows}
 

@@ -36,11 +36,11 @@ def noisy(mean, spread, seed):
 
 def test_ratio_difference_and_medians_are_exact_without_noise():
     clock = FakeClock()
-    found = paired(clock.run(itertools.repeat(3.0)), clock.run(itertools.repeat(2.0)), pairs=10, warmup=2, clock=clock)
-    assert found.ratio == Figure(value=1.5, low=1.5, high=1.5)
-    assert found.difference == Figure(value=1.0, low=1.0, high=1.0)
-    assert (found.band, found.a_s, found.b_s, found.pairs) == ((1.0, 1.0), 3.0, 2.0, 10)
-    assert str(found) == "1.500x of 2 s (A/A band 1.000..1.000, 10 pairs)"
+    comparison = paired(clock.run(itertools.repeat(3.0)), clock.run(itertools.repeat(2.0)), pairs=10, warmup=2, clock=clock)
+    assert comparison.ratio == Figure(value=1.5, low=1.5, high=1.5)
+    assert comparison.difference == Figure(value=1.0, low=1.0, high=1.0)
+    assert (comparison.band, comparison.a_s, comparison.b_s, comparison.pairs) == ((1.0, 1.0), 3.0, 2.0, 10)
+    assert str(comparison) == "1.500x of 2 s (A/A band 1.000..1.000, 10 pairs)"
 
 
 def test_warmup_runs_are_excluded():
@@ -52,20 +52,20 @@ def test_warmup_runs_are_excluded():
 def test_each_round_calls_each_candidate_twice_in_changing_order():
     calls = []
     runs = {name: (lambda name=name: calls.append(name)) for name in "abc"}
-    found = interleaved(runs, rounds=20, warmup=0, clocks={"one": FakeClock(), "two": FakeClock()})
-    rounds = [tuple(calls[at : at + 6]) for at in range(0, len(calls), 6)]
+    timings = interleaved(runs, rounds=20, warmup=0, clocks={"one": FakeClock(), "two": FakeClock()})
+    rounds = [tuple(calls[begin : begin + 6]) for begin in range(0, len(calls), 6)]
     assert len(calls) == 120
     assert {tuple(sorted(names)) for names in rounds} == {("a", "a", "b", "b", "c", "c")}
     assert len(set(rounds)) > 5
-    assert {clock: {name: len(runs) for name, runs in by.items()} for clock, by in found.items()} == {
+    assert {clock: {name: len(runs) for name, runs in by.items()} for clock, by in timings.items()} == {
         clock: dict.fromkeys("abc", 20) for clock in ("one", "two")
     }
 
 
 def test_two_runs_of_a_round_are_kept_in_the_order_of_their_calls():
     clock = FakeClock()
-    found = interleaved({"a": clock.run([1.0, 2.0, 3.0, 4.0])}, rounds=2, warmup=0, clocks={"clock": clock})
-    assert found == {"clock": {"a": [(1.0, 2.0), (3.0, 4.0)]}}
+    timings = interleaved({"a": clock.run([1.0, 2.0, 3.0, 4.0])}, rounds=2, warmup=0, clocks={"clock": clock})
+    assert timings == {"clock": {"a": [(1.0, 2.0), (3.0, 4.0)]}}
 
 
 def test_noise_band_separates_equal_from_different_candidates():
@@ -97,9 +97,9 @@ def test_noise_of_either_candidate_widens_the_band():
 
 
 def test_typical_is_the_median_of_all_runs():
-    found = typical([(1.0, 2.0), (3.0, 100.0), (2.5, 2.0)])
-    assert found.value == 2.25
-    assert found.low < 2.25 < found.high <= 100.0
+    figure = typical([(1.0, 2.0), (3.0, 100.0), (2.5, 2.0)])
+    assert figure.value == 2.25
+    assert figure.low < 2.25 < figure.high <= 100.0
 
 
 @pytest.mark.parametrize(

@@ -39,15 +39,15 @@ def is_slow(row: Row) -> bool:
     "row", [pytest.param(row, id=row.what, marks=pytest.mark.slow if is_slow(row) else ()) for row in ROWS]
 )
 def test_row_measures_its_candidates_and_judges_dtrain(row):
-    found = measured(row, TINY)
-    if found is None:
+    result = measured(row, TINY)
+    if result is None:
         pytest.skip(f"needs {row.reference}, which nox -s peers installs")
-    for seen in found["clocks"].values():
+    for seen in result["clocks"].values():
         assert {row.reference, "dtrain"} <= seen["candidates"].keys()
         assert set(row.candidates) == seen["candidates"].keys() | set(seen["missing"])
         assert seen["candidates"][row.reference]["ratio"][0] == 1.0
         assert seen["verdict"] in ("met", "not met", "not resolved")
-    assert row.what in peers.line(row.what, found)
+    assert row.what in peers.line(row.what, result)
 
 
 @pytest.mark.parametrize(
@@ -64,9 +64,9 @@ def test_ratio_is_judged_unless_the_row_has_a_unit(unit, at_most, expected):
         unit=unit,
         candidates=("peer", "other", "dtrain"),
     )
-    found = judged(row, {"dtrain": [(3.0, 3.0)], "peer": [(2.0, 2.0)]})
-    assert found["candidates"]["dtrain"] == {"value": [3.0] * 3, "ratio": [1.5] * 3}
-    assert (found["missing"], found["pairs"], found["verdict"]) == (["other"], 2, expected)
+    result = judged(row, {"dtrain": [(3.0, 3.0)], "peer": [(2.0, 2.0)]})
+    assert result["candidates"]["dtrain"] == {"value": [3.0] * 3, "ratio": [1.5] * 3}
+    assert (result["missing"], result["pairs"], result["verdict"]) == (["other"], 2, expected)
 
 
 def test_measured_row_joins_the_rows_of_the_file(monkeypatch, tmp_path, capsys):
@@ -75,12 +75,12 @@ def test_measured_row_joins_the_rows_of_the_file(monkeypatch, tmp_path, capsys):
     peers.write(out, {second: {"kept": True}})
     monkeypatch.setattr(sys, "argv", ["peers.py", "--only", first, "--pairs", "2", "--out", str(out)])
     peers.main()
-    found = json.loads(out.read_text())
-    assert list(found["rows"]) == [first, second]
-    assert found["rows"][second] == {"kept": True}
-    assert found["rows"][first]["measured"].keys() == {"at", "load"}
-    assert "load" not in found["machine"]
-    assert found["versions"].keys() >= {"python", "torch", "torchdata"}
+    content = json.loads(out.read_text())
+    assert list(content["rows"]) == [first, second]
+    assert content["rows"][second] == {"kept": True}
+    assert content["rows"][first]["measured"].keys() == {"at", "load"}
+    assert "load" not in content["machine"]
+    assert content["versions"].keys() >= {"python", "torch", "torchdata"}
     assert first in capsys.readouterr().out
 
 

@@ -13,7 +13,7 @@ def run(value: float, cpu_s: float, *, without: str = "", length: str = "1ep") -
 
 
 @pytest.mark.parametrize(
-    ("goal", "short", "long", "higher", "found"),
+    ("goal", "short", "long", "higher", "expected"),
     [
         (2.0, 2.0, 1.0, False, "10"),  # the run that set the goal
         (2.0, 1.5, 1.0, False, "< 10"),
@@ -23,8 +23,8 @@ def run(value: float, cpu_s: float, *, without: str = "", length: str = "1ep") -
         (0.5, 0.6, 0.4, True, "< 10"),
     ],
 )
-def test_time_to_quality_is_interpolated_between_two_run_lengths(goal, short, long, higher, found):
-    assert time_to(goal, [run(short, 10.0), run(long, 30.0)], higher_is_better=higher) == found
+def test_time_to_quality_is_interpolated_between_two_run_lengths(goal, short, long, higher, expected):
+    assert time_to(goal, [run(short, 10.0), run(long, 30.0)], higher_is_better=higher) == expected
 
 
 def test_a_table_has_a_row_for_each_method():

@@ -9,12 +9,12 @@ from checkpoint.filled import LAYOUTS, save_filled
 
 @pytest.fixture(scope="session")
 def saved(tmp_path_factory, ranks) -> dict[tuple[int, str], tuple[Path, list[str]]]:
-    """A checkpoint by each world size and strategy, and what each rank's generators draw after it."""
+    """Return a checkpoint for each world size and strategy, and the next draws of each rank's generators."""
     root = tmp_path_factory.mktemp("saved")
-    found = {}
+    roots = {}
     for world, strategies in LAYOUTS.items():
         for strategy in strategies:
             results = ranks(world).run(save_filled, str(root / f"{world}-{strategy}"), strategy)
             assert len({(path, nbytes) for path, nbytes, _ in results}) == 1
-            found[world, strategy] = Path(results[0][0]), [drawn for _, _, drawn in results]
-    return found
+            roots[world, strategy] = Path(results[0][0]), [drawn for _, _, drawn in results]
+    return roots

@@ -40,7 +40,7 @@ class Net(nn.Module):
 
 
 class Counter:
-    """Something with a state of its own, as a data loader has."""
+    """An object with a state of its own, as a data loader has."""
 
     def __init__(self) -> None:
         self.state: dict[str, Any] = {"position": 0, "weights": torch.zeros(2)}
@@ -123,7 +123,7 @@ def digest(state: TrainState, *, rng: bool = True) -> str:
 
 
 def write_of_another_version(step: Path) -> None:
-    """Make the step one that a dtrain of the future has written."""
+    """Mark the step as written by a future version of dtrain."""
     path = step / layout.MANIFEST
     body = json.loads(path.read_text())
     del body["sha256"]
@@ -138,8 +138,8 @@ class WatchedOs:
     )
     WATCHED = CHANGING | {"listdir", "preadv", "close"}
 
-    def __init__(self, *, at: int | None = None, kind: str | None = None, action: str = "fail") -> None:
-        self.at, self.kind, self.action = at, kind, action
+    def __init__(self, *, operation: int | None = None, kind: str | None = None, action: str = "fail") -> None:
+        self.operation, self.kind, self.action = operation, kind, action
         self.calls: list[str] = []
         self.fired = False
 
@@ -150,9 +150,9 @@ class WatchedOs:
 
         def watched(*args: Any, **options: Any) -> Any:
             if threading.current_thread().name == HEARTBEAT_THREAD:
-                return real(*args, **options)  # comes at any time: what a save does must be the same each time
+                return real(*args, **options)  # comes at any time: the operations of a save must be the same each time
             self.calls.append(name)
-            if len(self.calls) - 1 != self.at:
+            if len(self.calls) - 1 != self.operation:
                 return real(*args, **options)
             self.fired = True
             if self.action == "kill":
@@ -169,7 +169,7 @@ class WatchedOs:
 
 
 class watching:
-    """``with watching(at=3) as watched``: the third-next file operation fails."""
+    """``with watching(operation=3) as watched``: the third-next file operation fails."""
 
     def __init__(self, **options: Any) -> None:
         self.watched = WatchedOs(**options)

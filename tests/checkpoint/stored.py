@@ -16,15 +16,15 @@ def shards_of(step: Path, rank: int = 0) -> dict[str, StoredShard]:
     """The first shard of each tensor of the run, and of each tensor that only ``rank`` has, that are in data files."""
     reader = open_checkpoint(step)
     shards = reader.find_shards({key: full_region(ref.shape) for key, ref in reader.refs.items()})
-    first = {key: found[0] for key, found in shards.items() if found and found[0].file}
+    first = {key: stored[0] for key, stored in shards.items() if stored and stored[0].file}
     return {**first, **reader.shards_of_rank(rank)}
 
 
 def index_shards(parts: Iterable[Mapping[str, StoredShard]]) -> dict[str, list[StoredShard]]:
     """Return the shards of several ranks or files by key."""
     index: dict[str, list[StoredShard]] = {}
-    for part in parts:
-        for key, shard in part.items():
+    for shards in parts:
+        for key, shard in shards.items():
             index.setdefault(key, []).append(shard)
     return index
 

@@ -29,7 +29,7 @@ LONG_S = 300
 
 @pytest.fixture(autouse=True)
 def nothing_under_way():
-    """Each test begins without saves of others, and leaves none."""
+    """Begin each test without saves of other tests, and leave none."""
     yield
     with pytest.MonkeyPatch.context():
         for task in save_thread.save_thread().tasks:
@@ -64,7 +64,7 @@ def held(monkeypatch):
 
 
 def spoil(state):
-    """Overwrite everything that a state holds, in place."""
+    """Overwrite every tensor of a state, in place."""
     with torch.no_grad():
         tensors = [*state.params.values(), *(b for _, b in state.model.named_buffers())]
         tensors += [t for content in state.optimizer.state.values() for t in content.values() if isinstance(t, torch.Tensor)]
@@ -280,7 +280,7 @@ def test_wait_timeout_does_not_cancel_save(tmp_path, held):
 
 def test_async_handle_raises_fsync_failure(tmp_path):
     state = train(plain_state(), 1)
-    with watching(at=0, kind="fsync") as watched:
+    with watching(operation=0, kind="fsync") as watched:
         handle = save_sharded(tmp_path, state, mode="async")
         with pytest.raises(CheckpointError, match="No space left"):
             handle.wait(LONG_S)
@@ -288,7 +288,7 @@ def test_async_handle_raises_fsync_failure(tmp_path):
 
 
 def test_interrupted_sync_save_is_not_committed(tmp_path, held, monkeypatch):
-    """The loop may catch the interrupt and go on: what it changes then must not be committed."""
+    """The loop may catch the interrupt and continue: its later changes must not be committed."""
     state = train(plain_state(), 1)
     result = save_thread.SaveTask.result
 
@@ -303,11 +303,11 @@ def test_interrupted_sync_save_is_not_committed(tmp_path, held, monkeypatch):
         save_sharded(tmp_path, state)
     spoil(state)
     assert names(tmp_path) == []
-    save_thread.save_thread().wait_all()  # whoever was interrupted knows
+    save_thread.save_thread().wait_all()  # the interrupted caller knows
 
 
 def test_save_pending_after_group_close_is_not_committed(tmp_path, held, monkeypatch):
-    """A second Ctrl-C ends the wait at the end of the block; without the groups each rank would seem to be the only one."""
+    """A second Ctrl-C ends the wait at the end of the block; without the groups each rank would seem to be alone."""
     handles = []
 
     def impatient(*_):

@@ -50,26 +50,26 @@ def fails_on_one(root: str, failing_rank: int) -> list:
     save_sharded(root, state)
     state = later(state)
     before, said = digest(state), []
-    with watching(**({"at": 0, "kind": "pwritev"} if get_dist_info().rank == failing_rank else {})):
+    with watching(**({"operation": 0, "kind": "pwritev"} if get_dist_info().rank == failing_rank else {})):
         handle = save_sharded(root, state, mode="async")
         handle._task.wait()
     all_gather_json(None)
-    try:  # the next save raises it on all ranks, before anything of its own
+    try:  # the next save raises it on all ranks, before its own work
         save_sharded(root, state, mode="async")
     except DtrainError as error:
         said.append(f"{type(error).__name__}: {error}")
-    found = [digest(state) == before, names(Path(root)), str(latest_checkpoint(root))]
+    after = [digest(state) == before, names(Path(root)), str(latest_checkpoint(root))]
     all_gather_json(None)
-    return [said, *found, save_sharded(root, state).result().written]
+    return [said, *after, save_sharded(root, state).result().written]
 
 
 def test_next_save_raises_failure_of_one_rank_on_all(tmp_path, ranks):
-    for rank, (said, unchanged, found, latest, written) in enumerate(ranks(2).run(fails_on_one, str(tmp_path), 1)):
+    for rank, (said, unchanged, entries, latest, written) in enumerate(ranks(2).run(fails_on_one, str(tmp_path), 1)):
         start = "CheckpointError: save_sharded: step 5: " if rank == 1 else "PeerError: save_sharded: step 5: rank 1 failed"
         assert said[0].startswith(start)
         assert "No space left on device" in said[0]
         assert unchanged
-        assert found == ["step-00000004"]
+        assert entries == ["step-00000004"]
         assert latest.endswith("step-00000004")
         assert written
 
@@ -85,11 +85,11 @@ def goes_on_training(root: str) -> list:
         digests[state.step] = digest(state, rng=False)
         save_sharded(root, state, mode="async")
     save_thread.save_thread().wait_all()
-    found = {}
+    loaded = {}
     for step in digests:
         back = load_sharded(f"{root}/step-{step:08d}", sharded_state("full_shard", filled=False))
-        found[step] = digest(back, rng=False)
-    return [found == digests, len(set(digests.values())), verify(root).step]
+        loaded[step] = digest(back, rng=False)
+    return [loaded == digests, len(set(digests.values())), verify(root).step]
 
 
 def test_async_saves_are_unaffected_by_continued_training(tmp_path, ranks):

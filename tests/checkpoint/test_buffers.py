@@ -31,22 +31,22 @@ def save_buffers(root: str, buffers: str) -> None:
 
 
 def load_buffers(roots: list[str], buffers: str) -> list:
-    found = []
+    counters = []
     for root in roots:
         state = load_sharded(root, state_with(0, buffers))
         weights = state_with(0, buffers).model
         load_weights_(weights, root)
-        found.append([int(state.model.seen), int(weights.seen)])
-    return found
+        counters.append([int(state.model.seen), int(weights.seen)])
+    return counters
 
 
 @pytest.fixture(scope="module")
 def roots(tmp_path_factory, ranks) -> dict[int, Path]:
     """Checkpoints of 1, 2 and 3 ranks that each have buffers of their own."""
-    found = {world: tmp_path_factory.mktemp(f"local-{world}") for world in WORLDS}
-    for world, root in found.items():
+    folders = {world: tmp_path_factory.mktemp(f"local-{world}") for world in WORLDS}
+    for world, root in folders.items():
         ranks(world).run(save_buffers, str(root), "own")
-    return found
+    return folders
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
@@ -102,12 +102,12 @@ def by_name(root: str, buffers, save: bool) -> list:
 def test_buffers_of_one_model_are_stored_by_their_choice(tmp_path, ranks, saved, loaded, kept):
     ranks(2).run(by_name, str(tmp_path), saved, True)
     assert stored_buffers(tmp_path) == (2 if saved == "own" else 1)
-    assert ranks(3).run(by_name, str(tmp_path), loaded, False) == [[10.0, each] for each in kept]
+    assert ranks(3).run(by_name, str(tmp_path), loaded, False) == [[10.0, value] for value in kept]
 
 
 def stored_buffers(root: Path) -> int:
-    found = 0
+    count = 0
     for path in (root / "step-00000000").glob("*.safetensors"):
         with safe_open(path, framework="pt") as file:
-            found += "buffers/seen" in file.keys()  # noqa: SIM118  # it is no dict
-    return found
+            count += "buffers/seen" in file.keys()  # noqa: SIM118  # it is no dict
+    return count

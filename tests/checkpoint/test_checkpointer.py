@@ -54,10 +54,10 @@ def test_saves_into_one_root_share_checkpointer(tmp_path):
     state = train(state, 1)
     save_sharded(str(tmp_path / "a"), state)
     save_sharded(tmp_path / "weights", state, scope="weights")
-    found = state._run_context.checkpointers
-    assert list(found) == [str(tmp_path / "a"), str(tmp_path / "weights")]
-    assert found[str(tmp_path / "a")] is first
-    assert len({info.run_id for root in found for info in list_steps(root)}) == 1
+    checkpointers = state._run_context.checkpointers
+    assert list(checkpointers) == [str(tmp_path / "a"), str(tmp_path / "weights")]
+    assert checkpointers[str(tmp_path / "a")] is first
+    assert len({info.run_id for root in checkpointers for info in list_steps(root)}) == 1
 
 
 def test_init_dist_exit_releases_locks_of_all_roots(tmp_path):

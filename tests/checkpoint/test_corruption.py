@@ -67,7 +67,7 @@ def zero_page(step: Path, older: Path, foreign: Path) -> None:
 DAMAGE: dict[str, tuple[Damage, str]] = {
     # ``faults/test_flips.py`` flips bits anywhere.
     **{f"flip {name}": (flip(name, 0.3), name) for name in FILES},
-    **{f"truncate {name} {at}": (truncate(name, at), name) for name in FILES for at in (0.0, 0.999)},
+    **{f"truncate {name} {share}": (truncate(name, share), name) for name in FILES for share in (0.0, 0.999)},
     **{f"append {name}": (append(name), name) for name in FILES},
     **{f"missing {name}": (missing(name), name) for name in FILES[1:]},
     **{f"older {name}": (of_older(name), name) for name in FILES},

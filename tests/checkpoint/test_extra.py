@@ -39,7 +39,7 @@ def begin(strategy: str = "none", **objects: Any) -> tuple[dt.step.Step, dt.Trai
 
 
 def build_loader(data: Any = None, **options: Any) -> dt.data.Loader:
-    rows = [torch.full((2,), float(at)) for at in range(8)] if data is None else data
+    rows = [torch.full((2,), float(number)) for number in range(8)] if data is None else data
     return dt.build_loader(rows, global_batch_size=2, seed=0, **options)
 
 
@@ -226,7 +226,9 @@ def test_object_of_two_states_is_saved_and_loaded_once(tmp_path):
     assert shared.calls == ["save"]
     again, back, own = build_loader(), Counted(), [[], []]
     names = {"g": "shared", "d": "again"}
-    fresh = {name: begin(loader=again, stateful={names[name]: back, "own": own[at]})[1] for at, name in enumerate(("g", "d"))}
+    fresh = {
+        name: begin(loader=again, stateful={names[name]: back, "own": own[index]})[1] for index, name in enumerate(("g", "d"))
+    }
     states = dt.load_sharded(tmp_path, fresh)
     assert (back.calls, own, again.position.samples) == (["load"], [[1], [2]], 6)
     assert [(state.step, state.restored.step) for state in states.values()] == [(3, 3)] * 2
@@ -253,7 +255,7 @@ def test_further_loader_belongs_to_the_stateful_objects(tmp_path):
     dt.save_sharded(tmp_path / "root", state)
     again = [build_loader(), build_loader()]
     dt.load_sharded(tmp_path / "root", begin(loader=again[0], stateful={"second": again[1]})[1])
-    assert [each.position for each in again] == [first.position, second.position]
+    assert [loader.position for loader in again] == [first.position, second.position]
 
 
 def test_weights_need_no_loader(tmp_path):
@@ -278,7 +280,7 @@ def test_message_leaves_out_the_names_of_the_data(tmp_path):
     step, state = begin()
     rows = [torch.ones(2)] * 8
     loader = build_loader(rows)
-    loader._fingerprint["shards"] = [f"shard-{at}" for at in range(1000)]
+    loader._fingerprint["shards"] = [f"shard-{number}" for number in range(1000)]
     state = train(step, state, loader)
     with pytest.raises(ConfigError, match=MISSING) as caught:
         dt.save_sharded(tmp_path / "root", state)
@@ -384,7 +386,7 @@ def copies_only(root):
         for batch in loader.until("4ba"):
             state, _ = step(state, batch * 2)
             dt.save_sharded(root, state)
-    return [str(each.message) for each in caught if "should hold the position of" in str(each.message)]
+    return [str(warning.message) for warning in caught if "should hold the position of" in str(warning.message)]
 
 
 @pytest.mark.parametrize("world", [1, 2])
@@ -404,7 +406,7 @@ def test_loader_of_the_state_counts_epochs_of_copied_batches_without_a_warning(t
         state, _ = step(state, batch * 2)
     dt.save_sharded(tmp_path / "root", state)
     assert state.clock.epoch == 1
-    assert not [each for each in recwarn if "should hold" in str(each.message)]
+    assert not [warning for warning in recwarn if "should hold" in str(warning.message)]
 
 
 def test_kept_batch_of_another_loader_refuses_no_save(tmp_path):
@@ -581,25 +583,25 @@ def refusal(call: Any) -> str:
 def unequal_saves(root: str, mode: Any) -> dict[str, str]:
     rank = get_dist_info().rank
     _, state = begin("full_shard")
-    found = {}
+    refusals = {}
     for name, value in own_values(float(rank)).items():
-        found[name] = refusal(
+        refusals[name] = refusal(
             lambda name=name, value=value: dt.save_sharded(root, state, extra={name: value, "same": [1]}, mode=mode)
         )
     marks = {"mine": per_rank([1]) if rank == 0 else [1]}
-    found["mine"] = refusal(lambda: dt.save_sharded(root, state, extra=marks, mode=mode))
-    return found
+    refusals["mine"] = refusal(lambda: dt.save_sharded(root, state, extra=marks, mode=mode))
+    return refusals
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_values_that_differ_between_ranks_are_refused(tmp_path, ranks, mode):
-    for found in ranks(2).run(unequal_saves, str(tmp_path / "root"), mode):
+    for refusals in ranks(2).run(unequal_saves, str(tmp_path / "root"), mode):
         for name in ("tensor", "object", "plain"):
-            assert found[name] == (
+            assert refusals[name] == (
                 f"ConfigError: save_sharded: extra/{name} must be equal on all ranks, but ranks [1] differ from rank 0. "
                 f'Make it equal on all ranks, or extra={{"{name}": dt.checkpoint.per_rank(...)}} saves one value per rank.'
             )
-        assert "extra/mine must be equal on all ranks" in found["mine"]
+        assert "extra/mine must be equal on all ranks" in refusals["mine"]
     assert not (tmp_path / "root").exists()
 
 
@@ -648,8 +650,8 @@ def load_unmarked(root: str) -> list[str]:
 def test_marked_values_come_back_to_their_rank(tmp_path, ranks, world, strategy, mode):
     ranks(world).run(save_own, str(tmp_path), strategy, mode, strategy == "replicate")
     dt.checkpoint.verify(tmp_path)
-    for rank, found in enumerate(ranks(world).run(load_own, str(tmp_path), strategy, strategy == "replicate")):
-        assert found == [[[rank] * 2, [rank] * 2, rank, rank], [5]]
+    for rank, loaded in enumerate(ranks(world).run(load_own, str(tmp_path), strategy, strategy == "replicate")):
+        assert loaded == [[[rank] * 2, [rank] * 2, rank, rank], [5]]
 
 
 def test_marked_values_need_their_mark_and_their_number_of_ranks(tmp_path, ranks):
@@ -692,10 +694,10 @@ def unequal_objects(root: str) -> list[str]:
     rank = get_dist_info().rank
     plain = begin("full_shard", stateful={"seen": [rank]})[1]
     marked = begin("full_shard", stateful={"seen": per_rank(seen := [rank])})[1]
-    found = [refusal(lambda: dt.save_sharded(root, plain)), refusal(lambda: dt.save_sharded(root, marked))]
+    refusals = [refusal(lambda: dt.save_sharded(root, plain)), refusal(lambda: dt.save_sharded(root, marked))]
     seen[:] = []
     dt.load_sharded(root, marked)
-    return [*found, seen]
+    return [*refusals, seen]
 
 
 def test_objects_of_the_state_must_be_equal_or_marked(tmp_path, ranks):
@@ -714,7 +716,7 @@ def test_stateful_data_loader_of_torchdata_resumes_in_the_middle(tmp_path, shuff
 
     def first_steps(root: Path | None, until: int) -> list[Any]:
         torch.manual_seed(3)
-        rows = [torch.full((2,), float(at)) for at in range(8)]
+        rows = [torch.full((2,), float(number)) for number in range(8)]
         loader = stateful.StatefulDataLoader(rows, batch_size=2, shuffle=shuffle)
         step, state = begin(loader=loader)
         state = state if root is None else dt.load_sharded(root, state, missing_ok=True)
@@ -760,20 +762,20 @@ def changed_after_save(root: str) -> list[Any]:
     save(state)
     loader, _, state, best = fresh()
     state = dt.load_sharded(root, state)
-    found = [best, state.stateful["of_rank"]["value"], loader.position.samples]
+    loaded = [best, state.stateful["of_rank"]["value"], loader.position.samples]
     save(state)
     loader, _, state, best = fresh(new=[1])
     save(dt.load_sharded(root, state, ignore=["loader", "stateful/new"]))
     loader, _, state, best = fresh(new=[])
     state = dt.load_sharded(root, state)
-    return [written, *found, loader.position.samples, state.stateful["new"]]
+    return [written, *loaded, loader.position.samples, state.stateful["new"]]
 
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_final_save_writes_what_changed_since_the_save_of_the_step(ranks, tmp_path, world):
     written = [True, True, True, False, True, True, True, False, True]
-    for rank, found in enumerate(ranks(world).run(changed_after_save, str(tmp_path))):
-        assert found == [written, {"acc": 0.5}, int(rank == world - 1), 6, 0, [1]]
+    for rank, results in enumerate(ranks(world).run(changed_after_save, str(tmp_path))):
+        assert results == [written, {"acc": 0.5}, int(rank == world - 1), 6, 0, [1]]
 
 
 def test_save_after_a_load_without_some_names_is_written(tmp_path):

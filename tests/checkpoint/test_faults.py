@@ -32,13 +32,13 @@ def test_save_syncs_written_files_before_rename(tmp_path):
     with watching() as watched:
         save_sharded(tmp_path, train(state, 1))
     calls = watched.calls
-    renames = [at for at, name in enumerate(calls) if name == "rename"]
-    syncs = [at for at, name in enumerate(calls) if name == "fsync"]
-    writes = [at for at, name in enumerate(calls) if name in ("write", "pwritev")]
+    renames = [index for index, name in enumerate(calls) if name == "rename"]
+    syncs = [index for index, name in enumerate(calls) if name == "fsync"]
+    writes = [index for index, name in enumerate(calls) if name in ("write", "pwritev")]
     assert len(renames) == 2, "the superseded step aside, the new one in its place"
-    before = [at for at in syncs if at < min(renames)]
+    before = [index for index in syncs if index < min(renames)]
     assert len(before) >= 5, "data, index, folder, manifest, folder"
-    assert [at for at in writes if at > before[-1]] == [], "nothing is written after the last of them"
+    assert [index for index in writes if index > before[-1]] == [], "nothing is written after the last of them"
     assert max(syncs) > max(renames), "then the root"
 
 
@@ -46,7 +46,7 @@ def test_full_disk_commits_no_step(tmp_path):
     class Full(WatchedOs):
         def __getattr__(self, name: str):
             if name == "pwritev":
-                self.at = len(self.calls)
+                self.operation = len(self.calls)
             return super().__getattr__(name)
 
     state = saves(tmp_path)
@@ -70,7 +70,7 @@ def test_short_writes_are_completed(tmp_path, monkeypatch):
             if name == "write":
                 return lambda handle, data: real(handle, data[:1000])
             if name == "pwritev":
-                return lambda handle, parts, at: real(handle, [memoryview(parts[0])[:1000]], at)
+                return lambda handle, parts, offset: real(handle, [memoryview(parts[0])[:1000]], offset)
             return real
 
     state = train(plain_state(), 1)
@@ -93,7 +93,10 @@ def test_read_failure_is_not_reported_as_corruption(tmp_path):
     save_sharded(tmp_path, plain_state())
     state = plain_state(3)
     before = digest(state)
-    with watching(at=3, kind="preadv") as watched, pytest.raises(CheckpointError, match="No space left on device: '") as caught:
+    with (
+        watching(operation=3, kind="preadv") as watched,
+        pytest.raises(CheckpointError, match="No space left on device: '") as caught,
+    ):
         load_sharded(tmp_path, state, on_corrupt="previous")
     assert watched.fired
     assert type(caught.value) is CheckpointError

@@ -49,7 +49,7 @@ class Files:
 
 @pytest.fixture
 def small(monkeypatch):
-    """Chunks, and what counts as large, of sizes that small files have several of."""
+    """Make chunks and the limit of large tensors so small that small files have several of each."""
 
     def set_sizes(chunk: int, large: int, read: int, threaded: int) -> None:
         for module in (layout, digest_module):
@@ -96,13 +96,13 @@ def test_read_tensors_fills_any_region_from_any_shards(tmp_path_factory, small, 
     targets = {}
     for key, tensor in tensors.items():
         low = [draw(st.integers(0, n)) for n in tensor.shape]
-        size = [draw(st.integers(0, n - at)) for n, at in zip(tensor.shape, low, strict=True)]
+        size = [draw(st.integers(0, n - first)) for n, first in zip(tensor.shape, low, strict=True)]
         targets[key] = Region(offset=tuple(low), size=tuple(size))
     block = min(chunk, draw(st.sampled_from([8, 40, 512])))
     files = Files(tmp_path_factory.mktemp("files"), list(map(bytes, contents)), digests=draw(st.booleans()), block=block)
     landed = fetch.read_tensors(plan_tensors(lambda _: index_shards(parts), targets, refs), files.open)
     for key, region in targets.items():
-        wanted = tensors[key][tuple(slice(at, at + n) for at, n in zip(region.offset, region.size, strict=True))]
+        wanted = tensors[key][tuple(slice(first, first + n) for first, n in zip(region.offset, region.size, strict=True))]
         assert landed[key].dtype == wanted.dtype
         assert torch.equal(landed[key], wanted), key
         assert landed[key].untyped_storage().nbytes() == landed[key].nbytes, "each has memory of its own"
@@ -132,14 +132,14 @@ def test_shareable_tensors_are_views_unless_most_of_a_chunk_would_be_kept_for_no
     small(2504, 2**16, 2**20, 1000)
     files, boxes, refs = two_tensors(tmp_path)
     regions = {key: Region(offset=(0,), size=(count,)) for key, count in (("small", 10), ("large", 300))}
-    found = fetch.read_tensors(
+    read = fetch.read_tensors(
         plan_tensors(lambda _: boxes, regions, refs),
         files.open,
         shareable={"most": ["large"], "few": ["small"]}[share],
     )
-    assert torch.equal(found["small"], torch.arange(10))
-    assert torch.equal(found["large"], torch.arange(300))
-    own = {key for key, tensor in found.items() if tensor.untyped_storage().nbytes() == tensor.nbytes}
+    assert torch.equal(read["small"], torch.arange(10))
+    assert torch.equal(read["large"], torch.arange(300))
+    own = {key for key, tensor in read.items() if tensor.untyped_storage().nbytes() == tensor.nbytes}
     assert own == ({"small"} if share == "most" else {"small", "large"})
 
 
@@ -167,12 +167,14 @@ def test_changed_bit_in_chunk_is_detected(tmp_path, small, large, threaded):
     files, boxes, refs = two_tensors(tmp_path)
     path = tmp_path / "0"
     sound = path.read_bytes()
-    for at in (0, 23, 24, 103, 104, 511, 512, 2503):
+    for byte in (0, 23, 24, 103, 104, 511, 512, 2503):
         altered = bytearray(sound)
-        altered[at] ^= 1
+        altered[byte] ^= 1
         path.write_bytes(altered)
         everything = {key: Region(offset=(0,), size=ref.shape) for key, ref in refs.items()}
-        with pytest.raises(CorruptCheckpointError, match=rf"file 0: bytes from {at // 512 * 512} on do not match their digest"):
+        with pytest.raises(
+            CorruptCheckpointError, match=rf"file 0: bytes from {byte // 512 * 512} on do not match their digest"
+        ):
             landed(files, boxes, refs, **everything)
 
 

@@ -34,7 +34,7 @@ Mutate = Callable[[bytes, int], Mutation]
 
 
 def signed_manifest(step: Path, mutate: Mutate, seed: int) -> str:
-    """Mutate what the manifest says; sign the result where it is JSON."""
+    """Mutate the content of the manifest; sign the result where it is JSON."""
     body = json.loads((step / "manifest.json").read_bytes())
     del body["sha256"]
     kind, data = mutate(json.dumps(body).encode(), seed)
@@ -113,11 +113,11 @@ def sound(tmp_path_factory) -> Path:
 
 def readers(folder: Path) -> dict[str, Callable[[], object]]:
     """The functions that read a folder."""
-    found: dict[str, Callable[[], object]] = {"load_weights_": lambda: dt.load_weights_(Net(), folder)}
+    calls: dict[str, Callable[[], object]] = {"load_weights_": lambda: dt.load_weights_(Net(), folder)}
     if folder.name == "weights":
-        return found
+        return calls
     return {
-        **found,
+        **calls,
         "verify": lambda: dt.checkpoint.verify(folder),
         "load_sharded": lambda: dt.load_sharded(
             folder, plain_state(1), extra={"note": {}, "table": [], "own": dt.checkpoint.per_rank([])}

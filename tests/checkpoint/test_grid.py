@@ -29,12 +29,12 @@ def quick_or_slow(world: int, strategy: str) -> Any:
 def test_every_layout_loads_into_every_other(saved, ranks, world, strategy):
     results = ranks(world).run(load_all, [str(path) for path, _ in saved.values()], strategy)
     assert [len(result) for result in results] == [16] * world
-    for at, ((saved_world, saved_strategy), (_, draws)) in enumerate(saved.items()):
-        for rank, (step, history, drawn, derived) in enumerate(result[at] for result in results):
+    for index, ((saved_world, saved_strategy), (_, draws)) in enumerate(saved.items()):
+        for rank, (step, history, drawn, derived) in enumerate(result[index] for result in results):
             assert (step, history) == (4, [1, 2])
             expected = draws[rank] if world == saved_world else derived
             assert drawn == expected, f"generators of rank {rank}: {saved_world} {saved_strategy} into {world}"
-        assert len({result[at][2] for result in results}) == world, "ranks have streams of their own"
+        assert len({result[index][2] for result in results}) == world, "ranks have streams of their own"
 
 
 def test_single_process_loads_every_layout(saved):

@@ -35,9 +35,9 @@ class Stream(torch.utils.data.IterableDataset):
 class Run:
     """A loop that is interrupted once, at a place of the body of one of its iterations."""
 
-    def __init__(self, kind: str, at: str = "", iteration: int = -1) -> None:
+    def __init__(self, kind: str, where: str = "", iteration: int = -1) -> None:
         torch.manual_seed(0)
-        self.at, self.iteration, self.calls = at, iteration, 0
+        self.at, self.iteration, self.calls = where, iteration, 0
         self.model = nn.Linear(3, 1)
         data, shuffle = (DATA, True) if kind == "map" else (Stream(), False)
         self.loader = dt.build_loader(data, global_batch_size=4, seed=1, shuffle=shuffle)
@@ -71,16 +71,16 @@ def resumed(kind: str, root: Path) -> tuple[int, list[float]]:
 
 @pytest.mark.parametrize("kind", ["map", "iterable"])
 @pytest.mark.parametrize("iteration", [1, 5, 6, 7], ids=["early", "last of an epoch", "first of an epoch", "later"])
-@pytest.mark.parametrize("at", ["before the step", "in the step", "after the step"])
-def test_save_after_interrupt_neither_skips_nor_repeats_batches(tmp_path, kind, at, iteration):
+@pytest.mark.parametrize("where", ["before the step", "in the step", "after the step"])
+def test_save_after_interrupt_neither_skips_nor_repeats_batches(tmp_path, kind, where, iteration):
     whole = Run(kind)
     expected = whole.train().step, whole.model.weight.flatten().tolist()
-    run = Run(kind, at, iteration)
+    run = Run(kind, where, iteration)
     try:
         run.train()
     except KeyboardInterrupt:
         state = dt.TrainState.newest(run.model)
-        assert state.step == iteration + (at == "after the step")
+        assert state.step == iteration + (where == "after the step")
         dt.save_sharded(tmp_path, state)
     else:
         pytest.fail("the loop was not interrupted")

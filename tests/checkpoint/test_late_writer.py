@@ -1,4 +1,4 @@
-"""A second job in a root: a save refuses to go on from a step that the root has left behind, and removes nothing unknown."""
+"""A second job in a root: a save refuses to continue from a step that the root has left behind, and removes nothing unknown."""
 
 import shutil
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Names, manifest and index: everything written is read again, and everything else is refused."""
+"""Names, manifest and index: all that is written is read again, and all else is refused."""
 
 import hashlib
 import json
@@ -69,19 +69,19 @@ def test_manifest_round_trips(manifest):
 
 
 def test_indexes_round_trip():
-    found = parse_run_index(RUN_DATA, MANIFEST)
-    assert layout.encode_index(found, layout.INDEX) == RUN_DATA
+    run_index = parse_run_index(RUN_DATA, MANIFEST)
+    assert layout.encode_index(run_index, layout.INDEX) == RUN_DATA
     of_rank = parse_rank_index(layout.encode_index(INDEX, layout.index_name(0)), 0, FILES)
     assert layout.encode_index(of_rank, layout.index_name(0)) == layout.encode_index(INDEX, layout.index_name(0))
-    assert place_shards(of_rank, found, {}).begins_of([0]) == [16]
+    assert place_shards(of_rank, run_index, {}).begins_of([0]) == [16]
 
 
 def test_any_changed_bit_of_manifest_is_detected():
     data = layout.encode_manifest(MANIFEST)
-    for at in range(len(data)):
+    for byte in range(len(data)):
         for bit in range(8):
             altered = bytearray(data)
-            altered[at] ^= 1 << bit
+            altered[byte] ^= 1 << bit
             with pytest.raises(CorruptCheckpointError, match=r"manifest\.json"):
                 layout.parse_manifest(bytes(altered))
     for cut in range(len(data)):
@@ -274,10 +274,10 @@ def test_oversized_index_is_not_written(monkeypatch):
 
 @given(st.data())
 def test_merged_parts_are_those_that_the_ranks_have_written(data):
-    """Any boxes of any ranks: the index says of each rank and tensor what the rank has said."""
+    """Any boxes of any ranks: the index has, for each rank and tensor, the box that the rank has written."""
     draw = data.draw
     world, count = draw(st.integers(1, 9)), draw(st.integers(1, 5))
-    keys = [f"t{at}" for at in range(count)]
+    keys = [f"t{index}" for index in range(count)]
     refs = {key: TensorRef(dtype="F32", shape=(draw(st.sampled_from([8, 64])), 4), distributed=True) for key in keys}
     box = st.tuples(st.just(0), st.tuples(st.integers(0, 6), st.just(0)), st.tuples(st.integers(1, 2), st.just(4)))
     rows = st.integers(0, 3).map(lambda rank_rows: (0, (rank_rows, 0), (1, 4)))
@@ -291,11 +291,11 @@ def test_merged_parts_are_those_that_the_ranks_have_written(data):
     for key, number in zip(keys, tensors, strict=True):
         kind = kinds[number - 1]
         assert (kind.dtype, kind.shape) == ("F32", refs[key].shape)
-        found = {rank: part for rank in range(world) if (part := kind.part_of(rank)) is not None}
-        assert {rank: (0, part.offset, part.size) for rank, part in found.items()} == {
+        regions = {rank: region for rank in range(world) if (region := kind.part_of(rank)) is not None}
+        assert {rank: (0, region.offset, region.size) for rank, region in regions.items()} == {
             rank: parts[key] for rank, parts in enumerate(written) if key in parts
         }
-        assert sorted(kind.parts_in((0, 0), kind.shape)) == sorted(found.items())
+        assert sorted(kind.parts_in((0, 0), kind.shape)) == sorted(regions.items())
 
 
 def test_parts_of_many_ranks_are_few_runs():

@@ -1,4 +1,4 @@
-"""Saves of something else than one whole state: several states, weights, adapters, other dtypes, links."""
+"""Saves of less or more than one whole state: several states, weights, adapters, other dtypes, links."""
 
 import os
 from dataclasses import replace
@@ -30,10 +30,10 @@ def test_several_states_are_saved_as_one_step(tmp_path):
     opened = open_checkpoint(handle.path)
     assert opened.manifest.states == ("generator", "critic/1")
     for name, state in pair.items():
-        part = opened.select_state(name)
-        assert {key for key in part.refs if key.startswith("params/")} == {f"params/{param}" for param in state.params}
-        assert part.refs.keys() >= {"extra/seen"}
-        assert part.numbers.keys() == part.refs.keys()
+        selected = opened.select_state(name)
+        assert {key for key in selected.refs if key.startswith("params/")} == {f"params/{param}" for param in state.params}
+        assert selected.refs.keys() >= {"extra/seen"}
+        assert selected.numbers.keys() == selected.refs.keys()
     with pytest.raises(CheckpointMismatchError, match=r"'critic/1'\), got 'discriminator'"):
         opened.select_state("discriminator")
     fresh = {"generator": plain_state(1), "critic/1": plain_state(2, optimizer="sgd")}

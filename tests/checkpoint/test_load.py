@@ -398,16 +398,16 @@ def test_failed_file_operation_leaves_state_unchanged(tmp_path):
     state = train(plain_state(7), 2)
     before = digest(state)
     raised = 0
-    for at in range(len(watched.calls)):
-        with watching(at=at) as failing:
+    for operation in range(len(watched.calls)):
+        with watching(operation=operation) as failing:
             try:
                 load_sharded(path, state, extra={"counter": Counter()})
             except CheckpointError:
                 raised += 1
-                assert digest(state) == before, (at, failing.calls[at])
+                assert digest(state) == before, (operation, failing.calls[operation])
                 state._check_not_stale("here")
             else:
-                assert failing.calls[at] == "close", failing.calls[at]
+                assert failing.calls[operation] == "close", failing.calls[operation]
                 state = train(plain_state(7), 2)
                 before = digest(state)
         assert failing.fired
@@ -420,8 +420,8 @@ def test_bit_flip_during_read_is_detected(tmp_path):
         load_sharded(path, plain_state())
     state = train(plain_state(7), 2)
     before = digest(state)
-    for at in range(len(watched.calls)):
-        with watching(at=at, kind="preadv", action="flip") as flipping, pytest.raises(CorruptCheckpointError):
+    for operation in range(len(watched.calls)):
+        with watching(operation=operation, kind="preadv", action="flip") as flipping, pytest.raises(CorruptCheckpointError):
             load_sharded(path, state)
         assert flipping.fired
         assert digest(state) == before
@@ -476,5 +476,5 @@ def test_load_warns_about_insufficient_space_for_next_save(tmp_path, monkeypatch
     monkeypatch.setattr("dtrain.storage.free_bytes", lambda path: 100)
     with pytest.warns(UserWarning, match=r"the next save will fail: .* got 100 B"):
         load_sharded(tmp_path, plain_state(1), missing_ok=True)
-    if there:  # who only reads a step is not bothered
+    if there:  # a program that only reads a step gets no warning
         assert load_sharded(tmp_path / "step-00000001", plain_state(1)).step == 1

@@ -26,9 +26,9 @@ def _large(monkeypatch):
     monkeypatch.setattr(load, "_BATCH_BYTES", 300)
 
 
-def flip(path, at):
+def flip(path, byte):
     data = bytearray(path.read_bytes())
-    data[at] ^= 1
+    data[byte] ^= 1
     path.write_bytes(data)
 
 
@@ -109,11 +109,11 @@ def test_damage_is_refused_before_anything_changes(tmp_path):
     state = train(plain_state(5), 1)
     before = digest(state)
     header = 8 + int.from_bytes(path.read_bytes()[:8], "little")
-    for at in range(header, path.stat().st_size, 100):
-        flip(path, at)
-        with pytest.raises(CorruptCheckpointError, match=f"{DATA}: bytes from {at // 512 * 512} on do not match"):
+    for byte in range(header, path.stat().st_size, 100):
+        flip(path, byte)
+        with pytest.raises(CorruptCheckpointError, match=f"{DATA}: bytes from {byte // 512 * 512} on do not match"):
             load_sharded(tmp_path, state, extra={"counter": Counter()})
-        flip(path, at)
+        flip(path, byte)
         assert digest(state) == before
         state._check_not_stale("here")
 
@@ -139,13 +139,13 @@ def test_failing_read_changes_nothing_or_is_reported(tmp_path, action, first_pas
         load_sharded(path, plain_state())
     total, verified = len(watched.calls), first_pass["reads"]
     assert 2 < verified < total
-    for at in range(total):
+    for operation in range(total):
         state = train(plain_state(7), 2)
         before = digest(state)
-        with watching(at=at, kind="preadv", action=action) as failing, pytest.raises(CheckpointError) as caught:
+        with watching(operation=operation, kind="preadv", action=action) as failing, pytest.raises(CheckpointError) as caught:
             load_sharded(path, state)
         assert failing.fired
-        if at < verified:
+        if operation < verified:
             assert digest(state) == before
             state._check_not_stale("here")
         else:

@@ -1,4 +1,4 @@
-"""A load needs the memory of what the state lacks (the optimizer's tensors of a new run), and of a few buffers."""
+"""A load needs the memory of missing tensors of the state (the optimizer's in a new run), and of a few buffers."""
 
 import ctypes
 import gc
@@ -25,14 +25,14 @@ PLACEMENTS = {"rows": Shard(0), "columns": Shard(1), "whole": Replicate()}
 def sharded(placement: str | None, *, stepped: bool) -> TrainState:
     model = nn.Module()
     mesh = None if placement is None else init_device_mesh("cpu", (get_dist_info().world_size,))
-    for at in range(COUNT):
-        value = torch.full((SIDE, SIDE), float(at))
+    for number in range(COUNT):
+        value = torch.full((SIDE, SIDE), float(number))
         placed = value if mesh is None else distribute_tensor(value, mesh, [PLACEMENTS[placement]])
-        model.register_parameter(f"w{at}", nn.Parameter(placed))
+        model.register_parameter(f"w{number}", nn.Parameter(placed))
     state = init_state(model, torch.optim.AdamW(model.parameters()))
     if stepped:
-        for at, param in enumerate(state.params.values()):
-            moments = {key: torch.full_like(param.detach(), 100.0 + at) for key in ("exp_avg", "exp_avg_sq")}
+        for number, param in enumerate(state.params.values()):
+            moments = {key: torch.full_like(param.detach(), 100.0 + number) for key in ("exp_avg", "exp_avg_sq")}
             state.optimizer.state[param] = {"step": torch.tensor(1.0), **moments}
     return state
 
@@ -46,7 +46,7 @@ def resident(what: str) -> int:
 def load_and_measure(path: str, placement: str, age: str) -> list[float]:
     state = sharded(placement, stepped=age == "stepped")
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # memory that earlier tests have freed would hide what the load takes
+    ctypes.CDLL(None).malloc_trim(0)  # memory that earlier tests have freed would hide the need of the load
     Path("/proc/self/clear_refs").write_text("5")
     before = resident("VmRSS")
     state = load_sharded(path, state)

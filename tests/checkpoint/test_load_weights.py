@@ -56,7 +56,7 @@ def write_folder(folder: Path, tensors: dict[str, torch.Tensor], *, files: int =
     if files == 1:
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
         return folder
-    file_of = {name: f"model-{1 + at % files:05d}-of-{files:05d}.safetensors" for at, name in enumerate(tensors)}
+    file_of = {name: f"model-{1 + number % files:05d}-of-{files:05d}.safetensors" for number, name in enumerate(tensors)}
     for file in set(file_of.values()):
         save_file({name: tensor for name, tensor in tensors.items() if file_of[name] == file}, folder / file)
     (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": 1}, "weight_map": file_of}))
@@ -246,7 +246,7 @@ def test_mismatched_weights_are_refused_with_table(tmp_path):
 
 
 def test_mismatch_table_is_short_and_shows_each_difference_kind(tmp_path):
-    text = complaint({f"bert.{at}": torch.zeros(1) for at in range(50)} | {"last.bias": torch.zeros(9)}, tmp_path)
+    text = complaint({f"bert.{number}": torch.zeros(1) for number in range(50)} | {"last.bias": torch.zeros(9)}, tmp_path)
     assert "55 entries differ (1 of another shape, 50 unexpected, 4 missing)" in text
     assert text.count("\n") == 11
     assert text.endswith("\n  and 45 more")
@@ -470,7 +470,7 @@ def test_file_truncated_during_read_is_reported(tmp_path, monkeypatch):
 
 def load_on_ranks(sources: list[str], strategy: str) -> list:
     """The values after each load, and how many bytes of tensors this rank has read."""
-    found = []
+    results = []
     for source in sources:
         model = laid_out(net(), strategy)
         with eval_mode(model):
@@ -488,8 +488,8 @@ def load_on_ranks(sources: list[str], strategy: str) -> list:
             load_weights_(model, source)
         finally:
             storage.FileReader.read_into = original
-        found.append([values(model), sum(bytes_read), sum(to_local(p).nbytes for p in model.parameters())])
-    return found
+        results.append([values(model), sum(bytes_read), sum(to_local(p).nbytes for p in model.parameters())])
+    return results
 
 
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "hybrid_shard", "replicate"])
@@ -500,8 +500,8 @@ def test_each_rank_reads_its_own_shards(tmp_path, ranks, world, strategy):
     index = (folder / INDEX).stat().st_size
     step = save_step(tmp_path / "ours")
     for foreign, ours in ranks(world).run(load_on_ranks, [str(folder), str(step)], strategy):
-        found, bytes_read, own_bytes = foreign
-        assert found == expected()
+        loaded, bytes_read, own_bytes = foreign
+        assert loaded == expected()
         assert bytes_read == headers + index + own_bytes + 8, "headers, this rank's parameters, and the buffer"
         assert ours[0] == expected()
 
@@ -510,7 +510,7 @@ def fail_on_one_rank(folder: str, what: str) -> list:
     model = laid_out(net(), "full_shard")
     before = values(model)
     first = get_dist_info().rank == 0
-    options: dict[str, Any] = {"at": None if first else 4, "kind": "preadv"} if what == "disk" else {}
+    options: dict[str, Any] = {"operation": None if first else 4, "kind": "preadv"} if what == "disk" else {}
     rename = {"rename": {"seen": None, "first.bias": None} if first else {"seen": None, "last.bias": None}, "ignore": ["**"]}
     failed = "nothing"
     with watching(**options) as watched:

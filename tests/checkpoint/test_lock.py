@@ -28,7 +28,7 @@ PATIENCE_S = 90.0
 
 @pytest.fixture(autouse=True)
 def _quiet(monkeypatch):
-    """No heartbeat of this process unless a test wants one, and no waiting for what is torn."""
+    """Send no heartbeat from this process unless a test wants it, and do not wait for torn files."""
     monkeypatch.setattr(locks, "HEARTBEAT_INTERVAL_S", 3600.0)
     monkeypatch.setattr(locks, "TORN_AFTER_S", 0.05)
     monkeypatch.setattr(locks, "_POLL_S", 0.01)
@@ -73,14 +73,14 @@ def holding(root: Path):
 
 
 def on_disk(root: Path) -> locks.LockOwner:
-    found = locks.parse_owner((root / LOCK_FILE).read_bytes())
-    assert found is not None
-    return found
+    owner = locks.parse_owner((root / LOCK_FILE).read_bytes())
+    assert owner is not None
+    return owner
 
 
 def somebody(**changes: object) -> locks.LockOwner:
     """A holder on another host, alive now."""
-    known = {
+    fields = {
         "host": "elsewhere",
         "pid": 17,
         "start_ticks": 5,
@@ -89,7 +89,7 @@ def somebody(**changes: object) -> locks.LockOwner:
         "run_id": OTHER,
     }
     return replace(
-        locks.LockOwner(token="0123456789abcdef", acquired_at=time.time(), heartbeat_at=time.time(), **known), **changes
+        locks.LockOwner(token="0123456789abcdef", acquired_at=time.time(), heartbeat_at=time.time(), **fields), **changes
     )
 
 
@@ -371,11 +371,11 @@ def test_heartbeat_renews_lock_and_detects_takeover(tmp_path, monkeypatch):
         held.check()
         assert replace(on_disk(tmp_path), heartbeat_at=before.heartbeat_at) == before
         while held._held.lost_to is None:
-            # A renewal that has just read its own lock replaces this one.
+            # A renewal that has just read its own lock replaces this lock.
             storage.replace_file(tmp_path / LOCK_FILE, somebody().encode())
             assert time.monotonic() < deadline
             time.sleep(0.05)
-        (tmp_path / LOCK_FILE).unlink()  # the other has ended, but what it did to the root is not known here
+        (tmp_path / LOCK_FILE).unlink()  # the other process has ended, but its changes to the root are not known here
         with pytest.raises(
             CheckpointError, match=r"another process has taken over the lock of this run \(host elsewhere, pid 17"
         ):
@@ -437,7 +437,7 @@ def test_removed_root_belongs_to_the_first_job_that_locks_it(tmp_path):
 
 
 def test_removal_of_root_between_two_heartbeats_keeps_the_lock(tmp_path):
-    """Somebody has removed the folder and made it anew while this process was alive: nobody else can have written there."""
+    """The folder was removed and made anew while this process was alive: no other process can have written there."""
     with lock_root(tmp_path / "root", RUN) as held:
         shutil.rmtree(tmp_path / "root")
         held._held.owner = replace(held._held.owner, heartbeat_at=time.time() - 61)
@@ -469,7 +469,7 @@ def test_only_one_of_two_checks_recreates_removed_root(tmp_path, monkeypatch):
 def test_failed_heartbeat_is_retried(tmp_path):
     with lock_root(tmp_path, RUN) as held:
         before = on_disk(tmp_path)
-        with watching(at=0, kind="write") as watched:
+        with watching(operation=0, kind="write") as watched:
             locks._renew_heartbeat(held._held)
         assert watched.fired
         assert on_disk(tmp_path) == before
@@ -479,7 +479,7 @@ def test_failed_heartbeat_is_retried(tmp_path):
 
 
 def test_failed_lock_write_leaves_no_file(tmp_path):
-    with watching(at=0, kind="write") as watched, pytest.raises(OSError, match=r"No space left on device: '.*run.lock'"):
+    with watching(operation=0, kind="write") as watched, pytest.raises(OSError, match=r"No space left on device: '.*run.lock'"):
         lock_root(tmp_path, RUN)
     assert watched.fired
     assert names(tmp_path) == []
@@ -548,10 +548,10 @@ def test_acquire_succeeds_after_failure_of_any_operation(tmp_path, begin):
         begin(tmp_path / "all")
         lock_root(tmp_path / "all", RUN).release()
     raised = 0
-    for at in range(len(watched.calls)):
-        root = tmp_path / str(at)
+    for operation in range(len(watched.calls)):
+        root = tmp_path / str(operation)
         begin(root)
-        with watching(at=at) as watched:
+        with watching(operation=operation) as watched:
             try:
                 lock_root(root, RUN).release()
             except OSError:
@@ -559,7 +559,7 @@ def test_acquire_succeeds_after_failure_of_any_operation(tmp_path, begin):
         assert watched.fired
         with lock_root(root, RUN) as held:
             held.check()
-            assert names(root) == [LOCK_FILE], f"{watched.calls[at]} {at} failed"
+            assert names(root) == [LOCK_FILE], f"{watched.calls[operation]} {operation} failed"
         assert names(root) == []
     assert raised > len(watched.calls) / 4
 
@@ -611,8 +611,8 @@ def test_acquire_succeeds_after_owner_dies_at_any_operation(tmp_path, begin, lea
 class Interleaved:
     """An ``os`` for ``dtrain.storage.local`` that lets another process act before the k-th operation on a file."""
 
-    def __init__(self, at: int, act) -> None:
-        self.left, self.act = at, act
+    def __init__(self, calls: int, act) -> None:
+        self.left, self.act = calls, act
 
     def __getattr__(self, name: str):
         real = getattr(os, name)
@@ -640,9 +640,9 @@ def test_interleaved_takeovers_of_dead_lock_have_one_winner(tmp_path):
     with holding(tmp_path / "a") as a, holding(tmp_path / "b") as b:
         assert a.pid != b.pid
         one, two = on_disk(tmp_path / "a"), on_disk(tmp_path / "b")
-        won, at, fired = [], 0, True
+        won, calls, fired = [], 0, True
         while fired:
-            root = tmp_path / str(at)
+            root = tmp_path / str(calls)
             left_by_the_dead(root)
             got: list[locks.LockOwner | None] = []
 
@@ -650,7 +650,7 @@ def test_interleaved_takeovers_of_dead_lock_have_one_winner(tmp_path):
                 storage.local.os = os
                 got.append(attempt(root / LOCK_FILE, two))
 
-            storage.local.os = Interleaved(at, act)
+            storage.local.os = Interleaved(calls, act)
             try:
                 mine = attempt(root / LOCK_FILE, one)
             finally:
@@ -658,18 +658,18 @@ def test_interleaved_takeovers_of_dead_lock_have_one_winner(tmp_path):
             fired = bool(got)
             if fired:
                 theirs = got[0]
-                assert (mine is None) != (theirs is None), f"at {at}: {mine}, {theirs}"
+                assert (mine is None) != (theirs is None), f"at {calls}: {mine}, {theirs}"
                 winner = mine or theirs
                 assert on_disk(root).token == winner.token
                 won.append(winner.pid)
                 assert names(root) == [LOCK_FILE]
-            at += 1
+            calls += 1
     assert set(won) == {a.pid, b.pid}, "the second comes early enough, and too late"
     assert len(won) > 10
 
 
 def test_server_that_does_not_answer_delays_no_other_root(tmp_path, monkeypatch):
-    """The heartbeat thread waits for the server of a released lock. Saves to another root go on, and end."""
+    """The heartbeat thread waits for the server of a released lock. Saves to another root continue, and end."""
     from fsspec.implementations.memory import MemoryFileSystem
 
     asked, answers = threading.Event(), threading.Event()

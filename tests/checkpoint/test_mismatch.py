@@ -1,4 +1,4 @@
-"""A sound checkpoint of something else: refused with a short table, and nothing has changed."""
+"""A sound checkpoint of another model: refused with a short table, and nothing has changed."""
 
 from dataclasses import replace
 

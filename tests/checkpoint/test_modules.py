@@ -77,25 +77,25 @@ def test_extra_state_comes_back_to_its_rank(tmp_path, ranks, world, strategy, mo
     ranks(world).run(save_counted, str(tmp_path), strategy, mode, True, several)
     dt.checkpoint.verify(tmp_path)
     for what in ("all", "weights"):
-        for rank, found in enumerate(ranks(world).run(load_counted, str(tmp_path), strategy, what, several, [])):
-            assert found == [3 + rank, 30 + 10 * rank, [1.5 + rank] * 2]
+        for rank, counts in enumerate(ranks(world).run(load_counted, str(tmp_path), strategy, what, several, [])):
+            assert counts == [3 + rank, 30 + 10 * rank, [1.5 + rank] * 2]
 
 
 def test_equal_extra_state_loads_on_any_number_of_ranks(tmp_path, ranks):
     ranks(2).run(save_counted, str(tmp_path), "full_shard", "sync", False, False)
     for world in (1, 2, 3):
-        for found in ranks(world).run(load_counted, str(tmp_path), "full_shard", "all", False, []):
-            assert found == [3, 30, [1.5, 1.5]]
+        for counts in ranks(world).run(load_counted, str(tmp_path), "full_shard", "all", False, []):
+            assert counts == [3, 30, [1.5, 1.5]]
 
 
 def test_unequal_extra_state_is_refused_on_other_numbers_of_ranks(tmp_path, ranks):
     ranks(2).run(save_counted, str(tmp_path), "full_shard", "sync", True, False)
     for world in (1, 3):
-        for (found,) in ranks(world).run(load_counted, str(tmp_path), "full_shard", "all", False, []):
-            assert "the extra state of modules (0._extra_state, 1.0._extra_state) differs between the 2 ranks" in found
-            assert f"this run has {world}. Load on 2 ranks" in found
-        for found in ranks(world).run(load_counted, str(tmp_path), "full_shard", "all", False, ["**._extra_state"]):
-            assert found == [0, 0, [0.0, 0.0]]
+        for (answer,) in ranks(world).run(load_counted, str(tmp_path), "full_shard", "all", False, []):
+            assert "the extra state of modules (0._extra_state, 1.0._extra_state) differs between the 2 ranks" in answer
+            assert f"this run has {world}. Load on 2 ranks" in answer
+        for answer in ranks(world).run(load_counted, str(tmp_path), "full_shard", "all", False, ["**._extra_state"]):
+            assert answer == [0, 0, [0.0, 0.0]]
 
 
 def test_extra_state_that_only_one_side_has_is_refused(tmp_path):
@@ -201,22 +201,22 @@ REFUSED = {
 
 
 def save_refused(root: str, strategy: str, mode: Any) -> dict[str, str]:
-    found = {}
+    refusals = {}
     for name, (make, _) in REFUSED.items():
         state = state_of(nn.Sequential(nn.Linear(2, 2), make()), strategy)
         try:
             dt.save_sharded(root, state, mode=mode)
         except ConfigError as error:
-            found[name] = str(error)
-    return found
+            refusals[name] = str(error)
+    return refusals
 
 
 @pytest.mark.parametrize(("world", "strategy", "mode"), CASES)
 def test_module_whose_state_would_be_lost_is_refused(tmp_path, ranks, world, strategy, mode):
-    for found in ranks(world).run(save_refused, str(tmp_path / "root"), strategy, mode):
-        assert found.keys() == REFUSED.keys()
+    for refusals in ranks(world).run(save_refused, str(tmp_path / "root"), strategy, mode):
+        assert refusals.keys() == REFUSED.keys()
         for name, (_, message) in REFUSED.items():
-            assert re.search(message, found[name])
+            assert re.search(message, refusals[name])
     assert not (tmp_path / "root").exists()
 
 

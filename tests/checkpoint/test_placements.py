@@ -33,7 +33,7 @@ SHAPES = {"matrix": (7, 5), "few": (2, 3), "deep": (5, 3, 4)}
 
 
 def by_hand(layout: str, *, filled: bool) -> TrainState:
-    """Parameters and their AdamW state placed as ``layout`` says; "plain" ones are whole on every rank."""
+    """Return parameters and their AdamW state placed as ``layout`` says; "plain" parameters are whole on every rank."""
     model = nn.Module()
     mesh = init_device_mesh("cpu", LAYOUTS[layout][0]) if layout != "plain" else None
 
@@ -61,14 +61,14 @@ def check(state: TrainState, *, step: bool = True) -> None:
                 assert (content[key].placements, content[key].device_mesh) == (param.placements, param.device_mesh)
                 assert to_local(content[key]).shape == to_local(param).shape
         assert not is_dtensor(content["step"])
-    if step:  # what was put together is what the optimizer takes
+    if step:  # the optimizer takes the joined tensor
         for param in state.params.values():
             param.grad = torch.ones_like(param)
         state.optimizer.step()
 
 
 def load_into(root: str, wanted: list[str]) -> None:
-    """Every placement into those that are ``wanted``."""
+    """Load every placement into each placement in ``wanted``."""
     for saved in LAYOUTS:
         save_sharded(Path(root) / saved, by_hand(saved, filled=True))
         for other in wanted:
@@ -139,13 +139,13 @@ class EightBit(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr})
 
     def step(self, closure=None) -> None:
-        for at, p in enumerate(self.param_groups[0]["params"]):
+        for number, p in enumerate(self.param_groups[0]["params"]):
             codes = torch.zeros_like(p, dtype=torch.uint8)
             to_local(codes).copy_(torch.arange(to_local(p).numel()).reshape(to_local(p).shape) % 251)
             blocks = p.new_empty((-(-p.numel() // 4),))
             to_local(blocks).copy_(torch.arange(blocks.numel()))
             self.state[p] = {"codes": codes, "absmax": blocks, "map": torch.arange(256.0), "bits": 8}
-            if at:
+            if number:
                 self.state[p]["step"] = torch.tensor(3, dtype=torch.int64)
 
 
@@ -187,7 +187,7 @@ def grouped(layout: str, *, lr: float) -> TrainState:
     groups = [{"params": others, "weight_decay": lr / 10}, {"params": [matrix], "lr": torch.tensor(lr)}]
     state = init_state(state.model, torch.optim.AdamW(groups, lr=lr, foreach=False, capturable=False))
     content = {"step": torch.tensor(1.0), "exp_avg": torch.zeros_like(matrix), "exp_avg_sq": torch.zeros_like(matrix)}
-    state.optimizer.state[matrix] = content  # the others have had no gradient
+    state.optimizer.state[matrix] = content  # the other parameters have had no gradient
     return state
 
 
@@ -230,7 +230,7 @@ def test_optimizer_state_keeps_strides_of_its_parameter(tmp_path):
 
 @pytest.mark.parametrize("wanted", ["few", "all"])
 def test_loaded_small_tensors_own_their_storage(tmp_path, wanted):
-    """A tensor of the optimizer that is kept alone does not keep what was read beside it."""
+    """A tensor of the optimizer that is kept alone does not keep tensors that were read beside it."""
     state = by_hand("plain", filled=True)
     save_sharded(tmp_path, state)
     back = load_sharded(tmp_path, by_hand("plain", filled=False))

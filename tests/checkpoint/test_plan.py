@@ -1,4 +1,4 @@
-"""Planning, against what one would do by hand with whole arrays."""
+"""Planning, compared with a computation by hand on whole arrays."""
 
 import itertools
 import sys
@@ -44,7 +44,7 @@ def test_plan_reads_fills_any_region_from_any_grid(data):
     grid = list(itertools.product(*(cuts(n, data.draw) for n in shape)))
     shards, files = write(full, data.draw(st.permutations(grid)))
     low = [data.draw(st.integers(0, n)) for n in shape]
-    size = [data.draw(st.integers(0, n - at)) for n, at in zip(shape, low, strict=True)]
+    size = [data.draw(st.integers(0, n - begin)) for n, begin in zip(shape, low, strict=True)]
     region = Region(offset=tuple(low), size=tuple(size))
     target = torch.full(size, -1, dtype=torch.int32)
     plan_bytes = plan.MAX_STRIDED_READ_BYTES
@@ -75,9 +75,9 @@ def cut(box: Box, draw, depth: int) -> list[Box]:
     if not depth or not dims:
         return [box]
     dim = draw(st.sampled_from(dims))
-    at = draw(st.integers(box[dim][0] + 1, box[dim][1] - 1))
-    halves = [(*box[:dim], span, *box[dim + 1 :]) for span in ((box[dim][0], at), (at, box[dim][1]))]
-    return [part for half in halves for part in cut(half, draw, depth - 1)]
+    border = draw(st.integers(box[dim][0] + 1, box[dim][1] - 1))
+    halves = [(*box[:dim], span, *box[dim + 1 :]) for span in ((box[dim][0], border), (border, box[dim][1]))]
+    return [piece for half in halves for piece in cut(half, draw, depth - 1)]
 
 
 PINWHEEL = [((0, 3), (0, 7)), ((0, 7), (7, 10)), ((7, 10), (3, 10)), ((3, 10), (0, 3)), ((3, 7), (3, 7))]
@@ -85,11 +85,11 @@ PINWHEEL = [((0, 3), (0, 7)), ((0, 7), (7, 10)), ((7, 10), (3, 10)), ((3, 10), (
 
 def spoilt(boxes: list[Box], draw) -> list[Box]:
     """Perhaps with a box left out, given twice, or a row longer."""
-    at = draw(st.integers(0, len(boxes) - 1))
-    (low, high), *rest = boxes[at] or ((0, 1),)
-    ways = {"none": boxes, "out": boxes[:at] + boxes[at + 1 :], "twice": [*boxes, boxes[at]]}
-    if boxes[at]:
-        ways["longer"] = [*boxes[:at], ((low, high + 1), *rest), *boxes[at + 1 :]]
+    index = draw(st.integers(0, len(boxes) - 1))
+    (low, high), *rest = boxes[index] or ((0, 1),)
+    ways = {"none": boxes, "out": boxes[:index] + boxes[index + 1 :], "twice": [*boxes, boxes[index]]}
+    if boxes[index]:
+        ways["longer"] = [*boxes[:index], ((low, high + 1), *rest), *boxes[index + 1 :]]
     return ways[draw(st.sampled_from(sorted(ways)))]
 
 
@@ -111,16 +111,16 @@ def test_coverage_check_agrees_with_element_counting(data):
         boxes = PINWHEEL
     boxes = data.draw(st.permutations(spoilt(boxes, data.draw)))
     low = [data.draw(st.integers(0, n - 1)) for n in shape]
-    target = tuple((at, data.draw(st.integers(at + 1, n))) for at, n in zip(low, shape, strict=True))
+    target = tuple((begin, data.draw(st.integers(begin + 1, n))) for begin, n in zip(low, shape, strict=True))
     region = Region(offset=tuple(low), size=tuple(b - a for a, b in target))
     full = torch.zeros([n + 1 for n in shape] if shape else [], dtype=torch.int32)
     try:
         reads = plan_reads(index_shards(write(full, boxes)[0]), {"w": region})
-        found = "fits"
+        verdict = "fits"
     except CorruptCheckpointError as error:
-        found = next(word for word in ("overlap", "hold") if word in str(error))
-    assert found == naive(shape, boxes, target)
-    if found == "fits":
+        verdict = next(word for word in ("overlap", "hold") if word in str(error))
+    assert verdict == naive(shape, boxes, target)
+    if verdict == "fits":
         assert sum(prod(b - a for a, b in read.target) for read in reads) == prod(region.size)
 
 
@@ -177,8 +177,8 @@ def test_plan_reads_cost_is_linear_in_shards(small, large):
 def test_plan_reads_reuses_plan_of_equal_tensors():
     def work(count: int) -> int:
         kind = shard_kind("F32", (8, 8), (0, 0), (8, 8))
-        index = index_shards([{f"t{at}": StoredShard(file=0, begin=256 * at, kind=kind) for at in range(count)}])
-        targets = {f"t{at}": Region(offset=(4, 0), size=(4, 8)) for at in range(count)}
+        index = index_shards([{f"t{number}": StoredShard(file=0, begin=256 * number, kind=kind) for number in range(count)}])
+        targets = {f"t{number}": Region(offset=(4, 0), size=(4, 8)) for number in range(count)}
         return lines_run(lambda: plan_reads(index, targets))
 
     for_the_first = work(1)
@@ -252,7 +252,7 @@ def test_empty_region_needs_no_shards():
 
 @given(st.lists(st.tuples(st.integers(0, 1000), st.sampled_from([1, 2, 3, 4, 64])), max_size=30))
 def test_assign_writers_balances_bytes(tensors):
-    named = {f"t{at}": tensor for at, tensor in enumerate(tensors)}
+    named = {f"t{replica}": tensor for replica, tensor in enumerate(tensors)}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plan, "MIN_WRITER_BYTES", 1)
         chosen = assign_writers(named)
@@ -263,21 +263,21 @@ def test_assign_writers_balances_bytes(tensors):
             if c == copies:
                 loads[chosen[key]] += nbytes
         assert set(loads) == set(range(copies)), "no number beyond the replicas"
-        writers = {at for at in loads if at % (copies // min(copies, plan.MAX_WRITERS)) == 0}
-        assert all(load == 0 for at, load in loads.items() if at not in writers)
+        writers = {replica for replica in loads if replica % (copies // min(copies, plan.MAX_WRITERS)) == 0}
+        assert all(load == 0 for replica, load in loads.items() if replica not in writers)
         if sum(loads.values()) >= plan.MAX_WRITERS:
-            used = [loads[at] for at in writers]
+            used = [loads[replica] for replica in writers]
             assert max(used) - min(used) <= 2 * max(n for n, c in tensors if c == copies)
 
 
 def test_assign_writers_gives_small_tensors_to_few_replicas():
-    tensors = {f"norm{at}": (256, 64) for at in range(100)} | {f"weight{at}": (2**22, 64) for at in range(64)}
+    tensors = {f"norm{number}": (256, 64) for number in range(100)} | {f"weight{number}": (2**22, 64) for number in range(64)}
     chosen = assign_writers(tensors)
-    assert {chosen[f"norm{at}"] for at in range(100)} == {0}
+    assert {chosen[f"norm{number}"] for number in range(100)} == {0}
     loads = [sum(tensors[key][0] for key in tensors if chosen[key] == replica) for replica in range(64)]
-    assert [at for at, load in enumerate(loads) if load] == list(range(0, 64, 8)), "eight of 64, far apart"
+    assert [number for number, load in enumerate(loads) if load] == list(range(0, 64, 8)), "eight of 64, far apart"
     assert max(loads) - min(load for load in loads if load) <= 2**23
 
 
 def test_assign_writers_leaves_a_small_state_to_one_replica():
-    assert set(assign_writers({f"norm{at}": (1024, 512) for at in range(100)}).values()) == {0}
+    assert set(assign_writers({f"norm{number}": (1024, 512) for number in range(100)}).values()) == {0}

@@ -1,4 +1,4 @@
-"""Real ranks: any world size and strategy into any other, and failures that one rank has and all raise."""
+"""Real ranks: any world size and strategy into any other, and failures of one rank, which all ranks raise."""
 
 import json
 import shutil
@@ -49,7 +49,7 @@ def test_each_element_is_stored_once_across_ranks(saved, strategy):
 
 def trainable(strategy: str, *stream: Any) -> TrainState:
     """Small equal weights on all ranks, and generators that differ; dropout and data draw from them."""
-    state = sharded_state(strategy, filled=False, kind=Net)  # a loop by hand does not sum the gradients of what is not cut
+    state = sharded_state(strategy, filled=False, kind=Net)  # a loop by hand does not sum the gradients of uncut tensors
     with torch.no_grad():
         for name, p in state.params.items():
             to_local(p).copy_(to_local(like(p, value_of(name, p.shape).sin())))
@@ -62,7 +62,7 @@ def resume_on_ranks(root: str, strategy: str) -> list:
     save_sharded(root, train(trainable(strategy, "data"), 3))
     state = trainable(strategy, "other")
     with torch.no_grad():
-        state.model(torch.ones(4, 5))  # leaves units gathered: what is loaded must not be hidden by that
+        state.model(torch.ones(4, 5))  # leaves units gathered: that must not hide the loaded values
     state = load_sharded(root, state)
     return [digest(train(state, 2)), expected]
 
@@ -95,14 +95,14 @@ def test_optimizer_step_of_scalar_parameter_is_no_dtensor(tmp_path, ranks):
         assert result == [3.0, {"step": [False, 2.0], "exp_avg": [True, 5.0]}]
 
 
-def attempt_save(root: str, failing_rank: int, at: int, kind: str) -> list:
+def attempt_save(root: str, failing_rank: int, operation: int, kind: str) -> list:
     state = sharded_state("full_shard", filled=True)
     save_sharded(root, state)
     state = state._next(clock=state.clock.tick(samples=1, tokens=0, seconds=0.0))
     before = digest(state)
     failed = "nothing"
     fired = get_dist_info().rank != failing_rank
-    options = {"at": at, "kind": kind} if get_dist_info().rank == failing_rank else {}
+    options = {"operation": operation, "kind": kind} if get_dist_info().rank == failing_rank else {}
     with watching(**options) as watched:
         try:
             save_sharded(root, state)
@@ -111,14 +111,14 @@ def attempt_save(root: str, failing_rank: int, at: int, kind: str) -> list:
         fired = fired or watched.fired
     unchanged = digest(state) == before
     all_gather_json(None)  # rank 0 removes the side folder, and only then comes here
-    found = names(Path(root))
-    return [failed, fired, unchanged, found, save_sharded(root, state).result().written]
+    entries = names(Path(root))
+    return [failed, fired, unchanged, entries, save_sharded(root, state).result().written]
 
 
-@pytest.mark.parametrize(("kind", "at"), [("pwritev", 0), ("write", 0), ("fsync", 0), ("fsync", 1), ("open", 0)])
-def test_write_failure_on_one_rank_fails_save_on_all(tmp_path, ranks, kind, at):
-    results = ranks(3).run(attempt_save, str(tmp_path), 1, at, kind)
-    for rank, (failed, fired, unchanged, found, written) in enumerate(results):
+@pytest.mark.parametrize(("kind", "operation"), [("pwritev", 0), ("write", 0), ("fsync", 0), ("fsync", 1), ("open", 0)])
+def test_write_failure_on_one_rank_fails_save_on_all(tmp_path, ranks, kind, operation):
+    results = ranks(3).run(attempt_save, str(tmp_path), 1, operation, kind)
+    for rank, (failed, fired, unchanged, entries, written) in enumerate(results):
         start = (
             "CheckpointError: save_sharded: step 5" if rank == 1 else r"PeerError: save_sharded: step 5: rank 1 failed (1 of 3"
         )
@@ -126,7 +126,7 @@ def test_write_failure_on_one_rank_fails_save_on_all(tmp_path, ranks, kind, at):
         assert "No space left on device" in failed
         assert fired
         assert unchanged
-        assert found == ["step-00000004"], "nothing published, nothing left behind"
+        assert entries == ["step-00000004"], "nothing published, nothing left behind"
         assert written
 
 
@@ -135,7 +135,7 @@ def attempt_load(path: str, strategy: str, flipped_rank: int | None, on_damaged:
     state = sharded_state(strategy, filled=False)
     before = digest(state)
     failed = "nothing"
-    options = {"at": 4, "kind": "preadv", "action": "flip"} if get_dist_info().rank == flipped_rank else {}
+    options = {"operation": 4, "kind": "preadv", "action": "flip"} if get_dist_info().rank == flipped_rank else {}
     with watching(**options):
         try:
             load_sharded(path, state, extra={"history": []}, on_corrupt=on_damaged)

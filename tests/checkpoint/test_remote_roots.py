@@ -28,18 +28,18 @@ from places.proxy import Fault
 def server_of():
     """Each server, started once, with this process set up for it."""
     with contextlib.ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
-        found: dict[str, servers.Server] = {}
+        started: dict[str, servers.Server] = {}
 
         def server(name: str) -> servers.Server:
-            if name not in found:
-                found[name] = stack.enter_context(getattr(servers, name)())
-                patch.setitem(fsspec.config.conf, name, found[name].options)
-            if found[name].home is not None:
-                patch.setenv("HOME", str(found[name].home))
-            return found[name]
+            if name not in started:
+                started[name] = stack.enter_context(getattr(servers, name)())
+                patch.setitem(fsspec.config.conf, name, started[name].options)
+            if started[name].home is not None:
+                patch.setenv("HOME", str(started[name].home))
+            return started[name]
 
         yield server
-        gc.collect()  # of holds on the servers, while these are there
+        gc.collect()  # of holds on the servers, while these servers are there
         lock._release_at_exit()
         disconnect()
 
@@ -66,16 +66,16 @@ def test_resumed_remote_run_equals_uninterrupted_run(server_of, place, mode):
 
 
 def on_ranks(root: str, environment: dict[str, str]) -> list[str]:
-    """Save after three steps, go on from there with other generators, and say where that led; and where it should."""
+    """Save after three steps, train on with other generators, and return the reached state and the expected state."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in environment.items():
             patch.setenv(name, value)
         fsspec.config.set_conf_env(fsspec.config.conf)
-        found = resume_on_ranks(root, "full_shard")
+        results = resume_on_ranks(root, "full_shard")
         gc.collect()
         lock._release_at_exit()
         disconnect()
-    return list(found)
+    return list(results)
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_uncommitted_remote_step_is_ignored_and_replaced(server_of, place):
     state = train(state, 1)
     save_sharded(root, state)
     last = storage.resolve_path(root) / "step-00000002"
-    storage.remove_file(last / layout.MANIFEST)  # what a save is that was killed before its end
+    storage.remove_file(last / layout.MANIFEST)  # the state of a save that was killed before its end
     assert latest_checkpoint(root).name == "step-00000001"
     state = load_sharded(root, plain_state(1))
     assert digest(state) == before

@@ -103,7 +103,7 @@ class Indices:
 
 
 def samples_of(root: str, first: int, until: int) -> list:
-    """The samples of each step until then, the weights, and what each generator draws next.
+    """Return the samples of each step until then, the weights, and the next draw of each generator.
 
     Args:
         root: of the checkpoint that is loaded, unless ``first`` is 0, and of the one that is saved.
@@ -146,7 +146,7 @@ def test_resharded_resume_continues_samples_and_reseeds_generators(ranks, tmp_pa
     ]
     assert list(chain.from_iterable(map(steps_of, parts))) == steps_of([straight])
     torch.testing.assert_close(torch.tensor(parts[-1][0][1][0]), torch.tensor(straight[1][0]), rtol=1e-5, atol=1e-6)
-    draws = [tuple(drawn) for part in parts[1:] for _, _, drawn in part]
+    draws = [tuple(drawn) for history in parts[1:] for _, _, drawn in history]
     assert len(set(draws)) == 4, "each rank of each part has a stream of its own"
     again = ranks(3).run(samples_of, str(tmp_path / "parts" / "step-00000006"), 6, 6)
     assert [drawn for _, _, drawn in again] == [drawn for _, _, drawn in parts[1]], "which is the same every time"
@@ -193,9 +193,9 @@ def test_resume_restores_generators_of_rank_without_samples(ranks, tmp_path):
 def test_omitting_any_state_part_changes_result(ranks, tmp_path, left_out):
     """Each part is needed, so the comparison above would notice if it were lost."""
     expected = ranks(1).run(straight, "full_shard")
-    (found,) = ranks(1).run(interrupted_without, str(tmp_path), left_out)
-    assert len(found) == len(expected[0])
-    assert found != expected[0]
+    (steps,) = ranks(1).run(interrupted_without, str(tmp_path), left_out)
+    assert len(steps) == len(expected[0])
+    assert steps != expected[0]
 
 
 def interrupted_without(root: str, left_out: str) -> list:

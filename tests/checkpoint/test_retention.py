@@ -47,8 +47,8 @@ def fill(template):
 
     def commit(root: Path, steps, run_id: str = RUN) -> list[Path]:
         root.mkdir(exist_ok=True)
-        found, folders = scan_root(root)[0], []
-        for serial, step in enumerate(steps, start=1 + len(found)):
+        committed, folders = scan_root(root)[0], []
+        for serial, step in enumerate(steps, start=1 + len(committed)):
             folders.append(root / layout.step_name(step))
             shutil.copytree(template, folders[-1])
             manifest = replace(read_manifest(template), step=step, serial=serial, run_id=run_id)
@@ -219,15 +219,15 @@ def test_prune_ignores_step_with_corrupt_manifest(tmp_path, fill):
     assert names(tmp_path) == ["step-00000002", "step-00000003"]
 
 
-def pruned_by_a_child(root: Path, at: int) -> int:
-    """The exit code of a process that prunes, and dies in its ``at``-th file operation."""
+def pruned_by_a_child(root: Path, operation: int) -> int:
+    """Return the exit code of a process that prunes, and dies in file operation number ``operation``."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of forks of processes with threads
         child = os.fork()
     if child == 0:
         code = 1
         try:
-            with watching(at=at, action="kill"):
+            with watching(operation=operation, action="kill"):
                 prune(root, keep_last=1)
             code = 0
         finally:
@@ -237,31 +237,31 @@ def pruned_by_a_child(root: Path, at: int) -> int:
 
 def test_prune_killed_at_any_operation_is_completed_by_next(tmp_path, fill, monkeypatch):
     monkeypatch.setattr(retention, "lock_root", lambda *_: nullcontext())  # has such a test of its own
-    seen, at, code = set(), 0, 9
+    seen, operation, code = set(), 0, 9
     while code == 9:
-        root = tmp_path / str(at)
+        root = tmp_path / str(operation)
         fill(root, [1, 2, 3])
         (root / layout.staging_name(9, "tmp", OTHER, "01234567")).mkdir()
-        code = pruned_by_a_child(root, at)
+        code = pruned_by_a_child(root, operation)
         left = tuple(steps_in(root))
-        assert left[-1] == 3, at
+        assert left[-1] == 3, operation
         seen.add(left)
         prune(root, keep_last=1)
-        assert names(root) == ["step-00000003"], at
-        at += 1
+        assert names(root) == ["step-00000003"], operation
+        operation += 1
     assert code == 0
     assert seen == {(1, 2, 3), (2, 3), (3,)}
-    assert at > 30
+    assert operation > 30
 
 
 def test_prune_failing_at_any_operation_is_completed_by_next(tmp_path, fill, monkeypatch):
     monkeypatch.setattr(retention, "lock_root", lambda *_: nullcontext())
-    at, fired, raised = 0, True, 0
+    operation, fired, raised = 0, True, 0
     while fired:
-        root = tmp_path / str(at)
+        root = tmp_path / str(operation)
         fill(root, [1, 2, 3])
         (root / layout.staging_name(9, "tmp", OTHER, "01234567")).mkdir()
-        with watching(at=at) as watched, warnings.catch_warnings():
+        with watching(operation=operation) as watched, warnings.catch_warnings():
             # Litter that stays, or a step that cannot be read and for which another one stays.
             warnings.filterwarnings("ignore", message="prune: (could not remove|.* is kept, because no step)")
             try:
@@ -269,15 +269,15 @@ def test_prune_failing_at_any_operation_is_completed_by_next(tmp_path, fill, mon
             except CheckpointError as error:
                 raised += "No space left on device" in str(error)
         fired = watched.fired
-        assert steps_in(root)[-1] == 3, at
+        assert steps_in(root)[-1] == 3, operation
         prune(root, keep_last=1)
-        assert names(root) == ["step-00000003"], at
-        at += 1
+        assert names(root) == ["step-00000003"], operation
+        operation += 1
     assert raised > 20
 
 
 class Recorded(WatchedOs):
-    """Remembers what was removed and renamed, and looks at the root before each operation."""
+    """Record removals and renames, and look at the root before each operation."""
 
     def __init__(self, look) -> None:
         super().__init__()
@@ -354,7 +354,7 @@ def test_apply_retention_refuses_when_last_step_is_incomplete(tmp_path, fill):
 def test_undeletable_leftovers_give_warning(tmp_path):
     (tmp_path / layout.staging_name(6, "tmp", RUN, "01234567")).mkdir()
     with (
-        watching(at=0, kind="rmdir"),
+        watching(operation=0, kind="rmdir"),
         pytest.warns(UserWarning, match="save_sharded: could not remove .*tmp-aaaaaaaa.*No space"),
     ):
         remove_leftovers(tmp_path)

@@ -1,4 +1,4 @@
-"""Saving and loading in one process: what comes back, what is refused, which folders there are."""
+"""Saving and loading in one process: restored values, refused inputs, and the folders on disk."""
 
 import random
 from dataclasses import replace
@@ -507,7 +507,7 @@ def test_final_save_of_a_saved_or_loaded_step_writes_nothing(tmp_path):
     state = train(plain_state(), 2)
     checkpoints = Checkpointer(tmp_path, mode="async")
     results = [checkpoints.save(state), checkpoints.save(state), save_sharded(tmp_path, state)]
-    assert [each.result().written for each in results] == [True, False, False]
+    assert [pending.result().written for pending in results] == [True, False, False]
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("step-*/*")}
     loaded = load_sharded(tmp_path, plain_state(1))
     assert not save_sharded(tmp_path, loaded).result().written

@@ -28,14 +28,14 @@ MANY = pytest.param(8, marks=pytest.mark.slow)
 def test_resume_reads_little_beyond_its_own_shards(tmp_path, ranks, world):
     ranks(world).run(scale.save, str(tmp_path))
     for other, at_most in ((world, 1.05), (world // 2, 1.15)):
-        for found in ranks(other).run(scale.load, str(tmp_path)):
-            assert found["own"] <= found["read"] <= at_most * found["own"], (other, found)
+        for sizes in ranks(other).run(scale.load, str(tmp_path)):
+            assert sizes["own"] <= sizes["read"] <= at_most * sizes["own"], (other, sizes)
 
 
 def test_resume_on_more_ranks_reads_little_beyond_its_own_shards(tmp_path, ranks):
     ranks(2).run(scale.save, str(tmp_path))
-    for found in ranks(4).run(scale.load, str(tmp_path)):
-        assert found["own"] <= found["read"] <= 1.15 * found["own"]
+    for sizes in ranks(4).run(scale.load, str(tmp_path)):
+        assert sizes["own"] <= sizes["read"] <= 1.15 * sizes["own"]
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +51,7 @@ def test_requests_beyond_the_data_do_not_grow_with_the_number_of_ranks(s3, ranks
     root = s3.root()
     ranks(world).run(scale.save_to_server, root, s3.environment)
     first, *others = [
-        found["requests"] - found["data"] for found in ranks(world).run(scale.load_from_server, root, s3.environment)
+        counts["requests"] - counts["data"] for counts in ranks(world).run(scale.load_from_server, root, s3.environment)
     ]
     assert 0 < first <= 11, "rank 0 finds the step, and looks at the names of all files"
     assert set(others) == {4}, "the manifest and its size, the index, the index of the rank"
@@ -59,11 +59,11 @@ def test_requests_beyond_the_data_do_not_grow_with_the_number_of_ranks(s3, ranks
 
 @pytest.mark.parametrize("world", [2, 4, MANY])
 def test_exchanges_of_a_save_and_a_load_are_as_many_at_any_number_of_ranks(tmp_path, ranks, world):
-    for rank, found in enumerate(ranks(world).run(scale.messages, str(tmp_path))):
-        calls = {what: [function for function, *_ in found[what]] for what in found}
+    for rank, messages in enumerate(ranks(world).run(scale.messages, str(tmp_path))):
+        calls = {what: [function for function, *_ in messages[what]] for what in messages}
         assert {what: len(names) for what, names in calls.items()} == {"save": 11, "load": 8}
         assert calls["save"].count("gather") == 1, "the parts of all ranks, for rank 0 only"
-        assert max(sent for what in found.values() for _, _, sent, _ in what) < 700, rank
+        assert max(sent for what in messages.values() for _, _, sent, _ in what) < 700, rank
 
 
 @pytest.mark.parametrize(
@@ -73,14 +73,14 @@ def test_planned_resume_of_512_ranks_reads_little_beyond_its_own_shards(ranks, o
     model = scale.Model(width=4096, inner=11008, layers=8)
     planned = scale.Planned(shapes=model.shapes(), ranks=ranks)
     for rank in (0, other // 2):
-        found = planned.resume(rank, other)
-        assert found["own"] > 10e6
-        assert found["ratio"] <= at_most, (rank, found)
-        assert found["files"] <= (1 if other == 512 else 8)
+        plan = planned.resume(rank, other)
+        assert plan["own"] > 10e6
+        assert plan["ratio"] <= at_most, (rank, plan)
+        assert plan["files"] <= (1 if other == 512 else 8)
 
 
 def test_index_grows_with_ranks_by_their_files_only():
-    shapes = {f"layers.{at}.weight": (4096, 64) for at in range(20)}
+    shapes = {f"layers.{number}.weight": (4096, 64) for number in range(20)}
     sizes = [scale.Planned(shapes=shapes, ranks=ranks).index_bytes for ranks in (64, 128, 256)]
     assert sizes[2] - sizes[1] <= 2 * (sizes[1] - sizes[0]) + 200 <= 2 * 64 * 100 + 200
 
@@ -123,7 +123,7 @@ def test_verify_holds_one_chunk_and_the_index_of_one_rank(tmp_path, monkeypatch)
 def test_checkpoint_of_4096_ranks_is_opened_in_little_memory(tmp_path):
     folder = tmp_path / "step-00000001"
     scale.write_wide(folder, 4096, 3000, 7)
-    found = scale.open_wide(folder, 4096, 3000, 7, check_files=True)
-    assert found["reads"] == 3000
-    assert found["bytes"] < 300e6
-    assert found["cpu"] < 30, "the target is 3 s on a machine that does nothing else"
+    costs = scale.open_wide(folder, 4096, 3000, 7, check_files=True)
+    assert costs["reads"] == 3000
+    assert costs["bytes"] < 300e6
+    assert costs["cpu"] < 30, "the target is 3 s on a machine that does nothing else"

@@ -1,4 +1,4 @@
-"""States cut by tensor parallelism and FSDP2 at once: every layout loads into every other, bit for bit, and goes on so."""
+"""States cut by tensor parallelism and FSDP2 at once: every layout loads into every other, bit for bit, and trains on so."""
 
 import hashlib
 from pathlib import Path
@@ -80,28 +80,28 @@ def begun(strategy: str, degrees: dict, *, seed: int) -> TrainState:
 
 
 def trained(state: TrainState, steps: int) -> TrainState:
-    at, count = state.spec.data_rank, state.spec.data_ranks
+    place, count = state.spec.data_rank, state.spec.data_ranks
     for _ in range(steps):
-        state, _ = step(state, BATCH[at * len(BATCH) // count : (at + 1) * len(BATCH) // count])
+        state, _ = step(state, BATCH[place * len(BATCH) // count : (place + 1) * len(BATCH) // count])
     return state
 
 
 def contents(state: TrainState) -> dict[str, str]:
     """Digests of all tensors of the run, put together by torch's own ``full_tensor``."""
-    found = {}
+    digests = {}
     for name, param in state.params.items():
         held = {**state.optimizer.state[param], "param": param.detach(), "ema": state.transform_states["ema"]["params"][name]}
-        found |= {f"{name} {key}": hashlib.sha256(full(tensor).numpy().tobytes()).hexdigest() for key, tensor in held.items()}
-    return found
+        digests |= {f"{name} {key}": hashlib.sha256(full(tensor).numpy().tobytes()).hexdigest() for key, tensor in held.items()}
+    return digests
 
 
 def save_all(root: str, writers: list[str]) -> dict:
-    found = {}
+    digests = {}
     for name in writers:
         state = trained(begun(*WRITERS[name], seed=0), 2)
         save_sharded(Path(root) / name, state)
-        found[name] = [contents(state), contents(trained(state, 2))]
-    return found
+        digests[name] = [contents(state), contents(trained(state, 2))]
+    return digests
 
 
 def load_all(root: str, names: list[str], strategy: str, degrees: dict) -> dict:
@@ -125,9 +125,9 @@ def all_written(tmp_path_factory, ranks) -> tuple[Path, dict]:
 
 
 def check_loads(written: tuple[Path, dict], ranks, world: int, strategy: str, degrees: dict) -> None:
-    root, found = written
-    for results in ranks(world).run(load_all, str(root), list(found), strategy, degrees):
-        assert results == {name: before for name, (before, _) in found.items()}
+    root, digests = written
+    for results in ranks(world).run(load_all, str(root), list(digests), strategy, degrees):
+        assert results == {name: before for name, (before, _) in digests.items()}
 
 
 @pytest.mark.parametrize(("world", "layout"), [(1, "plain"), (2, "tp alone"), (3, "full_shard"), (4, "replicate tp")])
@@ -142,9 +142,9 @@ def test_every_layout_loads_into_every_other(all_written, ranks, world, layout):
 
 
 def test_each_shard_is_written_once(written):
-    root, found = written
+    root, digests = written
     sizes = []
-    for name in found:
+    for name in digests:
         (folder,) = (root / name).glob("step-*")
         verify(folder)
         sizes.append(sum(path.stat().st_size for path in folder.glob("*.safetensors")))
@@ -164,9 +164,9 @@ def resumed(root: str, names: list[str]) -> dict:
 
 
 def test_resumed_run_continues_exactly(written, ranks):
-    root, found = written
-    for result in ranks(4).run(resumed, str(root), list(found)):
-        assert result == {name: after for name, (_, after) in found.items()}
+    root, digests = written
+    for result in ranks(4).run(resumed, str(root), list(digests)):
+        assert result == {name: after for name, (_, after) in digests.items()}
 
 
 def save_again(root: str, again: str, strategy: str, degrees: dict) -> None:
@@ -175,10 +175,10 @@ def save_again(root: str, again: str, strategy: str, degrees: dict) -> None:
 
 @pytest.mark.parametrize("world", [1, 3])
 def test_checkpoint_round_trips_through_other_layout(written, ranks, tmp_path, world):
-    root, found = written
+    root, digests = written
     ranks(world).run(save_again, str(root / "full_shard tp"), str(tmp_path / "again"), "full_shard", {})
     for result in ranks(4).run(load_all, str(tmp_path), ["again"], "full_shard", {"tp": 2}):
-        assert result["again"] == found["full_shard tp"][0]
+        assert result["again"] == digests["full_shard tp"][0]
 
 
 def drawn_after(root: str, strategy: str, degrees: dict) -> float:

@@ -36,7 +36,7 @@ def round_trip(tree):
 
 @given(trees)
 def test_tree_round_trips_exactly(tree):
-    # repr tells True from 1, -0.0 from 0.0, tuple from list, and shows NaN, and the order of keys
+    # repr distinguishes True from 1, -0.0 from 0.0, tuple from list, and shows NaN, and the order of keys
     assert repr(round_trip(tree)) == repr(tree)
 
 

@@ -25,7 +25,7 @@ from dtrain.state import init_state
 
 @pytest.fixture
 def steps(tmp_path) -> list[Path]:
-    """The folders of steps 1, 2 and 3 of a run, in a root that nobody reads."""
+    """Return the folders of steps 1, 2 and 3 of a run, in a root without readers."""
     state, folders = plain_state(), []
     for _ in range(3):
         state = train(state, 1)

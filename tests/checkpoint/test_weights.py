@@ -58,7 +58,7 @@ GROUPS = {
 
 @pytest.mark.parametrize(("sizes", "expected"), GROUPS.values(), ids=GROUPS)
 def test_group_by_size_fills_groups_in_order(sizes, expected):
-    assert list(group_by_size({str(at): size for at, size in enumerate(sizes)}, limit=10)) == expected
+    assert list(group_by_size({str(number): size for number, size in enumerate(sizes)}, limit=10)) == expected
 
 
 @pytest.mark.parametrize("limit", [1, 40, 10_000])
@@ -72,12 +72,12 @@ def test_read_batch_returns_stored_values_for_any_limit(tmp_path, limit):
     }
     save_file(tensors, tmp_path / "x.safetensors")
     stored = open_safetensors(tmp_path / "x.safetensors")
-    found = {name: [] for name in tensors}
+    pieces = {name: [] for name in tensors}
     for batch in batch_regions(stored.refs, tensors, limit=limit):
         for name, tensor in read_batch(stored, batch).items():
-            found[name].append(tensor)
+            pieces[name].append(tensor)
     for name, tensor in tensors.items():
-        together = torch.cat(found[name]) if tensor.dim() else found[name][0]
+        together = torch.cat(pieces[name]) if tensor.dim() else pieces[name][0]
         assert together.dtype == tensor.dtype
         assert torch.equal(together, tensor), name
         assert nbytes(stored.refs[name]) == tensor.nbytes
@@ -97,9 +97,9 @@ def test_read_batch_joins_columns_of_several_files(tmp_path, limit):
     """As tensor parallelism stores them."""
     whole = torch.randn(7, 6)
     halves = []
-    for at, columns in enumerate((whole[:, :4], whole[:, 4:])):
-        save_file({"x": columns.contiguous()}, tmp_path / f"{at}.safetensors")
-        halves.append(open_safetensors(tmp_path / f"{at}.safetensors"))
+    for index, columns in enumerate((whole[:, :4], whole[:, 4:])):
+        save_file({"x": columns.contiguous()}, tmp_path / f"{index}.safetensors")
+        halves.append(open_safetensors(tmp_path / f"{index}.safetensors"))
     boxes = []
     for file, half in enumerate(halves):
         (shard,) = half.find_shards({"x": full_region(half.refs["x"].shape)})["x"]
@@ -121,7 +121,7 @@ def test_tied_names_are_read_once(tmp_path):
     save_file({"a": torch.arange(6.0), "b": torch.ones(2)}, tmp_path / "x.safetensors")
     stored = rename_tensors(open_safetensors(tmp_path / "x.safetensors"), {"first": "a", "second": "a", "b": "b"})
     (batch,) = batch_regions(stored.refs, stored.refs)
-    found = read_batch(stored, batch)
-    assert torch.equal(found["first"], torch.arange(6.0))
-    assert found["second"].data_ptr() == found["first"].data_ptr()
-    assert torch.equal(found["b"], torch.ones(2))
+    tensors = read_batch(stored, batch)
+    assert torch.equal(tensors["first"], torch.arange(6.0))
+    assert tensors["second"].data_ptr() == tensors["first"].data_ptr()
+    assert torch.equal(tensors["b"], torch.ones(2))

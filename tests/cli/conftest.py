@@ -32,7 +32,7 @@ def root(clean, tmp_path, monkeypatch):
 
 @pytest.fixture
 def dtrain(monkeypatch, capfd):
-    """``dtrain(*args)`` runs a command line in this process: the exit code, what was printed, and what was complained about."""
+    """Return ``dtrain(*args)``, which runs a command line in this process: its exit code, its output, and its complaints."""
 
     def run(*args):
         monkeypatch.setattr(sys, "argv", ["dtrain", *args])

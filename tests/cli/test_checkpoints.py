@@ -1,4 +1,4 @@
-"""``dtrain checkpoints list`` and ``verify``: what is listed and verified, and what damage does to both."""
+"""``dtrain checkpoints list`` and ``verify``: their output, and the effect of damage on both."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ VALID = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d +[0-9.]+ KiB +1 +all +[0-9a-f]{8} "
 CORRUPT = r"\*  2 +[-0-9]+ [0-9:]+  - +- +- +- +- +corrupt: manifest.json: .*"
 
 
-def flip(path, at=0.5):
+def flip(path, share=0.5):
     data = bytearray(path.read_bytes())
-    data[int(at * (len(data) - 1))] ^= 4
+    data[int(share * (len(data) - 1))] ^= 4
     path.write_bytes(data)
 
 
@@ -123,9 +123,9 @@ def test_verify_finds_truncated_or_missing_file(checkpoints, root):
 def test_verify_json_has_a_record_for_every_step(checkpoints, root):
     flip(root / "step-00000001" / "rank-00000.safetensors")
     code, out, err = checkpoints("verify", "root", "--all", "--deep", "--json")
-    found = json.loads(out)
-    first, second = found["steps"]
-    assert (code, err, found["deep"]) == (1, "", True)
+    report = json.loads(out)
+    first, second = report["steps"]
+    assert (code, err, report["deep"]) == (1, "", True)
     assert (first["path"], first["ok"], first["removed"]) == (str(root / "step-00000001"), False, False)
     assert first["problem"].startswith("corrupt: rank-00000.safetensors: ")
     assert list(first) == list(second)
@@ -135,9 +135,9 @@ def test_verify_json_has_a_record_for_every_step(checkpoints, root):
 def test_list_json_has_stable_fields(checkpoints, root):
     flip(root / "step-00000002" / "manifest.json")
     code, out, err = checkpoints("list", "root", "--json")
-    found = json.loads(out)
-    good, bad = found["steps"]
-    assert (code, err, found["root"]) == (0, "", str(root))
+    report = json.loads(out)
+    good, bad = report["steps"]
+    assert (code, err, report["root"]) == (0, "", str(root))
     assert list(good) == list(bad)
     assert {
         "step": 1,
@@ -245,10 +245,10 @@ def removed_while_read(root, monkeypatch):
     read = checkpoint_info.scan_root
 
     def survey(folder):
-        found = read(folder)
+        checkpoints = read(folder)
         if (root / "step-00000001").exists():
             (root / "step-00000001").rename(root / f"step-00000001.old-{'0' * 8}-{'0' * 8}")
-        return found
+        return checkpoints
 
     monkeypatch.setattr(checkpoint_info, "scan_root", survey)
 
@@ -295,16 +295,16 @@ def test_show_prints_step_and_tensor_locations(checkpoints, two_ranks):
 
 def test_show_json_has_every_part(checkpoints, two_ranks):
     code, out, err = checkpoints("show", two_ranks, "--json", "--only", "params/first")
-    found = json.loads(out)
+    report = json.loads(out)
     assert (code, err) == (0, "")
-    assert {"step": 4, "world_size": 2, "path": two_ranks, "scope": "all", "states": []}.items() <= found.items()
-    assert found["layout"] == {"strategy": "full_shard", "axes": ["dp_replicate", "dp_shard"], "shape": [1, 2]}
-    assert [(file["rank"], file["name"]) for file in found["files"]] == [
+    assert {"step": 4, "world_size": 2, "path": two_ranks, "scope": "all", "states": []}.items() <= report.items()
+    assert report["layout"] == {"strategy": "full_shard", "axes": ["dp_replicate", "dp_shard"], "shape": [1, 2]}
+    assert [(file["rank"], file["name"]) for file in report["files"]] == [
         (0, "rank-00000.safetensors"),
         (1, "rank-00001.safetensors"),
     ]
-    assert [tensor["key"] for tensor in found["tensors"]] == ["params/first.weight", "params/first.bias"]
-    assert found["tensors"][0] == {
+    assert [tensor["key"] for tensor in report["tensors"]] == ["params/first.weight", "params/first.bias"]
+    assert report["tensors"][0] == {
         "key": "params/first.weight",
         "dtype": "F32",
         "shape": [7, 5],
@@ -347,8 +347,8 @@ def test_diff_of_copy_is_equal(checkpoints, root):
 def test_diff_of_two_layouts_finds_only_per_rank_values(checkpoints, two_ranks, ranks, tmp_path):
     other = ranks(2).run(save_filled, str(tmp_path / "root"), "replicate")[0][0]
     assert checkpoints("diff", two_ranks, other, "--weights")[0] == 0
-    found = json.loads(checkpoints("diff", two_ranks, other, "--json")[1])["differences"]
-    assert [row for row in found if not row["key"].startswith("rank-")] == []
+    differences = json.loads(checkpoints("diff", two_ranks, other, "--json")[1])["differences"]
+    assert [row for row in differences if not row["key"].startswith("rank-")] == []
 
 
 def test_diff_gives_number_and_size_of_differing_elements(checkpoints, root):
@@ -370,9 +370,9 @@ def test_diff_gives_number_and_size_of_differing_elements(checkpoints, root):
         "buffers/seen": ["buffers/seen", "values", *["I64", "[]"] * 2, "1", "7"],
         "optimizer/groups/0/lr": ["optimizer/groups/0/lr", "plain", "value", "0.01", "0.125"],
     }
-    found = json.loads(checkpoints("diff", "a", "b", "--json")[1])
-    assert found["equal"] is False
-    nan = next(row for row in found["differences"] if row["key"] == "params/last.bias")
+    report = json.loads(checkpoints("diff", "a", "b", "--json")[1])
+    assert report["equal"] is False
+    nan = next(row for row in report["differences"] if row["key"] == "params/last.bias")
     assert nan == {
         "key": "params/last.bias", "kind": "values", "a": "F32 [2]", "b": "F32 [2]", "differing": 1, "max_abs": "nan",
     }  # fmt: skip
@@ -415,7 +415,7 @@ def test_diff_compares_weights_of_step_and_hf_folder(checkpoints, root):
 
 
 def test_diff_refuses_corrupt_data(checkpoints, root):
-    flip(root / "step-00000002" / "rank-00000.safetensors", at=1)
+    flip(root / "step-00000002" / "rank-00000.safetensors", share=1)
     code, out, err = checkpoints("diff", "root/step-00000001", "root")
     assert (code, out, err.count("\n")) == (1, "", 1)
     assert err.startswith("dtrain: checkpoints: diff: rank-00000.safetensors: bytes from 0 on do not match")
@@ -447,11 +447,11 @@ def test_roots_on_servers_are_readable(checkpoints, on_a_server):
 
 def test_diff_compares_selected_state(checkpoints, root):
     for name, seed in (("two", 1), ("other", 2)):
-        save_sharded(name, {"maker": plain_state(), "judge": plain_state(seed)})
-    assert checkpoints("diff", "two", "other", "--state", "maker")[0] == 0
-    assert checkpoints("diff", "two", "other", "--state", "judge")[0] == 1
+        save_sharded(name, {"generator": plain_state(), "discriminator": plain_state(seed)})
+    assert checkpoints("diff", "two", "other", "--state", "generator")[0] == 0
+    assert checkpoints("diff", "two", "other", "--state", "discriminator")[0] == 1
     code, out, err = checkpoints("diff", "two", "other", "--weights")
     assert (code, out) == (2, "")
-    assert "holds the states 'maker', 'judge'. Name one with state (--state)" in err
+    assert "holds the states 'generator', 'discriminator'. Name one with state (--state)" in err
     assert "convert:" not in err
-    assert "states/judge/params/last.bias" in checkpoints("diff", "two", "other")[1]
+    assert "states/discriminator/params/last.bias" in checkpoints("diff", "two", "other")[1]

@@ -63,8 +63,8 @@ MISTAKES = {
 def test_convert_failure_prints_one_line_and_leaves_no_output(checkpoints, root, args, code, expected):
     (root.parent / "x.pt").write_bytes(b"")
     (root.parent / "empty").mkdir()
-    found, out, err = checkpoints("convert", *shlex.split(args))
-    assert (found, out) == (code, "")
+    exit_code, out, err = checkpoints("convert", *shlex.split(args))
+    assert (exit_code, out) == (code, "")
     assert err.startswith("dtrain: checkpoints: convert: ")
     assert expected in err
     assert err.count("\n") == 1
@@ -78,9 +78,9 @@ def test_prune_dry_run_lists_steps_and_prune_removes_them(checkpoints, root):
     assert out.splitlines()[0].startswith("step-00000001: would be removed, ")
     assert sorted(os.listdir(root)) == before
     assert checkpoints("prune", "root", "--keep-last", "1", "--keep-step", "1")[1] == "nothing to remove\n"
-    found = json.loads(checkpoints("prune", "root", "--keep-last", "1", "--json")[1])
-    assert [(step["step"], step["path"]) for step in found["removed"]] == [(1, str(root / "step-00000001"))]
-    assert (found["root"], found["dry_run"]) == (str(root), False)
+    report = json.loads(checkpoints("prune", "root", "--keep-last", "1", "--json")[1])
+    assert [(step["step"], step["path"]) for step in report["removed"]] == [(1, str(root / "step-00000001"))]
+    assert (report["root"], report["dry_run"]) == (str(root), False)
     assert not (root / "step-00000001").exists()
     assert (root / "step-00000002").exists()
 

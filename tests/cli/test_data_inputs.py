@@ -24,9 +24,9 @@ def here(tmp_path, monkeypatch):
 
 def read(*sources, kind=None, **options):
     seen = []
-    found = [dict(sample) for given in find_inputs(sources, kind) for sample in read_samples(given, seen.append, **options)]
+    samples = [dict(sample) for given in find_inputs(sources, kind) for sample in read_samples(given, seen.append, **options)]
     assert all(count >= 0 for count in seen)
-    return found
+    return samples
 
 
 def zstd(content):

@@ -1,4 +1,4 @@
-"""``dtrain data inspect``: what it says of a dataset, and what ``--verify`` finds."""
+"""``dtrain data inspect``: its description of a dataset, and the problems that ``--verify`` reports."""
 
 import json
 import os
@@ -17,9 +17,9 @@ ROWS = [{"text": f"row {i}", "tokens": np.arange(12, dtype=np.uint16)} for i in 
 COLUMNS = {"text": "str", "tokens": "ndarray:uint16:12"}
 
 
-def flip(path, at=0.5):
+def flip(path, share=0.5):
     content = bytearray(path.read_bytes())
-    content[int(at * (len(content) - 1))] ^= 4
+    content[int(share * (len(content) - 1))] ^= 4
     path.write_bytes(content)
 
 
@@ -67,8 +67,8 @@ def test_head_prints_first_samples(data, shards):
 
 
 def test_json_has_stable_fields(data, shards):
-    found = json.loads(data("inspect", "shards", "--json", "--head", "1")[1])
-    assert list(found) == [
+    report = json.loads(data("inspect", "shards", "--json", "--head", "1")[1])
+    assert list(report) == [
         *(
             "url",
             "path",
@@ -84,12 +84,12 @@ def test_json_has_stable_fields(data, shards):
         ),
         *("digests", "without_digests", "columns", "files", "head", "problems"),
     ]
-    assert {"url": "shards", "path": str(shards), "indexed": True, "formats": ["mds"], "samples": 20}.items() <= found.items()
-    assert (found["columns"], found["problems"], len(found["files"])) == (COLUMNS, None, found["shards"])
-    first = found["files"][0]
+    assert {"url": "shards", "path": str(shards), "indexed": True, "formats": ["mds"], "samples": 20}.items() <= report.items()
+    assert (report["columns"], report["problems"], len(report["files"])) == (COLUMNS, None, report["shards"])
+    first = report["files"][0]
     assert list(first) == ["name", "format", "samples", "bytes", "raw_bytes", "compression", "digests"]
     assert (first["name"], first["compression"], first["digests"]) == ("shard.00000.mds.zstd", "zstd", ["sha1", "xxh64"])
-    assert found["bytes"] == sum((shards / name).stat().st_size for name in names(shards))
+    assert report["bytes"] == sum((shards / name).stat().st_size for name in names(shards))
 
 
 def test_verify_compares_all_digests_and_decodes_all_samples(data, shards):
@@ -130,7 +130,9 @@ def test_verify_names_every_damaged_shard(data, tmp_path, monkeypatch, compressi
     assert re.fullmatch(rf"{re.escape(files[0])}: ({expected})", first)
     assert re.fullmatch(rf"{re.escape(files[2])}: ({expected})", second)
     assert verdict == f"2 shards of {len(files)} damaged"
-    assert [each["file"] for each in json.loads(data("inspect", "shards", "--verify", "--json")[1])["problems"]] == files[0:3:2]
+    assert [problem["file"] for problem in json.loads(data("inspect", "shards", "--verify", "--json")[1])["problems"]] == files[
+        0:3:2
+    ]
 
 
 def test_verify_finds_undecodable_sample(data, tmp_path, monkeypatch):
@@ -146,7 +148,7 @@ def test_verify_finds_undecodable_sample(data, tmp_path, monkeypatch):
 def test_pickled_column_is_refused_unless_allowed(data, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_shards([{"x": {1, 2}}], "shards", format="mds", columns={"x": "pkl"})
-    assert pickle.dumps({1, 2})  # what is in it
+    assert pickle.dumps({1, 2})  # the content of the file
     code, out, err = data("inspect", "shards", "--verify")
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert "column 'x' is pickled" in err

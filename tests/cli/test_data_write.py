@@ -1,4 +1,4 @@
-"""``dtrain data write``: what is written is what was read, whole or not at all, and mistakes are one line."""
+"""``dtrain data write``: the output equals the input, whole or not at all, and mistakes are one line."""
 
 import json
 import os
@@ -80,13 +80,13 @@ def test_documents_are_packed_into_token_windows(data, here):
     (here / "b.py").write_bytes(b"gh")
     tokens = ["--tokenizer", "bytes", "--concat", "4", "--from", "documents", "--end", "\n"]
     code, out, _ = data("write", "*.py", "out", *tokens)
-    found = samples("out")
+    windows = samples("out")
     assert code == 0
     assert out == (
         f"{here / 'out'}: 2 samples in 1 shard, {found_bytes('out')}; of 2 documents, 11 tokens, the last 3 are in no window\n"
     )
-    assert b"".join(sample["tokens"].tobytes() for sample in found) == b"abcdef\xff\n"
-    assert {(sample["tokens"].dtype, sample["tokens"].shape) for sample in found} == {(np.dtype("uint8"), (4,))}
+    assert b"".join(sample["tokens"].tobytes() for sample in windows) == b"abcdef\xff\n"
+    assert {(sample["tokens"].dtype, sample["tokens"].shape) for sample in windows} == {(np.dtype("uint8"), (4,))}
 
 
 def found_bytes(folder):

@@ -60,12 +60,12 @@ def test_json_holds_facts_and_findings(env):
 def test_text_lists_facts_then_findings(env):
     result = env(RANK="0", HF_TOKEN="s3cret")
     assert (result.returncode, result.stderr) == (1, "")
-    known, found = result.stdout.split("\n\n")
-    names = [line.split("  ")[0] for line in known.splitlines()]
+    listed, findings = result.stdout.split("\n\n")
+    names = [line.split("  ")[0] for line in listed.splitlines()]
     assert names[:5] == ["dtrain", "python", "packages", "torch", "system"]
-    assert "error: environment: RANK=0 is set but WORLD_SIZE is not; set both, or unset RANK\n" in found
+    assert "error: environment: RANK=0 is set but WORLD_SIZE is not; set both, or unset RANK\n" in findings
     assert "s3cret" not in result.stdout
-    assert "HF_TOKEN is set (value not shown)" in known
+    assert "HF_TOKEN is set (value not shown)" in listed
 
 
 @pytest.mark.parametrize(
@@ -347,10 +347,10 @@ def test_sound_machine_has_no_findings(facts):
 
 @pytest.mark.parametrize(("facts", "expected"), WRONG.values(), ids=WRONG)
 def test_single_problem_gives_one_finding(facts, expected):
-    (found,) = map(str, check_machine(facts))
-    assert found.startswith(expected)
-    assert "; " in found  # and what to do
-    assert "\n" not in found
+    (finding,) = map(str, check_machine(facts))
+    assert finding.startswith(expected)
+    assert "; " in finding  # and the remedy
+    assert "\n" not in finding
 
 
 def test_every_rule_has_a_failing_case():

@@ -39,7 +39,7 @@ def here(tmp_path, monkeypatch):
 
 @pytest.fixture
 def launch(here, monkeypatch, capfd):
-    """Run the command line up to where the job would start; returns the plan, None if it was refused, and what was said."""
+    """Run the command line up to the start of the job; return the plan (None if it was refused) and the messages."""
 
     def launch_with(*args: str) -> tuple[LaunchPlan | None, str, str]:
         plans: list[LaunchPlan] = []

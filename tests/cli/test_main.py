@@ -80,10 +80,10 @@ def help_of_commands(command=None, names=()):
     command = command or typer.main.get_command(app)  # of the whole command line
     text = command.get_help(command.make_context(" ".join(["dtrain", *names]), [], resilient_parsing=True))
     below = getattr(command, "commands", {})
-    found = {names: (text, bool(below))}
-    for name, each in below.items():
-        found |= help_of_commands(each, (*names, name))
-    return found
+    texts = {names: (text, bool(below))}
+    for name, subcommand in below.items():
+        texts |= help_of_commands(subcommand, (*names, name))
+    return texts
 
 
 HELP = help_of_commands()

@@ -21,7 +21,7 @@ from dtrain.cli.main import TASKS
 from dtrain.cli.main import new as write_loop
 from example_runs import ended
 
-PATIENCE_S = 600  # for anything that takes seconds: the machine may be busy
+PATIENCE_S = 600  # for a task of seconds: the machine may be busy
 
 # Steps after which a loop is clearly better than its baseline, and how much better it must be there.
 LENGTHS = {
@@ -58,7 +58,7 @@ for task, length in {lengths}.items():
 
 @pytest.fixture(scope="module")
 def loops(tmp_path_factory):
-    """The folder in which each loop has run on two ranks, and what rank 0 printed of each."""
+    """Return the folder in which each loop has run on two ranks, and the output of rank 0 of each."""
     with contextlib.chdir(tmp_path_factory.mktemp("loops")):
         for task in TASKS:
             write_loop(f"my_{task}.py", task=task)
@@ -73,10 +73,10 @@ def loops(tmp_path_factory):
 def test_template_loop_learns_on_two_ranks(loops, task):
     folder, printed = loops
     length, better = LENGTHS[task]
-    found = ended(printed[task])
-    assert better(found.value, found.baseline), printed[task]
+    ending = ended(printed[task])
+    assert better(ending.value, ending.baseline), printed[task]
     steps, out = int(length.removesuffix("ba")), folder / "runs" / f"my_{task}"
-    assert [found.step for found in dt.checkpoint.list_steps(out / "checkpoints")][-1] == steps
+    assert [ending.step for ending in dt.checkpoint.list_steps(out / "checkpoints")][-1] == steps
     assert list(dt.loggers.read_jsonl(out / "metrics.jsonl")) == list(range(20, steps + 1, 20))
     assert (out / "attempts").is_dir()
     assert sorted(path.name for path in (out / "ledger").iterdir())[:2] == ["rank-00000.jsonl", "rank-00001.jsonl"]
@@ -107,7 +107,7 @@ def test_stopped_loop_resumes_to_same_weights(new, task):
         done = run("-m", "dtrain", "launch", "-n", "2", script, "--until", "30ba", "--out", out)
         assert done.returncode == 0, done.stdout + done.stderr
     told = run("-m", "dtrain", "checkpoints", "diff", "--json", "whole/checkpoints", "parts/checkpoints")
-    differing = {each["key"] for each in json.loads(told.stdout)["differences"]}
+    differing = {difference["key"] for difference in json.loads(told.stdout)["differences"]}
     assert differing <= {"clock/seconds", "clock/before/seconds"}, told.stdout + told.stderr
 
 
@@ -117,8 +117,8 @@ def test_template_loop_runs_unchanged(new, task):
     new("loop.py", "--task", task)
     done = run("-m", "dtrain", "launch", "-n", "2", "--run-dir", "runs/loop", "loop.py")
     assert done.returncode == 0, done.stdout + done.stderr
-    found = ended(done.stdout.replace("[rank 0] ", ""))
-    assert LENGTHS[task][1](found.value, found.baseline)
+    ending = ended(done.stdout.replace("[rank 0] ", ""))
+    assert LENGTHS[task][1](ending.value, ending.baseline)
     assert [path.name for path in Path("runs").iterdir()] == ["loop"]  # of the launcher and of the loop
     names = {path.name for path in Path("runs/loop").iterdir()}
     assert names >= {"launch.json", "logs", "attempts", "ledger", "metrics.jsonl", "checkpoints"}

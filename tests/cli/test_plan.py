@@ -1,4 +1,4 @@
-"""``dtrain plan``: what it prints, and one line for each mistake."""
+"""``dtrain plan``: its output, and one line for each mistake."""
 
 import json
 import shlex
@@ -88,13 +88,13 @@ def test_json_uses_bytes_and_sums_match(plan):
     code, out, _ = plan(
         "cli_model:workload", "--world", "2", "--strategy", "replicate", "--json", "--seq", "16", "--arg", "width=32"
     )
-    found = json.loads(out)
-    (only,) = found["plans"]
-    assert (code, found["memory"], only["largest"]) == (0, None, None)
+    report = json.loads(out)
+    (only,) = report["plans"]
+    assert (code, report["memory"], only["largest"]) == (0, None, None)
     assert only["parameters"] == 2 * (32 * 32 + 32)
     assert only["at_peak"]["parameters"] == only["parameters"] * 4
     assert sum(only["at_peak"].values()) == only["peak"] == only["peaks"][only["peak_in"]]
-    assert only["sent"] == sum(each["sent"] for each in only["traffic"])
+    assert only["sent"] == sum(call["sent"] for call in only["traffic"])
 
 
 def test_insufficient_memory_for_one_sample_exits_1(plan):
@@ -216,9 +216,9 @@ def test_processes_do_not_change_the_plan():
 
 def test_network_is_parsed_by_name_and_by_hand():
     assert parse_network("plan", "--network", "a100-hdr200") is NETWORKS["a100-hdr200"]
-    found = parse_network("plan", "--network", "node=4,within=32GB/s,between=100Gb/s,latency=5us,control=0.1ms")
-    assert (found.local_world_size, found.within, found.between) == (4, 32e9, 12.5e9)
-    latencies = (found.within_latency_s, found.between_latency_s, found.control_latency_s)
+    network = parse_network("plan", "--network", "node=4,within=32GB/s,between=100Gb/s,latency=5us,control=0.1ms")
+    assert (network.local_world_size, network.within, network.between) == (4, 32e9, 12.5e9)
+    latencies = (network.within_latency_s, network.between_latency_s, network.control_latency_s)
     assert latencies == pytest.approx((5e-6, 5e-6, 1e-4))
 
 

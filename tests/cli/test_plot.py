@@ -1,4 +1,4 @@
-"""``dtrain plot``: what it draws in a terminal and in a file, and one line for each mistake."""
+"""``dtrain plot``: its drawing in a terminal and in a file, and one line for each mistake."""
 
 import shlex
 import sys
@@ -118,7 +118,7 @@ MISTAKES = {
         2,
         "plot schedule: 'two' in 'plotted_loop.py' must be a schedule, a function of a number, got func",
     ),
-    "a maker that fails": (
+    "a schedule factory that fails": (
         "plotted_loop.py:stumbling --steps 5",
         2,
         "plot schedule: 'stumbling' in 'plotted_loop.py' failed: ValueError: not today (in plotted_loop.py, line ",
@@ -128,7 +128,7 @@ MISTAKES = {
         1,
         "plot schedule: 'plotted_loop.py:failing' failed: ZeroDivisionError: ",
     ),
-    "a maker that exits": (
+    "a schedule factory that exits": (
         "plotted_loop.py:leaving --steps 5",
         2,
         "plot schedule: 'leaving' in 'plotted_loop.py' failed: SystemExit: 3 (in plotted_loop.py, line ",
@@ -153,8 +153,8 @@ MISTAKES = {
 
 @pytest.mark.parametrize(("args", "code", "expected"), MISTAKES.values(), ids=MISTAKES)
 def test_invalid_arguments_print_one_line(plot, args, code, expected):
-    found, out, err = plot("schedule", *shlex.split(args))
-    assert (found, out, err.count("\n")) == (code, "", 1)
+    exit_code, out, err = plot("schedule", *shlex.split(args))
+    assert (exit_code, out, err.count("\n")) == (code, "", 1)
     assert err.startswith(f"dtrain: {expected}")
     assert "; " in err or ". " in err
 

@@ -56,11 +56,11 @@ def test_output_option_sets_path_of_page(report, tmp_path):
 
 def test_json_prints_report_data(report, tmp_path):
     code, out, err = report("gpt", "--json")
-    found = json.loads(out)
-    assert (code, err, found["format"], found["runs"][0]["attempts"][1]["lost_steps"]) == (0, "", 2, 20)
+    report_data = json.loads(out)
+    assert (code, err, report_data["format"], report_data["runs"][0]["attempts"][1]["lost_steps"]) == (0, "", 2, 20)
     assert not (tmp_path / "gpt" / "report.html").exists()
     code, out, _ = report("gpt", "--json", "--output", "page.html")
-    assert json.loads(out) | {"written_at": 0} == found | {"written_at": 0}
+    assert json.loads(out) | {"written_at": 0} == report_data | {"written_at": 0}
     assert (tmp_path / "page.html").exists()
 
 
@@ -138,7 +138,7 @@ def test_live_run_is_updated_as_it_grows(tmp_path):
     assert live.refresh(END).ranks == []
     write_run(folder, [Part(begin=0, end=100, reason=None)])
     now = live.refresh(END + 5)
-    assert (now.attempt, now.step, [each.age_s for each in now.ranks], now.has_ended) == (1, 100, [5.0, 5.0], False)
+    assert (now.attempt, now.step, [rank.age_s for rank in now.ranks], now.has_ended) == (1, 100, [5.0, 5.0], False)
     assert (now.steps_per_s, now.metrics["lr"]) == (pytest.approx(100 / 58), 3e-4)
     assert render_text("gpt", now, END + 5)[0] == "gpt  attempt 1  step 100  1 m 03 s  running"
     assert render_text("gpt", live.refresh(END + 90), END + 90)[0].endswith("silent for 1 m 30 s")
@@ -196,7 +196,7 @@ def test_screen_fits_narrow_terminal(tmp_path, width, height):
 
 @pytest.fixture
 def on_a_terminal(tmp_path, monkeypatch):
-    """The command on a terminal of its own, for the run ``gpt``: the process, and a function that waits for what it draws."""
+    """Run the command on a terminal of its own, for the run ``gpt``: the process, and a function that waits for its drawing."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "gpt").mkdir()
     mine, its = pty.openpty()  # the other end stays open here too, so that nothing that was written is lost when it exits
@@ -287,7 +287,7 @@ MISTAKES = {
 @pytest.mark.parametrize(("line", "code", "expected"), MISTAKES.values(), ids=MISTAKES)
 def test_invalid_arguments_print_one_line(dtrain, tmp_path, line, code, expected):
     (tmp_path / "file").write_text("")
-    found, out, err = dtrain(*line.split())
-    assert (found, out, err.count("\n")) == (code, "", 1)
+    exit_code, out, err = dtrain(*line.split())
+    assert (exit_code, out, err.count("\n")) == (code, "", 1)
     assert err.startswith(f"dtrain: {line.split()[0]}: {expected}")
     assert re.search(r"[;.] \S", err)

@@ -30,8 +30,8 @@ KINDS = {
 def test_concatenated_split_equals_the_batch(kind):
     batch = KINDS[kind]
     parts = split_batch(batch, 2)
-    assert [count_samples(part) for part in parts] == [2, 2, 1]
-    assert all(type(part) is type(batch) for part in parts)
+    assert [count_samples(piece) for piece in parts] == [2, 2, 1]
+    assert all(type(piece) is type(batch) for piece in parts)
 
     def leaves(value):
         if isinstance(value, torch.Tensor):
@@ -72,8 +72,8 @@ def test_pick_uses_the_batch_axis_of_the_spec():
 
 def test_split_divides_per_sample_sequences_and_copies_other_values():
     parts = split_batch(KINDS["nested"], 2)
-    assert [part["ids"] for part in parts] == [["a", "b"], ["c", "d"], ["e"]]
-    assert [part["scale"] for part in parts] == [2.0, 2.0, 2.0]
+    assert [piece["ids"] for piece in parts] == [["a", "b"], ["c", "d"], ["e"]]
+    assert [piece["scale"] for piece in parts] == [2.0, 2.0, 2.0]
 
 
 @pytest.mark.parametrize("kind", ["tensor", "dict", "tuple", "list"])
@@ -91,7 +91,7 @@ def test_split_returns_views():
 
 
 def test_tensordict_parts_keep_a_batch_size():
-    assert [tuple(part.batch_size) for part in split_batch(KINDS["tensordict"], 2)] == [(2,), (2,), (1,)]
+    assert [tuple(piece.batch_size) for piece in split_batch(KINDS["tensordict"], 2)] == [(2,), (2,), (1,)]
 
 
 def test_empty_batch_has_no_parts():
@@ -131,15 +131,15 @@ def test_spec_supports_any_batch_axis():
     batch = {"ids": torch.arange(12).reshape(3, 4), "label": torch.arange(4), "mask": torch.ones(7)}
     assert count_samples_and_tokens(batch, SPEC) == (4, 12)
     parts = split_batch(batch, 3, batch_spec=SPEC)
-    assert [part["label"].tolist() for part in parts] == [[0, 1, 2], [3]]
-    assert torch.equal(torch.cat([part["ids"] for part in parts], dim=1), batch["ids"])
-    assert all(part["mask"] is batch["mask"] for part in parts)
+    assert [piece["label"].tolist() for piece in parts] == [[0, 1, 2], [3]]
+    assert torch.equal(torch.cat([piece["ids"] for piece in parts], dim=1), batch["ids"])
+    assert all(piece["mask"] is batch["mask"] for piece in parts)
 
 
 def test_spec_works_on_a_tensordict():
     batch = TensorDict({"ids": torch.zeros(3, 4), "label": torch.zeros(4)}, batch_size=[])
     assert count_samples_and_tokens(batch, SPEC) == (4, 12)
-    assert [part["ids"].shape for part in split_batch(batch, 3, batch_spec=SPEC)] == [(3, 3), (3, 1)]
+    assert [piece["ids"].shape for piece in split_batch(batch, 3, batch_spec=SPEC)] == [(3, 3), (3, 1)]
 
 
 @pytest.mark.parametrize(

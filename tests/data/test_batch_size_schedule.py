@@ -27,10 +27,10 @@ def batches(source: dt.data.Loader, until="2ep") -> list[list[int]]:
 
 
 def test_scheduled_batch_sizes_cover_each_sample_once_per_epoch():
-    found = batches(loader())
-    sizes = [len(batch) for batch in found]
+    drawn = batches(loader())
+    sizes = [len(batch) for batch in drawn]
     assert sizes == [3, 3, 4, 4, 5, 5, 6, 6, 7, 7, 8, 8, 9, 9, 10, 6], "each epoch's last batch is what is left of it"
-    flat = [index for batch in found for index in batch]
+    flat = [index for batch in drawn for index in batch]
     assert sorted(flat[:SIZE]) == sorted(flat[SIZE:]) == list(range(SIZE))
 
 

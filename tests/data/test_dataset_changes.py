@@ -197,7 +197,7 @@ def worker_pids(loader, body) -> set[int]:
 
 
 class Pids(Curriculum):
-    """Its samples are the process that reads them. What it holds is of no use to samples."""
+    """A dataset whose samples are the id of the process that reads them. Its content does not matter."""
 
     def __init__(self) -> None:
         super().__init__()

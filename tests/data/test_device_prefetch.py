@@ -12,9 +12,9 @@ def test_on_a_cpu_batches_keep_their_order_without_prefetch():
     asked = []
 
     def source():
-        for at in range(3):
-            asked.append(at)
-            yield {"x": torch.tensor([at])}
+        for number in range(3):
+            asked.append(number)
+            yield {"x": torch.tensor([number])}
 
     batches = dt.data.prefetch_to_device(source(), "cpu")
     assert next(batches)["x"].tolist() == [0]

@@ -24,11 +24,11 @@ def section(title: str) -> str:
 def rows(text: str) -> list[list[str]]:
     """The cells of the tables in ``text``, without their heads."""
     lines = [line for line in text.splitlines() if line.startswith("|")]
-    heads = {at - 1 for at, line in enumerate(lines) if line.startswith("|---")}
+    heads = {number - 1 for number, line in enumerate(lines) if line.startswith("|---")}
     return [
         [cell.strip() for cell in line.strip("|").split("|")]
-        for at, line in enumerate(lines)
-        if at not in heads and not line.startswith("|---")
+        for number, line in enumerate(lines)
+        if number not in heads and not line.startswith("|---")
     ]
 
 

@@ -53,7 +53,7 @@ def leg(kind: str, size: int, state: dict[str, Any] | None, steps: int, ranks: i
             member.load_state_dict(state)
         group.append(member)
         streams.append(member.until(member.position.batches + steps))
-    batches = [sorted(chain.from_iterable(part.tolist() for part in parts)) for parts in zip(*streams, strict=True)]
+    batches = [sorted(chain.from_iterable(indices.tolist() for indices in parts)) for parts in zip(*streams, strict=True)]
     states = [member.state_dict() for member in group]
     assert all(other == states[0] for other in states)
     return batches, states[0]
@@ -111,7 +111,7 @@ CHAINS = {  # steps, ranks, workers of the node
     "more ranks and fewer": ("shards", "short", [(3, 1, 0), (4, 2, 2), (2, 4, 0), (5, 2, 3)]),
     "dropped tails": ("in order", "drop", [(4, 2, 0), (7, 2, 2), (3, 1, 1)]),
     "padded tails": ("shuffled", "pad", [(5, 4, 0), (6, 2, 2)]),
-    "a mixture, ten resumes": ("mixture", "short", [(1, 1 + at % 2, 2 * (at % 3 == 0)) for at in range(10)]),
+    "a mixture, ten resumes": ("mixture", "short", [(1, 1 + number % 2, 2 * (number % 3 == 0)) for number in range(10)]),
 }
 
 

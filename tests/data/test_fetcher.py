@@ -1,4 +1,4 @@
-"""Samples to batches: what default batches are, what is said of samples that do not fit, transforms, samples left out."""
+"""Samples to batches: default batches, errors of samples that do not fit, transforms, and skipped samples."""
 
 from collections import OrderedDict
 from dataclasses import replace
@@ -23,7 +23,12 @@ def build(dataset, rank=0, ranks=1, **options) -> dt.data.Loader:
 
 
 def test_mappings_of_tensors_become_a_tensordict():
-    batch = collate([{"x": torch.ones(2) * at, "y": at, "z": np.ones(3), "more": {"w": torch.tensor(at)}} for at in range(3)])
+    batch = collate(
+        [
+            {"x": torch.ones(2) * number, "y": number, "z": np.ones(3), "more": {"w": torch.tensor(number)}}
+            for number in range(3)
+        ]
+    )
     assert isinstance(batch, TensorDict)
     assert batch.batch_size == torch.Size([3])
     assert batch["x"].tolist() == [[0, 0], [1, 1], [2, 2]]
@@ -33,23 +38,23 @@ def test_mappings_of_tensors_become_a_tensordict():
 
 
 def test_mappings_with_strings_stay_mappings():
-    batch = collate([{"x": torch.zeros(2), "name": f"sample {at}"} for at in range(2)])
+    batch = collate([{"x": torch.zeros(2), "name": f"sample {number}"} for number in range(2)])
     assert type(batch) is dict
     assert batch["name"] == ["sample 0", "sample 1"]
     assert batch["x"].shape == (2, 2)
 
 
 VALUES = {
-    "float32": lambda at: torch.full((2, 3), float(at)),
-    "float16": lambda at: torch.tensor(at, dtype=torch.float16),
-    "scalars": lambda at: torch.tensor(at),
-    "bool tensors": lambda at: torch.tensor([at > 1]),
-    "complex": lambda at: torch.tensor([complex(at, 1)]),
-    "views": lambda at: torch.arange(12).view(3, 4).t()[at],
-    "int": lambda at: at,
-    "float": lambda at: at / 2,
-    "bool": lambda at: at > 1,
-    "array": lambda at: np.full(2, at, np.float32),
+    "float32": lambda number: torch.full((2, 3), float(number)),
+    "float16": lambda number: torch.tensor(number, dtype=torch.float16),
+    "scalars": lambda number: torch.tensor(number),
+    "bool tensors": lambda number: torch.tensor([number > 1]),
+    "complex": lambda number: torch.tensor([complex(number, 1)]),
+    "views": lambda number: torch.arange(12).view(3, 4).t()[number],
+    "int": lambda number: number,
+    "float": lambda number: number / 2,
+    "bool": lambda number: number > 1,
+    "array": lambda number: np.full(2, number, np.float32),
     "NumPy scalar": np.int16,
 }
 
@@ -57,17 +62,17 @@ VALUES = {
 @pytest.mark.parametrize("kind", [dict, OrderedDict])
 @pytest.mark.parametrize("name", VALUES)
 def test_values_of_mappings_are_stacked_as_by_torch(name, kind):
-    samples = [kind(x=VALUES[name](at), more=kind(y=VALUES[name](2 - at))) for at in range(3)]
+    samples = [kind(x=VALUES[name](number), more=kind(y=VALUES[name](2 - number))) for number in range(3)]
     batch, expected = collate(samples), default_collate(samples)
     assert isinstance(batch, TensorDict)
-    for found, wanted in ((batch["x"], expected["x"]), (batch["more", "y"], expected["more"]["y"])):
-        assert (found.dtype, found.shape, found.tolist()) == (wanted.dtype, wanted.shape, wanted.tolist())
-        assert found.is_contiguous()
+    for stacked, wanted in ((batch["x"], expected["x"]), (batch["more", "y"], expected["more"]["y"])):
+        assert (stacked.dtype, stacked.shape, stacked.tolist()) == (wanted.dtype, wanted.shape, wanted.tolist())
+        assert stacked.is_contiguous()
 
 
 def test_gradients_pass_through_stacked_values():
     weight = torch.ones((), requires_grad=True)
-    assert collate([{"x": weight * at} for at in range(3)])["x"].sum().backward() is None
+    assert collate([{"x": weight * number} for number in range(3)])["x"].sum().backward() is None
     assert weight.grad.item() == 3
 
 
@@ -103,8 +108,8 @@ def test_samples_with_incompatible_shapes_are_refused(samples, message):
 def test_tensors_and_tensordicts_are_indexed_by_a_tensor(data, workers):
     batches = list(build(data, num_workers=workers).until("1ep"))
     assert [type(batch) for batch in batches] == [type(data)] * 3
-    found = torch.cat([batch if isinstance(batch, torch.Tensor) else batch["x"] for batch in batches])
-    assert found.tolist() == list(range(10))
+    values = torch.cat([batch if isinstance(batch, torch.Tensor) else batch["x"] for batch in batches])
+    assert values.tolist() == list(range(10))
 
 
 X, Y = torch.randn(10, 3), torch.arange(10)
@@ -198,8 +203,8 @@ def test_first_batch_of_only_unreadable_samples_is_refused():
 
 def test_only_the_first_thousand_unreadable_samples_are_listed():
     loader = build(Troubled(10, 5, fail))
-    loader.skipped.add([(at, "bad") for at in range(700)])
-    loader.skipped.add([(at, "bad") for at in range(700)])
+    loader.skipped.add([(index, "bad") for index in range(700)])
+    loader.skipped.add([(index, "bad") for index in range(700)])
     assert (loader.skipped.count, len(loader.skipped.samples)) == (1400, 1000)
 
 

@@ -15,7 +15,7 @@ LOADER = ("data/loader.py", "data/position.py")
 
 
 class Stream(torch.utils.data.IterableDataset):
-    """The data one after another."""
+    """A stream of the data in order."""
 
     def __init__(self, data: Tensor = DATA) -> None:
         self.data = data
@@ -73,10 +73,15 @@ class Run:
     """A run whose loop is interrupted at each of some places, (where in the body, batches before), and run again."""
 
     def __init__(
-        self, loader: dt.data.Loader, at: tuple[tuple[str, int], ...] = (), *, by_hand: bool = False, plain: bool = False
+        self,
+        loader: dt.data.Loader,
+        interrupts: tuple[tuple[str, int], ...] = (),
+        *,
+        by_hand: bool = False,
+        plain: bool = False,
     ) -> None:
         torch.manual_seed(0)
-        self.loader, self.left, self.by_hand, self.plain = loader, list(at), by_hand, plain
+        self.loader, self.left, self.by_hand, self.plain = loader, list(interrupts), by_hand, plain
         self.model, self.used = nn.Linear(1, 1), []
         self.loss_fn = loss_of(self.come_to)
         self.step = dt.compose_step(self.loss_fn, [dt.transforms.ema(0.5)])
@@ -156,8 +161,8 @@ def test_batch_is_repeated_after_several_interrupts(kind):
 @pytest.mark.parametrize("place", [*PLACES, "between the halves"])
 def test_interrupt_between_gradient_and_update_repeats_the_batch(place):
     places = (("between the halves", 3), (place, 3 + (place == "after the step")))
-    found = Run(loader_of("map"), places, by_hand=True).to_the_end()
-    assert found == Run(loader_of("map"), by_hand=True).to_the_end()
+    interrupted = Run(loader_of("map"), places, by_hand=True).to_the_end()
+    assert interrupted == Run(loader_of("map"), by_hand=True).to_the_end()
 
 
 @pytest.mark.parametrize("kind", ["map", "remembers"])
@@ -247,7 +252,7 @@ def test_zipped_loaders_repeat_the_interrupted_batch_together(named, after):
     def cell() -> None:
         for pair in zip(*[loader.until(LENGTH) for loader in loaders], strict=True):
             states.append(step(states[-1], pair)[0])
-            used.append([part.tolist() for part in pair])
+            used.append([batch.tolist() for batch in pair])
 
     with pytest.raises(KeyboardInterrupt):
         cell()
@@ -297,7 +302,7 @@ def test_second_loop_during_a_step_is_refused():
 # ---- on several ranks
 
 
-def on_a_rank(kind: str, at: list[int], place: str) -> list:
+def on_a_rank(kind: str, numbers: list[int], place: str) -> list:
     """The batches of the steps of two cells, the first one interrupted at batch ``at[rank]``; and how the second one ended."""
     mesh = dt.build_mesh()
     rank, _ = dt.dist.data_rank(mesh)
@@ -308,7 +313,7 @@ def on_a_rank(kind: str, at: list[int], place: str) -> list:
     else:
         loader = dt.build_loader(DATA, **options)
     model = dt.shard_model(nn.Linear(1, 1), mesh)
-    used, left = [], [(place, number) for number in at[rank : rank + 1]]
+    used, left = [], [(place, number) for number in numbers[rank : rank + 1]]
 
     def come_to(here: str) -> None:
         if (here, len(used)) in left:
@@ -345,13 +350,13 @@ def on_a_rank(kind: str, at: list[int], place: str) -> list:
 
 
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize(("kind", "at"), [("map", 3), ("already split", 1), ("already split", 2), ("already split", 4)])
-def test_ranks_interrupted_together_repeat_the_same_batch(ranks, kind, at, place):
-    if (kind, at, place) == ("already split", 4, "in the step"):
+@pytest.mark.parametrize(("kind", "number"), [("map", 3), ("already split", 1), ("already split", 2), ("already split", 4)])
+def test_ranks_interrupted_together_repeat_the_same_batch(ranks, kind, number, place):
+    if (kind, number, place) == ("already split", 4, "in the step"):
         pytest.skip("rank 0 has no sample left, so its step runs no loss that could be interrupted")
-    at += place == "after the step"
+    number += place == "after the step"
     whole = ranks(2).run(on_a_rank, kind, [], place)
-    assert ranks(2).run(on_a_rank, kind, [at, at], place) == whole
+    assert ranks(2).run(on_a_rank, kind, [number, number], place) == whole
     assert [end for _, end in whole] == [2, 2]
 
 

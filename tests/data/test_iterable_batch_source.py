@@ -24,8 +24,8 @@ def numbers(batches) -> list[int]:
 @pytest.mark.parametrize(("ranks", "workers"), [(1, 0), (2, 0), (3, 0), (7, 0), (1, 2), (2, 2)])
 def test_global_batches_are_the_same_for_every_number_of_ranks(ranks, workers):
     parts = [[b.tolist() for b in build(Stream(23), rank, ranks, num_workers=workers).until("2ep")] for rank in range(ranks)]
-    batches = [list(chain.from_iterable(part)) for part in zip(*parts, strict=True)]
-    assert batches == [[*range(at, min(at + 5, 23))] for at in (0, 5, 10, 15, 20)] * 2
+    batches = [list(chain.from_iterable(shares)) for shares in zip(*parts, strict=True)]
+    assert batches == [[*range(first, min(first + 5, 23))] for first in (0, 5, 10, 15, 20)] * 2
 
 
 def test_drop_omits_the_incomplete_last_batch():
@@ -42,7 +42,7 @@ def test_resume_continues_exactly_on_a_different_rank_count(kind, cut):
         second = build(kind(23), rank, 3)
         second.load_state_dict(first.state_dict())
         parts.append([batch.tolist() for batch in second.until("2ep")])
-    rest = list(chain.from_iterable(chain.from_iterable(part) for part in zip(*parts, strict=True)))
+    rest = list(chain.from_iterable(chain.from_iterable(shares) for shares in zip(*parts, strict=True)))
     assert head + rest == [*range(23)] * 2
 
 
@@ -71,10 +71,10 @@ def test_torch_iterable_datasets_and_torchdata_nodes_are_accepted():
             return iter(Stream(7))
 
     assert numbers(build(Torch(), num_workers=1).until("1ep")) == [*range(7)]
-    node = IterableWrapper([torch.tensor(at) for at in range(12)])
+    node = IterableWrapper([torch.tensor(number) for number in range(12)])
     first = build(node)
     assert numbers(first.until(2)) == [*range(10)]
-    second = build(IterableWrapper([torch.tensor(at) for at in range(12)]))
+    second = build(IterableWrapper([torch.tensor(number) for number in range(12)]))
     second.load_state_dict(first.state_dict())
     assert numbers(second.until("1ep")) == [10, 11]
 
@@ -120,7 +120,7 @@ def test_failing_stream_raises_a_one_line_error():
 
 
 def ragged_run(sizes: list[int], plain: bool = False) -> tuple[list[list[int]], list[int], list[int]]:
-    """Trains on streams of unequal length, two epochs; what this rank saw, the samples of each step, the last position."""
+    """Train on streams of unequal length for two epochs; return this rank's samples, those of each step, the last position."""
     mesh = dt.build_mesh()
     rank, _ = dt.dist.data_rank(mesh)
     model = dt.shard_model(torch.nn.Linear(1, 1), mesh)

@@ -1,4 +1,4 @@
-"""The loader: each sample once per epoch in one order, whatever the ranks, the workers, and the number of resumes."""
+"""The loader: each sample once per epoch in one order, for any number of ranks, workers and resumes."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -136,9 +136,9 @@ def test_loader_converts_between_units_of_the_run_length():
 @pytest.mark.parametrize(("length", "total"), [("20sp", "20sp"), ("23sp", "23sp"), ("230sp", "50ba")])
 def test_run_length_in_samples_equals_the_loader_step_count(length, total):
     """Each epoch of 23 samples is 5 steps, the last one of 3 samples; by samples alone it would be 4.6."""
-    found = loader().run_length(length)
-    assert found.steps() == loader().total_steps(length)
-    assert str(found.total) == total
+    run_length = loader().run_length(length)
+    assert run_length.steps() == loader().total_steps(length)
+    assert str(run_length.total) == total
 
 
 @pytest.mark.parametrize(("length", "steps"), [("3ep", 15), (4, 4), ("23sp", 5), ("25sp", 6), ("46sp", 10)])

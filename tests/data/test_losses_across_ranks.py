@@ -1,4 +1,4 @@
-"""Ranks and their loaders: what goes wrong on one is known to all, and training sees the same data whatever the ranks."""
+"""Ranks and their loaders: all ranks learn of an error on one rank, and training sees the same data on any number of ranks."""
 
 import pytest
 import torch
@@ -98,7 +98,7 @@ def losses(workers: int) -> list[float]:
 
 
 def test_losses_are_equal_for_every_number_of_ranks(ranks):
-    """Float64, so what is left is the order of sums: 1e-12 relative."""
+    """Float64, so only the order of sums differs: 1e-12 relative."""
     alone = ranks(1).run(losses, 0)[0]
     assert len(alone) == 18
     for world, workers in ((2, 2), (4, 0)):
@@ -106,7 +106,7 @@ def test_losses_are_equal_for_every_number_of_ranks(ranks):
 
 
 class Raising:
-    """Raises on rank 1 only, where ``what`` says."""
+    """Raise on rank 1 only, at the place that ``what`` names."""
 
     def __init__(self, what: str, rank: int) -> None:
         self.what, self.rank = what, rank
@@ -148,7 +148,7 @@ class Order(ElasticSampler):
 class Streamed(Raising):
     def __iter__(self):
         self.raise_in("iter")
-        return (torch.tensor(at) for at in range(64))
+        return (torch.tensor(number) for number in range(64))
 
     def state_dict(self):
         self.raise_in("state_dict")
@@ -162,7 +162,7 @@ class Short(Streamed):
     """A stream without a sample on rank 1."""
 
     def __iter__(self):
-        return iter([] if self.rank == 1 else [torch.tensor(at) for at in range(64)])
+        return iter([] if self.rank == 1 else [torch.tensor(number) for number in range(64)])
 
 
 def trouble_at_once(what: str, workers: int, evaluation: bool) -> str:
@@ -235,7 +235,7 @@ def test_data_error_stops_all_ranks_under_any_transform(ranks, name):
 def mapped_losses(auto: bool) -> list[float]:
     """Batches of TensorDicts, of which some ranks have none at the end of an epoch."""
     mesh = dt.build_mesh()
-    data = [{"x": torch.tensor([at / 10.0, 1.0]), "more": {"y": torch.tensor(at)}} for at in range(13)]
+    data = [{"x": torch.tensor([number / 10.0, 1.0]), "more": {"y": torch.tensor(number)}} for number in range(13)]
     loader = dt.build_loader(data, mesh=mesh, global_batch_size=6, seed=1)
     torch.manual_seed(0)
     model = dt.shard_model(torch.nn.Linear(2, 1).double(), mesh)

@@ -19,12 +19,12 @@ DATA = torch.arange(SIZE, dtype=torch.float64).unsqueeze(1)
 
 
 def noisy(sample: Tensor, generator: torch.Generator) -> Tensor:
-    """The sample's number, and what was drawn for it."""
+    """Return the sample's number, and a random draw for it."""
     return torch.cat([sample, torch.rand(2, generator=generator, dtype=torch.float64)])
 
 
 def mixed(sample: Tensor, generator: torch.Generator) -> Tensor:
-    """The sample, and a part of another one that is drawn from the whole dataset."""
+    """Return the sample, and a part of another sample that is drawn from the whole dataset."""
     other = DATA[int(torch.randint(SIZE, (), generator=generator))]
     share = torch.rand((), generator=generator, dtype=torch.float64)
     return torch.cat([sample, share * sample + (1 - share) * other])
@@ -53,14 +53,14 @@ def rows(name: str, workers: int, batch: int, stop: int, at_once: bool) -> list[
         )
 
     first, second = loader(), loader()
-    found = [part.tolist() for part in first.until(stop)]
+    lists = [indices.tolist() for indices in first.until(stop)]
     second.load_state_dict(first.state_dict())
-    return found + [part.tolist() for part in second.until("2ep")]
+    return lists + [indices.tolist() for indices in second.until("2ep")]
 
 
 def sorted_epochs(parts: list[list[list[list[float]]]]) -> list[list[list[float]]]:
     """Samples of each epoch in the order of their numbers, from the batches of all ranks."""
-    steps = [[row for part in step for row in part] for step in zip(*parts, strict=True)]
+    steps = [[row for rows_of_rank in step for row in rows_of_rank] for step in zip(*parts, strict=True)]
     half = len(steps) // 2
     return [sorted(row for step in epoch for row in step) for epoch in (steps[:half], steps[half:])]
 
@@ -71,8 +71,8 @@ def test_augmentation_does_not_depend_on_ranks_workers_or_resume(ranks, name):
     assert [len(epoch) for epoch in expected] == [SIZE, SIZE]
     assert all(first != second for first, second in zip(*expected, strict=True)), "another epoch draws anew"
     for world_size, workers, batch, stop, at_once in [(1, 2, 5, 3, False), (2, 0, 5, 1, True), (3, 0, 4, 7, False)]:
-        found = sorted_epochs(ranks(world_size).run(rows, name, workers, batch, stop, at_once))
-        assert found == expected, (world_size, workers, batch, stop)
+        epochs = sorted_epochs(ranks(world_size).run(rows, name, workers, batch, stop, at_once))
+        assert epochs == expected, (world_size, workers, batch, stop)
 
 
 def test_random_numbers_differ_by_sample_and_seed():

@@ -21,7 +21,7 @@ def build(dataset, rank=0, ranks=1, **options) -> dt.data.Loader:
 
 
 def hugging_face(size: int = 10) -> datasets.Dataset:
-    return datasets.Dataset.from_dict({"id": list(range(size)), "x": [[float(at)] * 3 for at in range(size)]})
+    return datasets.Dataset.from_dict({"id": list(range(size)), "x": [[float(number)] * 3 for number in range(size)]})
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -62,8 +62,8 @@ def test_hugging_face_stream_resumes_at_its_position():
 def shards(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # where a StreamingDataset leaves its locks
     with MDSWriter(out=str(tmp_path / "mds"), columns={"id": "int", "x": "ndarray:float32:2"}, size_limit=512) as out:
-        for at in range(48):
-            out.write({"id": at, "x": torch.full((2,), float(at)).numpy()})
+        for number in range(48):
+            out.write({"id": number, "x": torch.full((2,), float(number)).numpy()})
     with released():
         yield str(tmp_path / "mds")
 

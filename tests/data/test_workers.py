@@ -1,4 +1,4 @@
-"""Loader processes: what is wrong with one is one line; they leave signals to their rank, and die with it."""
+"""Loader processes: an error in a worker is one line; workers leave signals to their rank, and die with it."""
 
 import multiprocessing
 import os
@@ -50,8 +50,8 @@ def first_sample(samples):
     ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_worker_failure_raises_a_one_line_error(trouble, options, message):
-    at = 8 if trouble is lock else 9  # collate of that case looks at the first sample of a batch
-    loader = build(Troubled(32, at, trouble), **options)
+    failing = 8 if trouble is lock else 9  # collate of that case looks at the first sample of a batch
+    loader = build(Troubled(32, failing, trouble), **options)
     with pytest.raises(dt.errors.DataError, match=message) as caught:
         list(loader.until("1ep"))
     assert "\n" not in str(caught.value)
@@ -68,13 +68,13 @@ class Wide(torch.utils.data.Dataset):
     def __len__(self) -> int:
         return 8
 
-    def __getitem__(self, at):
-        return self.kind(torch.full((2**16,), float(at)))
+    def __getitem__(self, index):
+        return self.kind(torch.full((2**16,), float(index)))
 
 
 class WideStream(torch.utils.data.IterableDataset):
     def __iter__(self):
-        yield from (torch.full((2**16,), float(at)) for at in range(8))
+        yield from (torch.full((2**16,), float(number)) for number in range(8))
 
 
 def as_mapping(sample):
@@ -186,7 +186,7 @@ def test_workers_exit_when_their_rank_dies(tmp_path):
             print("first", flush=True)
             time.sleep(600)
     """
-    environment = {**os.environ, "TMPDIR": str(tmp_path.parent)}  # what a killed rank leaves goes with the test's folder
+    environment = {**os.environ, "TMPDIR": str(tmp_path.parent)}  # files of a killed rank go with the test's folder
     rank = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(program)], stdout=subprocess.PIPE, text=True, env=environment
     )
@@ -282,11 +282,11 @@ class DrawingLate(Drawing):
 
 def test_dataset_that_draws_late_draws_the_same_numbers_without_a_change_of_the_loop():
     def drawn(disturb, **options):
-        found = []
+        batches = []
         for batch in build(DrawingLate(420), **{"num_workers": 0, **options}).until("1ep"):
-            found.append(batch)
+            batches.append(batch)
             disturb()
-        return torch.cat(found)
+        return torch.cat(batches)
 
     def draw():
         return random.gauss(0, 1), np.random.randn(), torch.randn(()).item()

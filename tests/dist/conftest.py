@@ -24,7 +24,7 @@ LONG_S = 300  # how long a busy test machine may take
 
 @dataclass(kw_only=True)
 class Forked:
-    """Ranks in processes of their own: ``body(rank)`` returns plain data, or what it raised as text."""
+    """Run ranks in processes of their own: ``body(rank)`` returns plain data, or its error as text."""
 
     pipes: dict[int, int] = field(default_factory=dict)
     pids: dict[int, int] = field(default_factory=dict)
@@ -54,7 +54,7 @@ class Forked:
                 os.environ.update({**who, launch_protocol.LOOPBACK: "1", launch_protocol.GLOO_INTERFACE: "lo"})
                 try:
                     answer = body(rank)
-                except BaseException as error:  # noqa: BLE001 - whatever it is, the test looks at it
+                except BaseException as error:  # noqa: BLE001 - the test looks at every kind of error
                     answer = f"{type(error).__name__}: {error}"
                 os.write(write, json.dumps(answer).encode() + b"\n")
                 os._exit(0)
@@ -89,7 +89,7 @@ class Forked:
 
 @pytest.fixture
 def forked(monkeypatch: pytest.MonkeyPatch) -> Iterator[Forked]:
-    """Forked ranks; a failed collective waits half a second for word from the others, which they inherit."""
+    """Fork ranks; a failed collective waits half a second for a message of the other ranks, which they inherit."""
     monkeypatch.setattr("dtrain.dist.incident.GRACE_S", 0.5)
     ranks = Forked()
     yield ranks

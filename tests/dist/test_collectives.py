@@ -122,7 +122,7 @@ def test_out_of_range_rank_is_refused(call, message):
 
 
 def records_of_two_lengths() -> list:
-    """Buffers are reused: what was returned must not change, and records of other lengths not mix."""
+    """Buffers are reused: returned values must not change, and records of other lengths must not mix."""
     rank = get_dist_info().rank
     first, other = all_gather_numbers([rank, 1.0]), all_gather_numbers([float("inf")] * 3)
     second = all_gather_numbers([rank, True])

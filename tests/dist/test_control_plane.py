@@ -35,7 +35,7 @@ def channel() -> Channel:
 
 
 def begin(samples: int = 2) -> list:
-    """Return what the ranks agree on in the record before forward."""
+    """Return the values that the ranks agree on in the record before forward."""
     counts = sync_before_forward(ForwardRecord(samples=samples, tokens=0, microbatches=samples))
     return [counts.samples, counts.microbatches]
 
@@ -198,7 +198,7 @@ def as_first_visitor(visit):
 
 @pytest.mark.parametrize("over_tcp", [False, True])
 def test_silent_strangers_delay_no_rank(forked, monkeypatch, over_tcp):
-    """Each of them had five seconds, one after the other."""
+    """Each of them had five seconds, in turn."""
     strangers = []
 
     def visit(address: dict) -> None:
@@ -220,7 +220,7 @@ def test_silent_strangers_delay_no_rank(forked, monkeypatch, over_tcp):
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 def test_another_user_cannot_take_the_place_of_a_rank(forked, monkeypatch):
-    """All keys of the store are readable on the host, so the visitor knows what a rank knows."""
+    """All keys of the store are readable on the host, so the visitor knows as much as a rank."""
     ends = []
 
     def visit(address: dict) -> None:

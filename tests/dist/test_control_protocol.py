@@ -197,7 +197,7 @@ def test_cause_is_found_from_the_signs_of_all_ranks():
     # A connection between living ranks.
     outcome = judged([LOST, WAITED, LOST, BUSY], peers={0: 2, 2: 0})
     assert (outcome.missing, outcome.pairs) == ([], [(0, 2)])
-    # A rank that computes is no cause, except if others have waited for the whole timeout.
+    # A rank that computes is no cause, except if other ranks have waited for the whole timeout.
     assert judged([EARLY, WAITED, BUSY]).missing == []
     assert judged([EARLY, TIMED_OUT, BUSY]).missing == [2]
     # A collective that failed on one rank, and no other fault.

@@ -33,7 +33,7 @@ def test_shard_box_of_a_plain_tensor_is_the_whole_tensor():
 
 
 def pieces_of_pieces(rows: int, data: int, tensor: int) -> list[list[int]]:
-    """Rows by (data rank, tensor rank), cut with ``torch.chunk`` as FSDP2 cuts what tensor parallelism has left to a rank."""
+    """Return rows by (data rank, tensor rank), cut with ``torch.chunk`` as FSDP2 cuts a rank's tensor-parallel shard."""
     outer = torch.arange(rows).chunk(tensor)
     chunks = [[piece.chunk(data) for piece in outer][t] for t in range(tensor)]
     return [chunks[t][d].tolist() if d < len(chunks[t]) else [] for d in range(data) for t in range(tensor)]

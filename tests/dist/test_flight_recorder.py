@@ -40,7 +40,7 @@ def _fresh(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def question() -> Iterator[tuple[int, int]]:
-    """The launcher's pipe: what the ranks poll, and where the question is written."""
+    """The launcher's pipe: the end that the ranks poll, and the end that takes the question."""
     read, write = os.pipe()
     yield read, write
     for fd in (read, write):
@@ -63,7 +63,7 @@ def prepare(folder: Path) -> Path:
 
 
 def tell_when_waiting(path: Path) -> None:
-    """Make ``path`` when an exchange of this rank waits for others."""
+    """Make ``path`` when an exchange of this rank waits for other ranks."""
     plane = current_context().control_plane
     wait_until(lambda: plane["control"].waits)
     path.touch()

@@ -163,7 +163,7 @@ def of_the_users_own(rank):
 
 
 def on_top(rank):
-    """As the page says: the handler of the user's own calls the one that it found."""
+    """As the page says: the user's own handler calls the handler that it replaced."""
     got = []
     with dt.init_dist():
         step, state = begin()
@@ -296,7 +296,7 @@ def test_failed_rank_does_not_report_a_normal_exit(tmp_path):
 
 
 def stale(rank, *, what, folder):
-    """A variable from somebody else's launch, whose number is closed here, or a file of this process."""
+    """A variable of another launch, whose number is closed here, or a file of this process."""
     number = "x"
     if what != "text":
         file = (folder / "mine").open("wb")

@@ -46,7 +46,7 @@ def test_gathered_rows_are_in_rank_order_for_every_dtype(ranks, counts):
 
 
 def by_index(world_size: int, kind: str) -> list[float]:
-    """Each rank has every so many-th row, as a loader may deal them; the last rank knows nothing of what the others have."""
+    """Give each rank every n-th row, as a loader may; the last rank does not know the rows of the other ranks."""
     rank = get_dist_info().rank
     indices = torch.arange(rank, 10, world_size - 1) if rank < world_size - 1 else None
     values = None if indices is None else indices.double() * 2

@@ -298,7 +298,7 @@ def test_an_operation_without_a_deterministic_form_raises():
 def one_gpu(monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")  # so that what the code sets is taken back
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")  # so that the variable that the code sets is restored
 
 
 def test_cublas_variable_is_set_before_cuda_starts(one_gpu, monkeypatch):

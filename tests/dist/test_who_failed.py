@@ -1,4 +1,4 @@
-"""Ranks without a launcher name the rank that failed, and no other: rows of the truth table on real ranks."""
+"""Ranks without a launcher name the rank that failed, and no other rank: rows of the truth table on real ranks."""
 
 from __future__ import annotations
 

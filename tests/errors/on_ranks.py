@@ -1,4 +1,4 @@
-"""The situations that need two ranks, each a function that says what came of it on this rank."""
+"""The situations that need two ranks, each a function that returns its outcome on this rank."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def everything(folder: str) -> dict[str, Any]:
 
 
 def resuming(folder: str) -> list[float]:
-    """Save two halves: by hand as what each rank has, here as one checkpoint. Returns the whole weight."""
+    """Save two halves: by hand each rank's own half, here as one checkpoint. Return the whole weight."""
     by_hand = linear()
     fully_shard(by_hand)
     mine = {name: value.to_local() for name, value in by_hand.state_dict().items()}
@@ -55,7 +55,7 @@ def resuming(folder: str) -> list[float]:
 
 
 def memory() -> dict[str, Any]:
-    """A batch that is too large for what a rank may hold: whole, in microbatches that fit, and with less than one needs."""
+    """Try a batch that is too large for a rank: whole, in microbatches that fit, and with too little for a single sample."""
     mesh = dt.build_mesh()
     enough = 200_000
 

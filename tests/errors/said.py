@@ -1,7 +1,7 @@
 """Messages that docs/errors.md shows, section by section: from torch in loops written by hand, and from dtrain.
 
-The one table that the page and the tests are held to: a test gives ``check`` what was raised, and ``test_page.py`` compares
-the page. ``...`` stands for any text: a path, a port, what another release words otherwise.
+The one table for the page and the tests: a test gives ``check`` the raised errors, and ``test_page.py`` compares
+the page. ``...`` stands for any text: a path, a port, words that differ between releases.
 """
 
 from __future__ import annotations
@@ -172,12 +172,12 @@ def raised(call: Callable[[], Any]) -> str:
 
 def fits(shown: str, real: str) -> bool:
     """Return True if a message is the shown message."""
-    pattern = ".*".join(re.escape(part) for part in shown.split("..."))
+    pattern = ".*".join(re.escape(piece) for piece in shown.split("..."))
     return re.fullmatch(pattern, real.strip(), re.S) is not None
 
 
 def check(section: str, *, by_hand: tuple[str, ...] = (), here: tuple[str, ...] = ()) -> None:
-    """Compare what was raised with the table: all messages of a section, in its order."""
+    """Compare raised errors with the table: all messages of a section, in its order."""
     said = SAID[section]
     for shown, real in zip((*said.by_hand, *said.here), (*by_hand, *here), strict=True):
         assert fits(shown, real), f"{section}: shown\n{shown}\nreal\n{real}"

@@ -1,4 +1,4 @@
-"""docs/errors.md, what one process shows: what torch says, and what comes here."""
+"""docs/errors.md, the errors of one process: torch's message, and dtrain's."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from dtrain.testing import inject_fault
 from errors.said import check, raised, told
 
 LOSS = dt.mean_loss(lambda model, batch: model(batch).square().mean(), weight=len)
-PATIENCE_S = 300  # for what takes seconds: the machine may be busy
+PATIENCE_S = 300  # for a task of seconds: the machine may be busy
 
 
 def begun(
@@ -38,7 +38,7 @@ def begun(
 
 @contextmanager
 def taken_port() -> Iterator[int]:
-    """A port on loopback on which somebody listens."""
+    """Yield a port on loopback with a listener."""
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
@@ -47,7 +47,7 @@ def taken_port() -> Iterator[int]:
 
 @contextmanager
 def closed_port() -> Iterator[int]:
-    """A port on loopback that nobody else gets, and on which nobody listens."""
+    """Yield a port on loopback without a listener, which no other socket gets."""
     with socket.socket() as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         holder.bind(("127.0.0.1", 0))
@@ -90,7 +90,7 @@ def last_words(job: subprocess.Popen[str]) -> str:
 
 
 def test_unreachable_node_error_names_the_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with closed_port() as port, closed_port() as of_node_0:  # on the first one somebody listens for a while
+    with closed_port() as port, closed_port() as of_node_0:  # the first port has a listener for a while
         node = two_nodes(tmp_path, 1, of_node_0, 1)
         theirs = by_hand(port, 1), by_hand(port, 0)
         ours = here(port, 0, monkeypatch)
@@ -285,7 +285,7 @@ def test_extended_run_continues_with_nonzero_lr(tmp_path: Path) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default")
         assert ours_extended(tmp_path / "short", schedule_of=4)[4:] == [0.0] * 4
-    (warning,) = [each for each in caught if "scale_lr" in str(each.message)]
+    (warning,) = [message for message in caught if "scale_lr" in str(message.message)]
     check(
         "A rate of zero after a finished run was extended",
         by_hand=(raised(one_step_too_many),),

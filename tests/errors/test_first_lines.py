@@ -1,4 +1,4 @@
-"""The first lines that people type from other libraries: each is answered by one line that says what to write instead."""
+"""The first lines that people type from other libraries: each gets an answer of one line with the right code."""
 
 from __future__ import annotations
 
@@ -259,12 +259,12 @@ def test_near_miss_of_every_public_name_names_it(package: str) -> None:
     door = public.door(package)
     if not hasattr(door, "__path__"):
         return
-    known = {word.lower() for words in FOREIGN_NAMES.values() for word in words.split()}
-    known |= {path.rpartition(".")[2] for path in public.all_names()}
+    taken = {word.lower() for words in FOREIGN_NAMES.values() for word in words.split()}
+    taken |= {path.rpartition(".")[2] for path in public.all_names()}
     missed = []
     for name in public.names(package):
         for typed in {name[:-1], name.upper(), name.replace("_", "")}:
-            if len(typed) < 4 or typed.startswith("_") or typed in known or typed.lower() in known:
+            if len(typed) < 4 or typed.startswith("_") or typed in taken or typed.lower() in taken:
                 continue
             with pytest.raises(AttributeError) as caught:
                 getattr(door, typed)

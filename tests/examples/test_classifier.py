@@ -1,4 +1,4 @@
-"""The model of the fine-tuning example: where it comes from, what of stored weights it takes, and what it is written as."""
+"""The model of the fine-tuning example: its source, the stored weights that it loads, and its output files."""
 
 import warnings
 from pathlib import Path
@@ -102,7 +102,7 @@ def test_folder_without_config_or_tokenizer_raises_a_one_line_error(folder):
 def test_oversized_vocabulary_or_sequence_raises_a_one_line_error(folder):
     with pytest.raises(SystemExit, match=r"pretrained: --seq 33, but the model has 32 positions; take at most as many"):
         tokenizer_and_config(folder, TEXTS, NAMES, 33)
-    tokenizer_and_config(None, [f"word{at}" for at in range(100)], NAMES, SEQ)[0].save_pretrained(folder)
+    tokenizer_and_config(None, [f"word{number}" for number in range(100)], NAMES, SEQ)[0].save_pretrained(folder)
     with pytest.raises(SystemExit, match=r"pretrained: \d+ words, the model knows 90; put its own tokenizer there"):
         tokenizer_and_config(folder, TEXTS, NAMES, SEQ)
 
@@ -215,7 +215,7 @@ def test_transformers_loads_an_export_with_equal_outputs(tmp_path):
     state = dt.compose_step(lambda model, batch: None, []).init(model, torch.optim.SGD(model.parameters(), lr=0.1))
     dt.save_sharded(tmp_path / "weights", state, scope="weights")
     folder = tmp_path / "export"
-    for _ in range(2):  # the second time over what is there
+    for _ in range(2):  # the second time over existing files
         export(tmp_path / "weights", folder, config, tokenizer)
     theirs = AutoModelForSequenceClassification.from_pretrained(folder).eval()
     words = AutoTokenizer.from_pretrained(folder)

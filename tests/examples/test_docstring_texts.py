@@ -20,13 +20,13 @@ print(json.dumps(docstrings.build_tokenizer(docstrings.read_docstrings().texts).
 
 
 @pytest.fixture(scope="module")
-def found() -> Labelled:
+def rows() -> Labelled:
     return read_docstrings()
 
 
-def test_every_package_has_texts_without_duplicates(found):
-    texts, labels = found.texts, found.labels
-    assert tuple(found.names) == PACKAGES
+def test_every_package_has_texts_without_duplicates(rows):
+    texts, labels = rows.texts, rows.labels
+    assert tuple(rows.names) == PACKAGES
     assert set(labels) == set(range(len(PACKAGES)))
     assert len(set(texts)) == len(texts) == len(labels) > 1000
     assert min(map(len, texts)) >= MIN_CHARACTERS
@@ -34,13 +34,13 @@ def test_every_package_has_texts_without_duplicates(found):
     assert largest < 0.3 * len(labels), "naming the most frequent package is no answer"
 
 
-def test_the_vocabulary_is_the_same_in_every_process(found):
+def test_the_vocabulary_is_the_same_in_every_process(rows):
     """This process and the other process have different orders of hashes."""
     seed = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"
     env = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(EXAMPLES)}
     other = subprocess.run([sys.executable, "-c", VOCABULARY], capture_output=True, text=True, env=env, timeout=300)
     assert other.returncode == 0, other.stderr
-    assert json.loads(other.stdout) == build_tokenizer(found.texts).get_vocab()
+    assert json.loads(other.stdout) == build_tokenizer(rows.texts).get_vocab()
 
 
 def test_frequent_words_are_single_tokens_and_rare_words_are_split():

@@ -85,7 +85,7 @@ def load_and_compare(folder: str, strategy: str) -> list:
 @pytest.mark.parametrize("strategy", ["full_shard", "replicate"])
 @pytest.mark.parametrize("kind", ["classifier", "masked"])
 def test_loaded_weights_and_logits_match_the_unsharded_model(folders, ranks, kind, strategy):
-    """The masked one has tied weights, which its files hold once."""
+    """The masked model has tied weights, which its files hold once."""
     for complete, unequal, difference in ranks(2).run(load_and_compare, str(folders[kind]), strategy):
         assert complete
         assert unequal == []
@@ -98,8 +98,8 @@ def load_encoder(folder: str) -> list:
     done = dt.load_weights_(model, folder, rename=rename, ignore=["classifier.*", "bert.pooler.**"])
     expected = BertForMaskedLM.from_pretrained(folder).state_dict()
     with dt.shard.unshard_params(model):
-        found = dict(model.named_parameters())
-        unequal = [name for name in done.loaded if not torch.equal(found[name], expected[name])]
+        params = dict(model.named_parameters())
+        unequal = [name for name in done.loaded if not torch.equal(params[name], expected[name])]
     return [len(done.loaded), unequal, sorted(done.kept), sorted(done.left_out)]
 
 
@@ -114,9 +114,11 @@ def test_encoder_is_loaded_from_a_model_with_a_different_head(folders, ranks):
 def initial_weights(strategy: str) -> dict[str, list]:
     model = sharded_bert(strategy)
     with dt.shard.unshard_params(model):
-        found = {name: [float(p.std(correction=0)), float(p.mean()), float(p.sum())] for name, p in model.named_parameters()}
+        statistics = {
+            name: [float(p.std(correction=0)), float(p.mean()), float(p.sum())] for name, p in model.named_parameters()
+        }
         ids = model.bert.embeddings.position_ids.tolist()
-    return {"parameters": found, "position_ids": ids}
+    return {"parameters": statistics, "position_ids": ids}
 
 
 def test_initial_weights_match_transformers_on_any_rank_count(ranks):
@@ -137,7 +139,10 @@ def table(folder: Path) -> Path:
     """Texts of which some words tell the class, in no order."""
     path = folder / "mail.jsonl"
     words = [["win", "free", "car"], ["lunch", "noon", "thanks"]]
-    rows = [{"text": f"{words[at % 2][at % 3]} {at} and so on", "label": ["spam", "ham"][at % 2]} for at in range(60)]
+    rows = [
+        {"text": f"{words[number % 2][number % 3]} {number} and so on", "label": ["spam", "ham"][number % 2]}
+        for number in range(60)
+    ]
     path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     return path
 
@@ -195,8 +200,8 @@ def run_twice(folder: str) -> dict[str, bool]:
 def test_a_run_from_saved_weights_resumes_bit_for_bit(tmp_path, ranks):
     """The run uses bf16, microbatches of 2, two groups of parameters, and keeps two checkpoints."""
     pretrained(tmp_path)
-    for found in ranks(2).run(run_twice, str(tmp_path), timeout_s=PATIENCE_S):
-        assert [what for what, holds in found.items() if not holds] == []
+    for checks in ranks(2).run(run_twice, str(tmp_path), timeout_s=PATIENCE_S):
+        assert [what for what, holds in checks.items() if not holds] == []
 
 
 def test_run_without_improvement_stops_early_and_stays_stopped(tmp_path):
@@ -233,11 +238,11 @@ def held_out_accuracy(folder: Path) -> float:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     _, held_out = read_docstrings().parts()
     given = tokenizer(held_out.texts, truncation=True, max_length=128, padding=True, return_tensors="pt")
-    names = [model.config.id2label[at] for at in range(len(held_out.names))]
+    names = [model.config.id2label[number] for number in range(len(held_out.names))]
     with torch.no_grad():
-        found = model(**given).logits.argmax(-1).tolist()
-    right = sum(names[at] == held_out.names[label] for at, label in zip(found, held_out.labels, strict=True))
-    return right / len(found)
+        predicted = model(**given).logits.argmax(-1).tolist()
+    right = sum(names[number] == held_out.names[label] for number, label in zip(predicted, held_out.labels, strict=True))
+    return right / len(predicted)
 
 
 @pytest.mark.slow

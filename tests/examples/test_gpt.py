@@ -102,7 +102,7 @@ def test_model_built_on_meta_has_no_storage_and_equals_a_real_one_after_initiali
             continue
         module.to_empty(device="cpu", recurse=False)
         for tensor in owned:
-            tensor.data.fill_(math.nan)  # what is not initialised below shows
+            tensor.data.fill_(math.nan)  # shows every value that is not initialised below
         if isinstance(module, Rotary):
             module.__init__(dim=module.dim, max_seq=module.max_seq, base=module.base)  # type: ignore[misc]
         else:

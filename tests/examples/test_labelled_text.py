@@ -1,4 +1,4 @@
-"""Texts with labels: what a table may look like, what is wrong with one in a line, and what is held out."""
+"""Texts with labels: valid tables, one-line errors of invalid tables, and the held-out rows."""
 
 import json
 from collections.abc import Callable
@@ -40,20 +40,20 @@ WRITERS: dict[str, Callable[[Path, list[dict]], None]] = {"csv": as_csv, "jsonl"
 @pytest.mark.parametrize("kind", WRITERS)
 def test_every_table_format_gives_the_same_rows(tmp_path, kind):
     path = tmp_path / f"mail.{kind}"
-    WRITERS[kind](path, [{"id": at, "label": label, "text": text} for at, (label, text) in enumerate(ROWS)])
-    found = read_table(path)
-    assert list(found.texts) == [text for _, text in ROWS]
-    assert list(found.labels) == [0, 1, 0, 1, 0]
-    assert list(found.names) == ["ham", "spam"]
+    WRITERS[kind](path, [{"id": number, "label": label, "text": text} for number, (label, text) in enumerate(ROWS)])
+    rows = read_table(path)
+    assert list(rows.texts) == [text for _, text in ROWS]
+    assert list(rows.labels) == [0, 1, 0, 1, 0]
+    assert list(rows.names) == ["ham", "spam"]
 
 
 @pytest.mark.parametrize("kind", WRITERS)
 def test_numeric_classes_are_sorted_numerically(tmp_path, kind):
     path = tmp_path / f"stars.{kind}"
     WRITERS[kind](path, [{"text": "so so", "label": stars} for stars in (10, 2, -1, 2, 10)])
-    found = read_table(path)
-    assert list(found.names) == ["-1", "2", "10"]
-    assert list(found.labels) == [2, 1, 0, 1, 2]
+    rows = read_table(path)
+    assert list(rows.names) == ["-1", "2", "10"]
+    assert list(rows.labels) == [2, 1, 0, 1, 2]
 
 
 def bad(path: Path, content: str) -> Path:
@@ -94,29 +94,31 @@ def test_missing_table_raises_a_one_line_error(tmp_path):
 
 
 def test_every_fifth_row_is_held_out_with_training_majority_baseline():
-    rows = Labelled(texts=[f"text {at}" for at in range(20)], labels=[0, 0, 0, 1, 1] * 3 + [0, 1, 1, 1, 0], names=["a", "b"])
+    rows = Labelled(
+        texts=[f"text {number}" for number in range(20)], labels=[0, 0, 0, 1, 1] * 3 + [0, 1, 1, 1, 0], names=["a", "b"]
+    )
     train, held_out = rows.parts()
     assert HELD_OUT_EVERY == 5
     assert list(held_out.texts) == ["text 4", "text 9", "text 14", "text 19"]
     assert sorted([*train.texts, *held_out.texts]) == sorted(rows.texts)
     assert list(held_out.labels) == [1, 1, 1, 0]
-    assert held_out.majority(train) == 1 / 4  # 0 leads in what is trained on, 10 to 6, though not in what is held out
+    assert held_out.majority(train) == 1 / 4  # 0 leads in the training rows, 10 to 6, though not in the held-out rows
 
 
 def test_samples_are_truncated_and_padded():
-    texts = [f"word {'more ' * at}" for at in range(10)]
+    texts = [f"word {'more ' * number}" for number in range(10)]
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=build_tokenizer(texts), pad_token="[PAD]")
     samples = Tokenized(Labelled(texts=texts, labels=range(10), names="abcdefghij"), tokenizer, 6)
     assert len(samples) == 10
-    for at, sample in enumerate(samples[at] for at in range(10)):
+    for number, sample in enumerate(samples[number] for number in range(10)):
         assert {name: (tuple(t.shape), t.dtype) for name, t in sample.items()} == {
             "input_ids": ((6,), torch.int64),
             "attention_mask": ((6,), torch.int64),
             "labels": ((), torch.int64),
         }
         assert torch.equal(sample["attention_mask"], (sample["input_ids"] != 0).long())
-        assert int(sample["attention_mask"].sum()) == min(6, 3 + at)
-        assert int(sample["labels"]) == at
+        assert int(sample["attention_mask"].sum()) == min(6, 3 + number)
+        assert int(sample["labels"]) == number
 
 
 def test_fingerprint_depends_on_texts_labels_and_length():

@@ -14,4 +14,4 @@ def test_memory_estimate_accepts_the_gpt_example():
         plan = dt.planning.estimate_memory(workload, world_size=512, microbatch_size=4)
     assert plan.parameter_count == 2 * 64 * 32 + 2 * (12 * 32 * 32 + 2 * 32) + 32
     assert plan.peak_phase == "backward"
-    assert {each.op for each in plan.traffic} == {"all_gather", "reduce_scatter", "all_reduce"}
+    assert {call.op for call in plan.traffic} == {"all_gather", "reduce_scatter", "all_reduce"}

@@ -1,4 +1,4 @@
-"""The example that pretrains: what is masked and packed, that each method is in the model, and that it learns and resumes."""
+"""The example that pretrains: masked and packed tokens, each method in the model, learning, and resuming."""
 
 import itertools
 import shutil
@@ -15,7 +15,7 @@ from pretrain_bert import METHODS, SEQ, build_bert, loss_fn
 
 SCRIPT = "pretrain_bert.py"
 
-# Attention masks some of the scores with the least number there is, whose exp() is 0: what is left is the order of sums.
+# Attention masks some of the scores with the least number there is, whose exp() is 0: only the order of sums differs.
 TOLERANCE = 1e-5
 
 
@@ -40,7 +40,7 @@ def test_held_out_and_training_documents_are_disjoint(corpus):
     assert len(texts) == len(set(texts)) == len(corpus.train) + alike
     assert sum(map(len, texts)) > 1_000_000
     ids = corpus.held_out[0]
-    assert [corpus.tokenizer.id_to_token(ids[at]) for at in (0, -1)] == ["[CLS]", "[SEP]"]
+    assert [corpus.tokenizer.id_to_token(ids[index]) for index in (0, -1)] == ["[CLS]", "[SEP]"]
 
 
 def test_masking_follows_the_paper(corpus):
@@ -75,7 +75,7 @@ def test_masks_differ_by_epoch_and_are_reproducible(corpus):
 def test_packed_and_padded_blocks_have_the_same_tokens(corpus):
     documents = corpus.held_out[-40:]
     tokens = sorted(token for ids in documents for token in ids)
-    blocks = {make: [make(documents, SEQ)[at] for at in range(len(make(documents, SEQ)))] for make in (packed, padded)}
+    blocks = {make: [make(documents, SEQ)[index] for index in range(len(make(documents, SEQ)))] for make in (packed, padded)}
     for made in blocks.values():
         assert sorted(int(token) for block in made for token in block["input_ids"][block["documents"] >= 0]) == tokens
     assert [len(block["documents"][block["documents"] >= 0].unique()) for block in blocks[padded]] == [1] * len(blocks[padded])
@@ -84,7 +84,7 @@ def test_packed_and_padded_blocks_have_the_same_tokens(corpus):
 
 def test_baseline_is_the_entropy_of_masked_tokens(corpus):
     gaps = MaskedOnce(packed(corpus.held_out, SEQ), Masking(corpus))
-    labels = torch.cat([gaps[at]["labels"] for at in range(len(gaps))])
+    labels = torch.cat([gaps[index]["labels"] for index in range(len(gaps))])
     share = torch.unique(labels[labels != IGNORED], return_counts=True)[1] / (labels != IGNORED).sum()
     assert gaps.entropy() == pytest.approx(float(-(share * share.log()).sum()), rel=1e-5)
 
@@ -110,7 +110,7 @@ def test_model_edits_may_be_applied_in_any_order():
         for edit in order:
             model = edit(model)
         parts = sorted((name, type(module).__name__) for name, module in model.named_modules())
-        made.add((*parts, *sorted((name, tuple(each.shape)) for name, each in model.named_parameters())))
+        made.add((*parts, *sorted((name, tuple(param.shape)) for name, param in model.named_parameters())))
     assert len(made) == 1
 
 
@@ -144,8 +144,8 @@ def test_tokens_attend_only_within_their_document(without):
 @pytest.mark.parametrize(("steps", "below_baseline"), [(50, -0.2), (120, 0.2)], ids=["short", "longer"])
 def test_training_on_two_ranks_with_growing_sequences_lowers_the_loss(tmp_path, steps, below_baseline):
     """A new model is 0.7 nats above the baseline, and the whole run goes 1.2 nats below it."""
-    found = ended(launched(SCRIPT, "--until", f"{steps}ba", out=tmp_path / "out"))
-    assert found.value < found.baseline - below_baseline
+    ending = ended(launched(SCRIPT, "--until", f"{steps}ba", out=tmp_path / "out"))
+    assert ending.value < ending.baseline - below_baseline
     lengths = list(lengths_of(tmp_path / "out").values())
     grown = int(0.3 * steps)
     assert lengths[:grown] == sorted(lengths[:grown])
@@ -163,8 +163,8 @@ def test_resumed_run_ends_with_the_same_bits(tmp_path):
         [load_file(path) for path in sorted((out / "checkpoints" / "step-00000040").glob("*.safetensors"))]
         for out in (straight, resumed)
     )
-    assert [sorted(part) for part in one] == [sorted(part) for part in other]
-    assert all(torch.equal(part[name], again[name]) for part, again in zip(one, other, strict=True) for name in part)
+    assert [sorted(tensors) for tensors in one] == [sorted(tensors) for tensors in other]
+    assert all(torch.equal(tensors[name], again[name]) for tensors, again in zip(one, other, strict=True) for name in tensors)
 
 
 @pytest.mark.slow
@@ -177,5 +177,5 @@ def test_training_runs_without_each_method(method, tmp_path):
 
 @pytest.mark.slow
 def test_complete_run_ends_well_below_the_entropy_baseline(tmp_path):
-    found = ended(launched(SCRIPT, out=tmp_path / "out"))
-    assert found.value < 0.85 * found.baseline
+    ending = ended(launched(SCRIPT, out=tmp_path / "out"))
+    assert ending.value < 0.85 * ending.baseline

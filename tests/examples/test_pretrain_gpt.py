@@ -35,7 +35,7 @@ ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "examples" / "pretrain_gpt.py"
 TEXT = str(Path(sysconfig.get_path("stdlib")) / "asyncio" / "*.py")
 STEPS, MIDDLE = 20, 8  # 12 steps after the middle
-PATIENCE_S = 300  # for anything that takes seconds: the machine may be busy
+PATIENCE_S = 300  # for a task of seconds: the machine may be busy
 
 # Other ranks add the same numbers in another order: at most 1e-7 was measured over 20 steps. Another batch differs by 1e-2.
 TOLERANCE = 1e-4
@@ -60,7 +60,7 @@ def launch(n: int) -> list[str]:
 
 
 def run(arguments: list[str], cwd: Path) -> str:
-    """Run to the end and return what was printed."""
+    """Run to the end and return the output."""
     done = subprocess.run(arguments, cwd=cwd, capture_output=True, text=True, timeout=PATIENCE_S, env=environment())
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -76,7 +76,7 @@ def losses(out: Path) -> dict[int, float]:
 
 def processes_of(mark: str) -> dict[int, bool]:
     """Processes of a job, by an environment variable that all of them inherit: pid -> whether it runs the script."""
-    found: dict[int, bool] = {}
+    processes: dict[int, bool] = {}
     for folder in Path("/proc").iterdir():
         try:
             env = (folder / "environ").read_bytes().split(b"\0") if folder.name.isdigit() else []
@@ -84,8 +84,8 @@ def processes_of(mark: str) -> dict[int, bool]:
         except OSError:  # it has ended, or is not ours
             continue
         if f"TEST_JOB={mark}".encode() in env:
-            found[int(folder.name)] = line[1:2] == [str(SCRIPT).encode()]  # the launcher runs -m dtrain
-    return found
+            processes[int(folder.name)] = line[1:2] == [str(SCRIPT).encode()]  # the launcher runs -m dtrain
+    return processes
 
 
 def wait_until(condition, what: str) -> None:
@@ -97,7 +97,7 @@ def wait_until(condition, what: str) -> None:
 
 @contextmanager
 def job(arguments: list[str], cwd: Path) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
-    """A running job and its mark; whatever happens, nothing of it is left."""
+    """Yield a running job and its mark; end every process of it."""
     mark = uuid.uuid4().hex
     with (cwd / f"{mark}.log").open("wb") as log:
         process = subprocess.Popen(arguments, cwd=cwd, stdout=log, stderr=log, env=environment(TEST_JOB=mark))
@@ -137,7 +137,7 @@ def straight(tmp_path_factory) -> Path:
     text = run(command(*launch(2), out=cwd / "out"), cwd)
     assert "held-out loss" in ended(text).what  # its value says nothing after steps that are all warm-up: see the next test
     assert "[rank 1]" not in text
-    assert [found.step for found in list_steps(cwd / "out" / "checkpoints")] == [MIDDLE, 2 * MIDDLE, STEPS]
+    assert [checkpoint.step for checkpoint in list_steps(cwd / "out" / "checkpoints")] == [MIDDLE, 2 * MIDDLE, STEPS]
     return cwd / "out"
 
 
@@ -162,7 +162,7 @@ def test_killed_run_resumes_bit_for_bit(straight, tmp_path, kills):
     for turn, how in enumerate(hows):
         goal = chance.randint(1 + turn * STEPS // (len(hows) + 1), (turn + 1) * STEPS // (len(hows) + 1))
         with job(arguments, tmp_path) as (process, mark):
-            # The goal may be behind where the last leg ended: then this one is killed while it starts.
+            # The goal may be behind the end of the last leg: then this leg is killed while it starts.
             wait_until(lambda goal=goal: last_step(out) >= goal or process.poll() is not None, f"step {goal}")
             wait_until(lambda mark=mark: len(ranks_of(mark)) == 2 or process.poll() is not None, "both ranks run")
             time.sleep(chance.random() / 4)
@@ -172,7 +172,7 @@ def test_killed_run_resumes_bit_for_bit(straight, tmp_path, kills):
             wait_until(lambda mark=mark: not processes_of(mark), f"all processes are gone after: {how}")
         if how == "preempted":
             saved = latest_checkpoint(out / "checkpoints")
-            # 143: it was asked before there was anything to save, while it started.
+            # 143: the stop came before there was a state to save, while it started.
             assert code == 143 or (code == 75 and saved is not None and saved.name == f"step-{last_step(out):08d}")
         else:
             assert code == {"rank": 137, "all ranks": 137, "launcher": -signal.SIGKILL, "ctrl-c": 130}[how]
@@ -193,8 +193,8 @@ def test_killed_run_resumes_bit_for_bit(straight, tmp_path, kills):
     assert told.attempts[-1].last_step == STEPS
     assert told.goodput.by_cause["restart"] > 0
     assert sum(told.goodput.by_cause.values()) == pytest.approx(told.goodput.total_s)
-    assert {each["step"] for each in told.checkpoints} >= {STEPS}
-    assert all(each["blocked_s"] is not None and each["bytes"] for each in told.checkpoints if each["step"] == STEPS)
+    assert {save["step"] for save in told.checkpoints} >= {STEPS}
+    assert all(save["blocked_s"] is not None and save["bytes"] for save in told.checkpoints if save["step"] == STEPS)
 
 
 @pytest.mark.parametrize(
@@ -209,9 +209,9 @@ def test_run_resumes_on_different_ranks_and_strategies(straight, tmp_path, n, st
     out = only_the_middle(straight, tmp_path / "out")
     text = run(command(*launch(n), out=out, strategy=strategy), tmp_path)
     assert f"resuming after step {MIDDLE}" in text
-    found, expected = losses(out), losses(straight)
-    assert list(found) == list(expected)
-    worst = max(abs(found[step] / expected[step] - 1) for step in expected)
+    resumed, expected = losses(out), losses(straight)
+    assert list(resumed) == list(expected)
+    worst = max(abs(resumed[step] / expected[step] - 1) for step in expected)
     print(f"{n} ranks, {strategy}: largest relative difference of a loss over {STEPS - MIDDLE} steps: {worst:.1e}")
     assert worst <= TOLERANCE
 
@@ -272,10 +272,10 @@ def corpus() -> Iterator[tuple[str, str]]:
         for name, value in {**server.environment, "TMPDIR": caches}.items():
             patch.setenv(name, value)
         url = f"{server.root()}/corpus"
-        for part, windows in zip(("train", "val"), train_and_held_out(read_text(TEXT), 128, held_out_windows=64), strict=True):
+        for split, windows in zip(("train", "val"), train_and_held_out(read_text(TEXT), 128, held_out_windows=64), strict=True):
             samples = ({"tokens": window} for window in windows.windows.numpy())
             columns = {"tokens": "ndarray:uint8:129"}
-            write_shards(samples, f"{url}/{part}", format="mds", columns=columns, compression="zstd", max_shard_bytes=2**16)
+            write_shards(samples, f"{url}/{split}", format="mds", columns=columns, compression="zstd", max_shard_bytes=2**16)
         yield "--data", url
         disconnect()
 

@@ -19,13 +19,13 @@ LOOPS = sorted(path for path in EXAMPLES.glob("*.py") if "dt.init_dist(" in path
 
 
 def code_lines(path: Path) -> list[str]:
-    """The lines of a file that say something: no blank ones, no comments, no imports, and nothing of the docstrings."""
+    """Return the code lines of a file: no blank lines, no comments, no imports, and no docstrings."""
     source, left_out = path.read_text(), set()
     for node in ast.walk(ast.parse(source)):
         text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
         if text or isinstance(node, (ast.Import, ast.ImportFrom)):
             left_out.update(range(node.lineno, node.end_lineno + 1))
-    lines = (line.strip() for at, line in enumerate(source.splitlines(), 1) if at not in left_out)
+    lines = (line.strip() for number, line in enumerate(source.splitlines(), 1) if number not in left_out)
     return [line for line in lines if line and not line.startswith("#")]
 
 
@@ -73,14 +73,14 @@ def test_no_two_examples_share_a_block():
 
 
 def test_duplicate_block_check_detects_a_shared_block():
-    """The check itself: ten lines among others, at other places."""
+    """The check itself: ten equal lines among different lines, at other places."""
     block = [f"x{i}" for i in range(SHARED_LINES)]
     assert longest_shared(["a", *block, "b"], ["c", "d", *block]) == block
 
 
 @pytest.mark.parametrize("path", LOOPS, ids=lambda path: path.stem)
 def test_example_help_shows_the_launch_command(path, tmp_path, monkeypatch, capsys):
-    """Without training, writing or downloading anything."""
+    """Check the arguments without training, writing or downloading."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", [str(path), "--help"])
     with pytest.raises(SystemExit) as end:
@@ -95,7 +95,7 @@ def test_example_help_shows_the_launch_command(path, tmp_path, monkeypatch, caps
 @pytest.mark.parametrize("path", LOOPS, ids=lambda path: path.stem)
 def test_example_records_its_run_and_shows_its_progress(path):
     source = path.read_text()
-    lacking = [part for part in ("dt.open_run(", "dt.loggers.progress_bar(", "held_out/") if part not in source]
+    lacking = [call for call in ("dt.open_run(", "dt.loggers.progress_bar(", "held_out/") if call not in source]
     assert lacking == []
     assert 'print(f"step' not in source, "the progress bar shows steps"
 

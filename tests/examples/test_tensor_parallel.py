@@ -25,10 +25,10 @@ def losses(out: Path, tp: int, *, processes: int, steps: int = STEPS) -> dict[in
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory) -> dict[int, float]:
-    found = losses(tmp_path_factory.mktemp("alone") / "run", 1, processes=1)
-    assert list(found) == list(range(1, STEPS + 1))
-    assert found[STEPS] < found[1] - 0.5, "it learns"
-    return found
+    by_step = losses(tmp_path_factory.mktemp("alone") / "run", 1, processes=1)
+    assert list(by_step) == list(range(1, STEPS + 1))
+    assert by_step[STEPS] < by_step[1] - 0.5, "it learns"
+    return by_step
 
 
 def test_four_process_losses_match_one_process_and_resume_on_one(alone, tmp_path):

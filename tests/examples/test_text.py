@@ -1,4 +1,4 @@
-"""The example text: which files, which windows, what is held out."""
+"""The example text: its files, its windows, and the held-out windows."""
 
 import math
 import sys
@@ -48,9 +48,9 @@ def test_read_text_joins_the_matches_in_sorted_order(tmp_path: Path) -> None:
     (tmp_path / "deep.txt").mkdir()  # a folder that matches is no file
     for name, content in {"b.txt": b"2\xff", "a.txt": b"1", "deep.txt/c.txt": b"3", "d.md": b"4"}.items():
         (tmp_path / name).write_bytes(content)
-    found = read_text(f"{tmp_path}/**/*.txt")
-    assert found.dtype == torch.uint8
-    assert bytes(found) == b"12\xff3"
+    text = read_text(f"{tmp_path}/**/*.txt")
+    assert text.dtype == torch.uint8
+    assert bytes(text) == b"12\xff3"
 
 
 def test_read_text_without_matches_raises_a_one_line_error(tmp_path: Path) -> None:
@@ -118,7 +118,7 @@ def test_held_out_and_training_windows_divide_the_text(total: int, held_out_wind
     where = [(data.windows.long() @ torch.tensor([256, 1])).tolist() for data in (train, held_out)]
     assert len(where[1]) == held_out_windows
     assert sorted(where[0] + where[1]) == list(range(total))  # disjoint, and nothing is lost
-    assert where == [sorted(part) for part in where]
+    assert where == [sorted(places) for places in where]
 
     # Spread: no stretch of the text goes without a held-out window for much longer than the even spacing.
     runs = min(text.RUNS, held_out_windows)

@@ -12,9 +12,9 @@ SCRIPT = "train_custom.py"
 
 
 def test_training_on_two_ranks_learns_and_saves_the_last_step(tmp_path):
-    found = ended(launched(SCRIPT, "--until", "150ba", out=tmp_path / "out"))
-    assert found.value < 0.8 * found.baseline
-    assert [each.step for each in dt.checkpoint.list_steps(tmp_path / "out" / "checkpoints")] == [135, 150]
+    ending = ended(launched(SCRIPT, "--until", "150ba", out=tmp_path / "out"))
+    assert ending.value < 0.8 * ending.baseline
+    assert [checkpoint.step for checkpoint in dt.checkpoint.list_steps(tmp_path / "out" / "checkpoints")] == [135, 150]
 
 
 def test_training_is_deterministic_and_resumes_bit_for_bit(tmp_path):
@@ -33,5 +33,5 @@ def test_training_is_deterministic_and_resumes_bit_for_bit(tmp_path):
 
 @pytest.mark.slow
 def test_complete_run_ends_well_below_the_entropy_baseline(tmp_path):
-    found = ended(launched(SCRIPT, out=tmp_path / "out"))
-    assert found.value < 0.6 * found.baseline
+    ending = ended(launched(SCRIPT, out=tmp_path / "out"))
+    assert ending.value < 0.6 * ending.baseline

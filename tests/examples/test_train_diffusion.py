@@ -1,4 +1,4 @@
-"""The diffusion example: it draws digits of the class asked for, and goes on bit for bit; its codec, noise and pictures."""
+"""The diffusion example: it draws digits of a chosen class, and resumes bit for bit; its codec, noise and pictures."""
 
 import shutil
 
@@ -33,7 +33,7 @@ def test_training_on_two_ranks_generates_the_requested_class(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(("how", "length"), [(here, 10), (launched, 60)], ids=["one rank", "two ranks"])
 def test_training_resumes_bit_for_bit(tmp_path, how, length):
-    """The average has begun when the run goes on; the latents are those that it began with."""
+    """The average has begun when the run resumes; the latents are those of its begin."""
     straight, resumed = tmp_path / "straight", tmp_path / "resumed"
     options = ["--until", f"{length}ba", "--size", "8"]
     printed = how(SCRIPT, *options, out=straight)
@@ -106,11 +106,11 @@ def test_noise_and_time_depend_on_the_sample():
 
 
 class Oracle(torch.nn.Module):
-    """The velocity towards one picture for each class: what a model says that is never wrong."""
+    """Return the velocity towards one picture for each class, as a perfect model predicts it."""
 
-    def __init__(self, known: torch.Tensor) -> None:
+    def __init__(self, images: torch.Tensor) -> None:
         super().__init__()
-        self.known, self.asked = known, 0
+        self.known, self.asked = images, 0
 
     def forward(self, noisy, time, label):
         kept, added = rotation(time)
@@ -120,12 +120,12 @@ class Oracle(torch.nn.Module):
 
 @pytest.mark.parametrize(("guidance", "asked"), [(1.0, 5), (2.0, 10)])
 def test_sampling_with_an_exact_model_reproduces_the_image(guidance, asked):
-    known = torch.randn(3, 1, 4, 4, generator=torch.Generator().manual_seed(1))  # the last is nobody's
+    images = torch.randn(3, 1, 4, 4, generator=torch.Generator().manual_seed(1))  # the last is nobody's
     noise, label = torch.randn(6, 1, 4, 4, generator=torch.Generator().manual_seed(2)), torch.arange(6) % 2
-    oracle = Oracle(known)
+    oracle = Oracle(images)
     made = sample(oracle, noise, label, nobody=2, guidance=guidance, steps=5)
     assert oracle.asked == asked
-    torch.testing.assert_close(made, known[2] + guidance * (known[label] - known[2]), atol=1e-4, rtol=1e-4)  # float32
+    torch.testing.assert_close(made, images[2] + guidance * (images[label] - images[2]), atol=1e-4, rtol=1e-4)  # float32
 
 
 def test_model_output_depends_on_time_and_class():

@@ -1,4 +1,4 @@
-"""The example of a policy beside its frozen reference: what its pairs are, and that it learns, and goes on exactly."""
+"""The example of a policy beside its frozen reference: its pairs, learning, and exact resumes."""
 
 import math
 import shutil
@@ -52,9 +52,9 @@ def test_functions_near_a_text_end_are_excluded():
 
 
 def test_held_out_set_is_whole_files_without_duplicates(tmp_path):
-    files = [tmp_path / f"{at}.py" for at in range(2 * HELD_OUT_EVERY)]
-    for at, file in enumerate(files):
-        file.write_bytes(SOURCE.replace(b"first(a", b"first(a%d" % at))
+    files = [tmp_path / f"{number}.py" for number in range(2 * HELD_OUT_EVERY)]
+    for number, file in enumerate(files):
+        file.write_bytes(SOURCE.replace(b"first(a", b"first(a%d" % number))
     pairs = read_pairs(16, 32, files)
     assert len(pairs.text) == sum(len(file.read_bytes()) for file in files) - sum(
         len(file.read_bytes()) for file in files[HELD_OUT_EVERY - 1 :: HELD_OUT_EVERY]
@@ -85,8 +85,8 @@ class Constant(nn.Module):
 
 def test_log_probability_covers_the_tokens_after_the_prompt():
     texts = torch.tensor([[1, 1, 0, 0, 1], [0, 1, 1, 1, 1]])
-    found = log_probability(Constant(0.75), texts, 2)
-    assert found.tolist() == pytest.approx([2 * math.log(0.75) + math.log(0.25), 3 * math.log(0.25)])
+    log_probs = log_probability(Constant(0.75), texts, 2)
+    assert log_probs.tolist() == pytest.approx([2 * math.log(0.75) + math.log(0.25), 3 * math.log(0.25)])
 
 
 def test_loss_matches_the_paper():
@@ -111,25 +111,25 @@ def test_loss_matches_the_paper():
 @pytest.mark.slow
 def test_short_run_learns_the_preference(tmp_path):
     printed = launched("train_dpo.py", "--read", "30ba", "--until", "20ba", out=tmp_path / "run")
-    found = ended(printed)
-    assert found.what.endswith("held-out preference accuracy")
-    assert found.value > max(found.baseline + 0.2, 0.6), printed
+    ending = ended(printed)
+    assert ending.what.endswith("held-out preference accuracy")
+    assert ending.value > max(ending.baseline + 0.2, 0.6), printed
     moved = dt.loggers.read_jsonl(tmp_path / "run" / "policy" / "metrics.jsonl")
     assert moved[20]["loss"] < math.log(2) / 2, "log 2 is where nothing has moved"
-    assert [each.step for each in dt.checkpoint.list_steps(tmp_path / "run" / "reference" / "checkpoints")] == [30]
+    assert [checkpoint.step for checkpoint in dt.checkpoint.list_steps(tmp_path / "run" / "reference" / "checkpoints")] == [30]
 
 
 @pytest.mark.slow
 def test_complete_run_writes_docstrings_and_resumed_run_matches_it(tmp_path):
     printed = launched("train_dpo.py", out=tmp_path / "whole")
-    found = ended(printed)
-    assert found.value > 0.85
-    assert found.baseline < 0.5
+    ending = ended(printed)
+    assert ending.value > 0.85
+    assert ending.baseline < 0.5
     assert "the reference writes 0 with a docstring, the policy 16" in printed
     # Killed after the save of step 50 in either part: the newer checkpoint and the lines after it are not there yet.
     shutil.copytree(tmp_path / "whole", tmp_path / "parts")
-    for part, left in (("policy", "step-00000100"), ("reference", "step-00000300")):
-        shutil.rmtree(tmp_path / "parts" / part / "checkpoints" / left)
+    for name, left in (("policy", "step-00000100"), ("reference", "step-00000300")):
+        shutil.rmtree(tmp_path / "parts" / name / "checkpoints" / left)
     again = launched("train_dpo.py", out=tmp_path / "parts")
     assert again.splitlines()[-4:] == printed.splitlines()[-4:]
     records = [dt.loggers.read_jsonl(tmp_path / run / "policy" / "metrics.jsonl") for run in ("whole", "parts")]

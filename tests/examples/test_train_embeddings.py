@@ -1,4 +1,4 @@
-"""The embedding example: on two processes it finds more than shared words do, and it goes on bit for bit."""
+"""The embedding example: on two processes it finds more than shared words do, and it resumes bit for bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The example of two states in one loop: it learns, on two processes as on one, and goes on from what it has saved."""
+"""The example of two states in one loop: it learns, on two processes as on one, and resumes from its checkpoint."""
 
 from pathlib import Path
 
@@ -31,17 +31,17 @@ def distances(records: dict[int, dict]) -> dict[int, float]:
 def test_training_on_two_ranks_moves_towards_the_ring(tmp_path):
     records, _ = run(tmp_path / "run", steps=100)
     assert list(records) == [1, *range(10, 101, 10)]
-    found = distances(records)
-    assert list(found) == [1, 100]
-    assert found[100] < 0.5 * found[1]
+    by_step = distances(records)
+    assert list(by_step) == [1, 100]
+    assert by_step[100] < 0.5 * by_step[1]
 
 
 @pytest.mark.slow
 def test_training_on_two_ranks_learns_the_ring(tmp_path):
     records, end = run(tmp_path / "run", steps=400)
-    found = distances(records)
-    assert list(found) == [1, 100, 200, 300, 400]
-    assert found[1] > 0.4
+    by_step = distances(records)
+    assert list(by_step) == [1, 100, 200, 300, 400]
+    assert by_step[1] > 0.4
     assert end.value < 0.8 * end.baseline, "nearer to the ring than any normal distribution"
 
 
@@ -79,28 +79,28 @@ def points(step: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(8, 2, generator=draw).double(), torch.randn(8, 3, generator=draw).double()
 
 
-def judged(model, batch):
+def discriminator_loss(model, batch):
     return dt.LossSum(
-        total=(F.softplus(-model(batch["real"])) + F.softplus(model(batch["made"]))).sum(), weight=len(batch["real"])
+        total=(F.softplus(-model(batch["real"])) + F.softplus(model(batch["fake"]))).sum(), weight=len(batch["real"])
     )
 
 
 def trained_by_steps(strategy: str, norm: bool) -> list[dict[str, list[float]]]:
     """Parameters and buffers of both networks after four steps in the pattern of the example."""
     mesh, rank, ranks = dt.build_mesh(), torch.distributed.get_rank(), torch.distributed.get_world_size()
-    maker, judge = (dt.shard_model(model, mesh, strategy=strategy) for model in networks(norm))
+    generator, discriminator = (dt.shard_model(model, mesh, strategy=strategy) for model in networks(norm))
 
-    def fooling(model, batch):
-        return dt.LossSum(total=F.softplus(-judge(batch["made"])).sum(), weight=len(batch["made"]))
+    def generator_loss(model, batch):
+        return dt.LossSum(total=F.softplus(-discriminator(batch["fake"])).sum(), weight=len(batch["fake"]))
 
-    make, tell = dt.compose_step(fooling), dt.compose_step(judged)
-    g = make.init(maker, torch.optim.AdamW(maker.parameters(), lr=1e-2))
-    d = tell.init(judge, torch.optim.AdamW(judge.parameters(), lr=1e-2))
+    generator_step, discriminator_step = dt.compose_step(generator_loss), dt.compose_step(discriminator_loss)
+    g = generator_step.init(generator, torch.optim.AdamW(generator.parameters(), lr=1e-2))
+    d = discriminator_step.init(discriminator, torch.optim.AdamW(discriminator.parameters(), lr=1e-2))
     for step in range(4):
-        real, noise = (part.chunk(ranks)[rank] for part in points(step))
-        made = maker(noise)
-        d, _ = tell(d, {"real": real, "made": made.detach()})
-        g, _ = make(g, {"made": made})
+        real, noise = (tensor.chunk(ranks)[rank] for tensor in points(step))
+        fake = generator(noise)
+        d, _ = discriminator_step(d, {"real": real, "fake": fake.detach()})
+        g, _ = generator_step(g, {"fake": fake})
     return [
         {name: value.flatten().tolist() for name, value in (*dt.full_params(state), *state.model.named_buffers())}
         for state in (g, d)
@@ -109,18 +109,20 @@ def trained_by_steps(strategy: str, norm: bool) -> list[dict[str, list[float]]]:
 
 def trained_by_hand(norm: bool) -> list[dict[str, list[float]]]:
     """The same four steps in plain torch."""
-    maker, judge = networks(norm)
-    one, two = (torch.optim.AdamW(model.parameters(), lr=1e-2) for model in (maker, judge))
+    generator, discriminator = networks(norm)
+    one, two = (torch.optim.AdamW(model.parameters(), lr=1e-2) for model in (generator, discriminator))
     for step in range(4):
         real, noise = points(step)
-        made = maker(noise)
-        judge.zero_grad()
-        (F.softplus(-judge(real)) + F.softplus(judge(made.detach()))).mean().backward()
+        fake = generator(noise)
+        discriminator.zero_grad()
+        (F.softplus(-discriminator(real)) + F.softplus(discriminator(fake.detach()))).mean().backward()
         two.step()
-        maker.zero_grad()
-        F.softplus(-judge(made)).mean().backward()
+        generator.zero_grad()
+        F.softplus(-discriminator(fake)).mean().backward()
         one.step()
-    return [{name: value.flatten().tolist() for name, value in model.state_dict().items()} for model in (maker, judge)]
+    return [
+        {name: value.flatten().tolist() for name, value in model.state_dict().items()} for model in (generator, discriminator)
+    ]
 
 
 @pytest.mark.parametrize(("count", "norm"), [(1, True), (2, False)], ids=["batch norm", "two ranks"])

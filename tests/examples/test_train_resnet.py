@@ -16,9 +16,9 @@ SCRIPT = "train_resnet.py"
 
 @pytest.mark.slow
 def test_training_on_two_ranks_learns_digits(tmp_path):
-    found = ended(launched(SCRIPT, "--until", "40ba", out=tmp_path / "out"))
-    assert found.baseline < 0.15, "ten classes"
-    assert found.value > 0.6
+    ending = ended(launched(SCRIPT, "--until", "40ba", out=tmp_path / "out"))
+    assert ending.baseline < 0.15, "ten classes"
+    assert ending.value > 0.6
 
 
 @pytest.mark.parametrize(
@@ -47,11 +47,11 @@ def pictures(root: Path) -> Path:
 
 
 def test_image_folder_is_read(tmp_path):
-    found = read_folder(pictures(tmp_path), 32)
-    assert (len(found.train), len(found.held_out), found.classes, found.channels) == (12, 6, 2, 3)
-    sample = found.train[0]
+    images = read_folder(pictures(tmp_path), 32)
+    assert (len(images.train), len(images.held_out), images.classes, images.channels) == (12, 6, 2, 3)
+    sample = images.train[0]
     assert (sample["x"].shape, sample["x"].dtype, int(sample["y"])) == ((3, 32, 32), torch.float32, 0)
-    assert [int(found.train[at]["y"]) for at in range(12)] == [0] * 6 + [1] * 6
+    assert [int(images.train[index]["y"]) for index in range(12)] == [0] * 6 + [1] * 6
 
 
 def test_grey_image_is_read_and_broken_image_is_named(tmp_path):
@@ -61,10 +61,10 @@ def test_grey_image_is_read_and_broken_image_is_named(tmp_path):
     grey, broken = root / "train" / "flower" / "1.png", root / "train" / "flower" / "2.png"
     Image.open(grey).convert("L").save(grey)
     broken.write_bytes(broken.read_bytes()[:300])
-    found = read_folder(root, 16).train
-    assert found[0]["x"].shape == (3, 16, 16)
+    images = read_folder(root, 16).train
+    assert images[0]["x"].shape == (3, 16, 16)
     with pytest.raises(OSError, match=rf"{broken} cannot be read: "):
-        found[1]
+        images[1]
 
 
 def test_folder_without_images_is_refused_before_training(tmp_path):
@@ -91,9 +91,9 @@ def test_networks_match_the_paper(arch, params):
 
 
 def test_digits_are_split_and_shifted():
-    found = read_digits()
-    assert (len(found.train), len(found.held_out)) == (1437, 360)
-    sample = found.train[0]
+    digits = read_digits()
+    assert (len(digits.train), len(digits.held_out)) == (1437, 360)
+    sample = digits.train[0]
     moved = shifted(sample, torch.Generator().manual_seed(1))
     assert moved["x"].shape == sample["x"].shape == (1, 8, 8)
     assert not torch.equal(moved["x"], sample["x"])

@@ -1,4 +1,4 @@
-"""Several agents in one test, each with the supervisor's end of it, and what they said so far."""
+"""Several agents in one test, each with the supervisor's end of it, and their messages so far."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Nodes:
         return self.started[-1]
 
     def wait(self, done: Callable[[], object], *, within_s: float = LONG_S) -> None:
-        """Read what all agents say until ``done()`` is true."""
+        """Read the messages of all agents until ``done()`` is true."""
         deadline = time.monotonic() + within_s
         while not done():
             assert time.monotonic() < deadline, [node.said for node in self.started]

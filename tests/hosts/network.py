@@ -66,7 +66,7 @@ class Network:
 
 @contextlib.contextmanager
 def network() -> Iterator[Network]:
-    """Build it; skips the test where this machine does not allow that, with what it said."""
+    """Build the network; skip the test, with the error, where this machine does not allow it."""
     built = Network(mark=f"dt{uuid.uuid4().hex[:8]}")
     try:
         try:

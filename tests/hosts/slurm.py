@@ -69,27 +69,27 @@ def cluster() -> Iterator[Cluster]:
     folder = Path(tempfile.mkdtemp(prefix="slurm-"))  # short: the path of a socket may have 107 characters
     daemons: list[subprocess.Popen[bytes]] = []
     try:
-        found = Cluster(folder=folder)
+        started = Cluster(folder=folder)
         _configure(folder)
         socket_, key = folder / "munge.sock", folder / "key"
         quiet = [f"--{name}={folder / name}" for name in ("pid-file", "log-file", "seed-file")]
-        _start(daemons, found, "munged", "--foreground", "--force", f"--socket={socket_}", f"--key-file={key}", *quiet)
+        _start(daemons, started, "munged", "--foreground", "--force", f"--socket={socket_}", f"--key-file={key}", *quiet)
         _wait(daemons, socket_.exists, folder)
-        _start(daemons, found, "slurmctld", "-D")
+        _start(daemons, started, "slurmctld", "-D")
         for name in ("n1", "n2"):
-            _start(daemons, found, "slurmd", "-D", "-N", name)
-        _wait(daemons, lambda: _idle(found), folder)
-        yield found
+            _start(daemons, started, "slurmd", "-D", "-N", name)
+        _wait(daemons, lambda: _idle(started), folder)
+        yield started
     finally:
         _end(daemons, folder)
         shutil.rmtree(folder)
 
 
 def _end(daemons: list[subprocess.Popen[bytes]], folder: Path) -> None:
-    """End the daemons, and then what they left: the processes that watch over steps outlive them."""
+    """End the daemons, and then their remaining processes: those that watch over steps outlive them."""
     for daemon in reversed(daemons):
         daemon.terminate()
-    deadline = time.monotonic() + 2  # the one of a node waits for its last job, which may be one that somebody ended
+    deadline = time.monotonic() + 2  # the daemon of a node waits for its last job, which may have been killed
     while any(daemon.poll() is None for daemon in daemons) and time.monotonic() < deadline:
         time.sleep(0.05)
     for pid in processes_with(f"SLURM_CONF={folder}/slurm.conf"):
@@ -101,12 +101,12 @@ def _end(daemons: list[subprocess.Popen[bytes]], folder: Path) -> None:
 
 def processes_with(variable: str) -> list[int]:
     """All processes in whose environment this is set."""
-    found = []
+    pids = []
     for pid in filter(str.isdecimal, os.listdir("/proc")):
-        with contextlib.suppress(OSError):  # it has ended, or is nobody's business
+        with contextlib.suppress(OSError):  # it has ended, or belongs to another user
             if variable.encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
-                found.append(int(pid))
-    return found
+                pids.append(int(pid))
+    return pids
 
 
 def _configure(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""A supervisor with its agent, in a fork on another host: writes what it hears to stdout, and sends what comes on stdin."""
+"""A supervisor with its agent, in a fork on another host: writes its messages to stdout, and sends lines of stdin."""
 
 import os
 import select

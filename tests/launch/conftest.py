@@ -54,7 +54,7 @@ def start(tmp_path: Path) -> Iterator[StartJob]:
 
     yield start_job
     running, survivors = [], {}
-    for job in jobs:  # all of them, before anything is said: what is left of one would be there in the next test
+    for job in jobs:  # all of them, before the report: a process that stays would be there in the next test
         if job.process.poll() is None:
             running.append(job.pid)
         else:

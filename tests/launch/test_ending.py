@@ -1,4 +1,4 @@
-"""Nothing outlives the launcher, whoever is killed; and signals reach the ranks. The plain cases are rows of the table."""
+"""Nothing outlives the launcher, whichever process dies; and signals reach the ranks. Plain cases are rows of the table."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 
 from jobs import wait_until
 
-# Every rank starts a child that has its own session and ignores all polite signals, and tells when all are up.
+# Every rank starts a child that has its own session and ignores all polite signals, and reports when all are up.
 WITH_HIDING_CHILD = """
     import os, signal, subprocess, sys, time
     rank, folder = os.environ["RANK"], os.environ["FOLDER"]
@@ -74,7 +74,7 @@ def test_ranks_die_with_supervisor_while_front_is_stopped(start):
     supervisor = job.supervisor()
     os.kill(job.pid, signal.SIGSTOP)
     os.kill(supervisor, signal.SIGKILL)
-    wait_until(lambda: not ranks & set(job.processes()))  # a dead process that nobody has reaped shows no environment
+    wait_until(lambda: not ranks & set(job.processes()))  # a dead process that was not reaped shows no environment
     os.kill(job.pid, signal.SIGCONT)
     assert job.wait().code == 128 + signal.SIGKILL
 

@@ -12,15 +12,21 @@ from dtrain.launch.failure import RankExit, RootCause, find_root_cause
 from dtrain.launch_protocol import RankFailure
 
 
-def exited(rank: int, code: int, at: float) -> RankExit:
-    return RankExit(rank=rank, code=code, at=at)
+def exited(rank: int, code: int, when: float) -> RankExit:
+    return RankExit(rank=rank, code=code, at=when)
 
 
 def recorded(
-    rank: int, at: float, *, kind: str = "ValueError", message: str = "m", exit_code: int = 1, in_collective: bool = False
+    rank: int, when: float, *, kind: str = "ValueError", message: str = "m", exit_code: int = 1, in_collective: bool = False
 ) -> RankFailure:
     return RankFailure(
-        rank=rank, at=at, error_type=kind, message=message, traceback_text="", exit_code=exit_code, in_collective=in_collective
+        rank=rank,
+        at=when,
+        error_type=kind,
+        message=message,
+        traceback_text="",
+        exit_code=exit_code,
+        in_collective=in_collective,
     )
 
 

@@ -1,4 +1,4 @@
-"""The folder of a launch is a new one, or the one that was asked for; on several nodes the one that node 0 has named."""
+"""The folder of a launch is a new folder, or that of the option; on several nodes the folder that node 0 has named."""
 
 from __future__ import annotations
 

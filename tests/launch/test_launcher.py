@@ -1,4 +1,4 @@
-"""The process that the user started ends the job whatever its supervisor does, and nothing that is not of the job."""
+"""The process that the user started ends the job after any end of its supervisor, and nothing that is not of the job."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ SLEEPING = """
         file.write(str(os.getpid()))
     time.sleep(600)
 """
-PLAIN = ["--no-preload"]  # what is tested here does not depend on it
+PLAIN = ["--no-preload"]  # these tests do not depend on it
 
 
 def ask_until_it_ends(job, number=signal.SIGINT) -> int:
-    """Ask twice, further apart than what counts as one request; its exit code."""
+    """Ask twice, with a longer gap than that of one request; return the exit code."""
     job.process.send_signal(number)
     time.sleep(1)
     assert job.process.poll() is None, "the first time was enough, and the second is what is tested"
@@ -70,7 +70,7 @@ def test_children_of_shell_replaced_by_launcher_survive(tmp_path):
     script.write_text("print('said')")
     out = shlex.quote(str(tmp_path / "out"))
     launch = shlex.join([sys.executable, "-m", "dtrain", "launch", "-n", "1", *PLAIN, str(script)])
-    # The first child begins another one when the job is over; the second one is in a session of its own.
+    # The first child starts a second child when the job is over; the second child is in a session of its own.
     line = f"setsid sleep 600 & echo $! > {pid_file}; exec {launch} > >(cat > {out}.part; sleep 0.3; mv {out}.part {out})"
     assert subprocess.run(["bash", "-c", line], cwd=tmp_path, timeout=90, check=False).returncode == 0
     sleeper = int(pid_file.read_text())
@@ -106,7 +106,7 @@ def test_supervisor_ends_ranks_when_front_is_killed(start):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_signal_ignored_at_start_ends_nothing(start, number):
-    """As a shell starts what is in the background of a script, or ``nohup``."""
+    """Start a process as a shell starts background jobs of a script, or as ``nohup`` does."""
     job = start(SLEEPING, options=PLAIN, preexec_fn=lambda: signal.signal(number, signal.SIG_IGN))
     job.wait_for("0", "1")
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""Two launchers of one job, on one machine that stands for two: what each of them exits with and says."""
+"""Two launchers of one job, on one machine that stands for two: the exit code and the message of each."""
 
 from __future__ import annotations
 

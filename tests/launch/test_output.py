@@ -107,7 +107,7 @@ def test_full_disk_does_not_stop_training(start):
 
 def test_stalled_reader_blocks_neither_training_nor_termination(start):
     job = start(PRINT_A_LOT + "    import time; time.sleep(600)")
-    job.wait_for("done-0", "done-1")  # 6 MB went into a pipe that nobody reads
+    job.wait_for("done-0", "done-1")  # 6 MB went into a pipe without a reader
     job.process.terminate()
     time.sleep(0.5)
     result = job.wait()  # reads at last

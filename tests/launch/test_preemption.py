@@ -1,4 +1,4 @@
-"""SIGTERM at random moments: every rank saves and exits with 75, and the run goes on as if nothing had been.
+"""SIGTERM at random moments: every rank saves and exits with 75, and the resumed run shows no trace of it.
 
 12 moments, or ``TEST_MOMENTS``; each is in a phase of the loop that is chosen in turn, at a random time in it. One in six is
 of a real launch.
@@ -91,8 +91,8 @@ LOOP = """
                     return
                 if state.crossed(3):
                     phase("evaluate")
-                    quiz = dt.build_loader(Slow(), mesh=mesh, global_batch_size=8, seed=0)
-                    dt.evaluate(model, quiz, loss_fn)
+                    test_loader = dt.build_loader(Slow(), mesh=mesh, global_batch_size=8, seed=0)
+                    dt.evaluate(model, test_loader, loss_fn)
                 phase("data")
 
     if __name__ == "__main__":
@@ -108,7 +108,7 @@ def logged(folder) -> list[tuple[int, float]]:
 
 @pytest.fixture(scope="module")
 def warm() -> None:
-    """Load what the loop needs, once: forks of this process would load it each for itself, which takes seconds."""
+    """Load the modules of the loop once: each fork of this process would load them for itself, which takes seconds."""
     public.load_all()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -176,7 +176,7 @@ def stop_again_and_again(leg: Leg, folder: Path, *, workers: int, seed: int, tim
 
 
 def check_against_an_undisturbed_run(folder: Path, chains: Iterable[Path]) -> None:
-    """Every step was done once, with the losses of a run that nobody stops."""
+    """Every step was done once, with the losses of an uninterrupted run."""
     goal = max(logged(chain)[-1][0] for chain in chains)
     (folder / "straight").mkdir()
     (folder / "straight" / "phase").write_text("start")

@@ -8,11 +8,11 @@ from dtrain.launch.result import format_exceptions, group_exceptions
 from dtrain.launch_protocol import RankFailure
 
 
-def failure(rank, *, at=0.0, message="boo", place="a.py", line=1, kind="ValueError", in_collective=False):
+def failure(rank, *, when=0.0, message="boo", place="a.py", line=1, kind="ValueError", in_collective=False):
     frames = f'Traceback (most recent call last):\n  File "{place}", line {line}, in <module>\n{kind}: {message}\n'
     return RankFailure(
         rank=rank,
-        at=at,
+        at=when,
         error_type=kind,
         message=message,
         traceback_text=frames,
@@ -40,8 +40,8 @@ class TestMistakes:
         assert grouped(failure(0), failure(1, **other)) == [[0], [1]]
 
     def test_first_failure_is_listed_first_and_others_by_time(self):
-        first = failure(1, at=5.0)
-        others = [failure(2, at=9.0, line=2), failure(0, at=4.0, line=3)]
+        first = failure(1, when=5.0)
+        others = [failure(2, when=9.0, line=2), failure(0, when=4.0, line=3)]
         assert grouped(*others, first, first=first) == [[1], [0], [2]]
 
     def test_lost_peer_is_omitted_unless_it_is_first_failure(self):

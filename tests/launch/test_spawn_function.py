@@ -1,4 +1,4 @@
-"""``spawn``: real ranks of any function; what fails is named, and nothing is left."""
+"""``spawn``: real ranks of any function; an error names its rank, and no process stays."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ def test_first_failure_ends_other_ranks_and_raises_its_traceback():
         with dt.init_dist(device="cpu") as info:
             if info.rank == 1:
                 raise ValueError("disk full")
-            all_gather_numbers([1.0])  # fails because of rank 1, which is not what is reported
+            all_gather_numbers([1.0])  # fails because of rank 1, and is not reported
 
     text = fails(run, nproc=3)
     head, *rest = text.splitlines()
@@ -354,7 +354,7 @@ def test_ctrl_c_ends_all_ranks(tmp_path):
 @pytest.mark.parametrize("call", ["fork", "waitpid"])
 @pytest.mark.parametrize("first", [1, 2])
 def test_ctrl_c_during_fork_or_wait_leaves_no_rank(monkeypatch, call, first):
-    """At that moment the process is there, or not any more, and nobody has made a note of it yet."""
+    """At that moment the process is there, or has just ended, and no record of it exists yet."""
     pids, moments = [], []
 
     def watched(name: str, real: Callable[..., Any]) -> Callable[..., Any]:

@@ -25,7 +25,7 @@ SCRIPT = Target(kind="script", name="a.py")
 def attempt(tmp_path):
     plan = LaunchPlan(target=SCRIPT, layout=NodeLayout.one_node(3), run_dir=tmp_path, output=OutputPlan(prefix="<{rank}> "))
     (tmp_path / "failures").mkdir()
-    # What other tests have running below this process, however deep, is none of the attempt's: it would signal all of it.
+    # Processes that other tests have below this process, however deep, do not belong to the attempt: it would signal them.
     others = set(descendants())
     # Pids that no process has: the kernel's highest is 2**22.
     return WorkerGroup(plan=plan, services=others, pids={0: 2**22 + 1, 1: 2**22 + 2, 2: 2**22 + 3})
@@ -145,7 +145,7 @@ def test_rank_started_during_stop_gets_signal(attempt):
 def test_stop_request_before_first_rank_is_kept(attempt):
     attempt.pids.clear()
     attempt.request_stop(signal.SIGTERM, 1.0)
-    assert attempt.stopping  # nothing is to be started any more
+    assert attempt.stopping  # it starts no more ranks
     assert end_of(attempt).code == 143
 
 

@@ -1,4 +1,4 @@
-"""A sink that fails, hangs or is slow: the others go on, training goes on, and somebody is told once."""
+"""A sink that fails, hangs or is slow: the other sinks and training continue, and one warning comes."""
 
 import subprocess
 import sys
@@ -45,7 +45,7 @@ def test_failing_sink_is_dropped_and_others_continue():
     assert (failing.calls, failing.closed) == (1, 1)
     assert len(kept.records) == 3
     assert failed_loggers()[before:] == (FailedLogger(name="Failing", step=0, error="no luck"),)
-    assert [(each["name"], each["logger"], each["error"]) for each in heard.events] == [("dropped", "Failing", "no luck")]
+    assert [(event["name"], event["logger"], event["error"]) for event in heard.events] == [("dropped", "Failing", "no luck")]
 
 
 class Heard:
@@ -83,7 +83,7 @@ def test_close_reaches_every_sink_once_and_later_records_are_ignored():
     close(log)
     log(2, {})
     close(log)
-    assert [(each.calls, each.closed) for each in (first, second)] == [(1, 1), (1, 1)]
+    assert [(sink.calls, sink.closed) for sink in (first, second)] == [(1, 1), (1, 1)]
     close(lambda step, numbers: None)  # nothing to do
     assert fault_tolerant(log) is log
 
@@ -114,7 +114,7 @@ def test_invalid_arguments_are_refused(make, message):
 
 @pytest.fixture
 def gate() -> Iterator[threading.Event]:
-    """Lets go what hangs, at the end."""
+    """Release the hanging sink at the end."""
     event = threading.Event()
     yield event
     event.set()
@@ -154,7 +154,7 @@ def test_hanging_sink_is_dropped_without_blocking_others(gate):
     log(3, {})
     close(log)
     assert len(kept.records) == 3
-    assert [(each.name, each.step) for each in failed_loggers()[before:]] == [("hanging", 2)]
+    assert [(failure.name, failure.step) for failure in failed_loggers()[before:]] == [("hanging", 2)]
 
 
 def test_close_waits_for_hanging_sink_only_until_timeout(gate):

@@ -128,7 +128,7 @@ def server(database, tmp_path, port) -> Iterator[str]:
                 time.sleep(0.1)
         yield f"http://127.0.0.1:{port}"
     finally:
-        process.terminate()  # it removes what it has in shared memory
+        process.terminate()  # it removes its shared memory
         try:
             process.wait(PATIENCE_S)
         finally:
@@ -151,7 +151,7 @@ def test_unreachable_server_warns_once(tmp_path, port):
     log._close_timeout_s = PATIENCE_S
     with pytest.warns(UserWarning, match=r"mlflow: .*Connection refused.*. Metrics are no longer logged there"):
         log_and_close(log)
-    assert [each.name for each in failed_loggers()[before:]] == ["mlflow"]
+    assert [failure.name for failure in failed_loggers()[before:]] == ["mlflow"]
 
 
 @pytest.fixture

@@ -63,8 +63,8 @@ def test_report_reads_same_values_as_read_jsonl(tmp_path):
         step = max(0, step + rng.choice((0, 0, 1, 1, 1, 1, 1, 2, 2, -4)))
         names = rng.sample(["loss", "lr", "eval", "norm"], rng.randrange(1, 4))
         log(step, {name: rng.random() for name in names})
-    for part in next(iter(metrics_files(tmp_path).values())):
-        theirs.add([json.loads(line) for line in part.read_text().splitlines()])
+    for file in next(iter(metrics_files(tmp_path).values())):
+        theirs.add([json.loads(line) for line in file.read_text().splitlines()])
     assert theirs.went_back > 3
     ours = {}
     for step, record in metrics(path).items():
@@ -117,8 +117,8 @@ def test_values_are_written_as_json_and_read_back(tmp_path, value, written, read
     jsonl(path)(1, {"value": value})
     strict = json.loads(path.read_text(), parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
     assert strict["value"] == written
-    found = read_jsonl(path)[1]["value"]
-    assert math.isnan(found) if read is None and written == "nan" else found == read
+    value_read = read_jsonl(path)[1]["value"]
+    assert math.isnan(value_read) if read is None and written == "nan" else value_read == read
 
 
 def test_self_containing_list_is_marked_unloggable(tmp_path):

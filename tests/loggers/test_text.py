@@ -1,4 +1,4 @@
-"""Lines for people: what is on them, when they come, and when they reach the disk."""
+"""Lines for people: their content, when they come, and when they reach the disk."""
 
 import io
 import os
@@ -93,7 +93,7 @@ ESCAPE = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
 
 
 class Terminal:
-    """One that keeps what it is sent."""
+    """A stream that keeps the text it receives."""
 
     def __init__(self) -> None:
         self._master, slave = pty.openpty()
@@ -105,10 +105,10 @@ class Terminal:
     def _read(self) -> None:
         while True:
             try:
-                part = os.read(self._master, 65536)
+                output = os.read(self._master, 65536)
             except OSError:  # the other end is closed
                 return
-            self._parts.append(part)
+            self._parts.append(output)
 
     def sent(self) -> str:
         self.stream.close()

@@ -1,4 +1,4 @@
-"""Weights & Biases offline: what is in the files that ``wandb sync`` uploads, as W&B's own records have it. No network."""
+"""Weights & Biases offline: the content of the files that ``wandb sync`` uploads, read as W&B's own records. No network."""
 
 import json
 import math
@@ -52,16 +52,16 @@ def records(file: Path) -> Iterator:
     """W&B's records out of its file: LevelDB's log format, blocks of 32 KiB with pieces of a checksum, a size and a kind."""
     from wandb.proto.wandb_internal_pb2 import Record
 
-    data, at, whole = file.read_bytes(), 7, b""
+    data, offset, whole = file.read_bytes(), 7, b""
     assert data[:4] == b":W&B"
-    while at < len(data):
-        left = 32768 - at % 32768
+    while offset < len(data):
+        left = 32768 - offset % 32768
         if left < 7:
-            at += left
+            offset += left
             continue
-        _, size, kind = struct.unpack("<IHB", data[at : at + 7])
-        whole += data[at + 7 : at + 7 + size]
-        at += 7 + size
+        _, size, kind = struct.unpack("<IHB", data[offset : offset + 7])
+        whole += data[offset + 7 : offset + 7 + size]
+        offset += 7 + size
         if kind in (1, 4):  # a whole record, or the last piece of one
             record = Record()
             record.ParseFromString(whole)
@@ -73,15 +73,15 @@ def runs(folder) -> list[list]:
     """The records of each start of the run, in order. W&B's process writes the last ones when the run has been finished."""
     deadline = time.monotonic() + PATIENCE_S
     while True:
-        found = [list(records(path)) for path in sorted(Path(folder).glob("wandb/offline-run-*/*.wandb"))]
-        if all(any(record.HasField("exit") for record in each) for each in found):
-            return found
+        files = [list(records(path)) for path in sorted(Path(folder).glob("wandb/offline-run-*/*.wandb"))]
+        if all(any(record.HasField("exit") for record in entries) for entries in files):
+            return files
         assert time.monotonic() < deadline
         time.sleep(0.05)
 
 
-def history(found) -> list[dict]:
-    rows = [record.history for record in found if record.WhichOneof("record_type") == "history"]
+def history(entries) -> list[dict]:
+    rows = [record.history for record in entries if record.WhichOneof("record_type") == "history"]
     items = [{item.key or item.nested_key[0]: json.loads(item.value_json) for item in row.item} for row in rows]
     return [{name: value for name, value in row.items() if not name.startswith("_")} for row in items]
 
@@ -101,7 +101,7 @@ def test_resumed_run_continues_same_run_with_loop_steps(tmp_path):
     assert (run.run_id, run.project, config) == (first, "digits", {"lr": 0.1, "token": "[redacted]"})
     axes = {record.metric.glob_name: record.metric.step_metric for record in before if record.metric.step_metric}
     assert axes == {"*": "step"}
-    assert {each.run.run_id for found in (before, after) for each in found if each.HasField("run")} == {first}
+    assert {entry.run.run_id for entries in (before, after) for entry in entries if entry.HasField("run")} == {first}
 
 
 def test_failed_training_marks_run_as_failed(tmp_path):
@@ -110,8 +110,8 @@ def test_failed_training_marks_run_as_failed(tmp_path):
     log(1, {"loss": 1.0})
     log.begin_closing(failed=True)  # as init_dist does when its block is left with an exception
     close(log)
-    (found,) = runs(tmp_path)
-    assert [record.exit.exit_code for record in found if record.HasField("exit")] == [1]
+    (entries,) = runs(tmp_path)
+    assert [record.exit.exit_code for record in entries if record.HasField("exit")] == [1]
 
 
 def test_refused_init_arguments_warn_once(tmp_path):

@@ -82,7 +82,7 @@ STATS = {
 
 @pytest.mark.parametrize(("share", "capacity"), [(1.0, 68), (0.5, 50)], ids=["all_that_is_free", "a_share"])
 def test_cuda_capacity_is_free_plus_allocator_memory(monkeypatch, share, capacity):
-    """Of 100 bytes 60 are free and 8 in the allocator: 32 belong to others."""
+    """Of 100 bytes 60 are free and 8 in the allocator: 32 belong to other processes."""
     monkeypatch.setattr("dtrain.memory.device_memory.counts_memory", lambda device_type: True)
     monkeypatch.setattr(torch.accelerator, "memory_stats", lambda device: STATS)
     monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda device: (60, 100))
@@ -189,7 +189,7 @@ def test_other_errors_are_not_out_of_memory(error):
 def raised(error: BaseException, *, cause: BaseException | None = None) -> BaseException:
     try:
         raise error from cause
-    except BaseException as caught:  # noqa: BLE001  # the very object, with what raising adds to it
+    except BaseException as caught:  # noqa: BLE001  # the very object, with the attributes that raising adds
         return caught
 
 
@@ -225,15 +225,15 @@ def test_snapshot_in_a_memory_budget_lists_the_largest_storages(tmp_path):
         kept = [torch.zeros(3), torch.zeros(2, 5), torch.zeros(4)]
         torch.zeros(30)
         written = write_snapshot(tmp_path / "rank{rank}.json", max_storages=2)
-    found = json.loads((tmp_path / "rank0.json").read_text())
+    content = json.loads((tmp_path / "rank0.json").read_text())
     assert written == str((tmp_path / "rank0.json").resolve())
-    assert (found["rank"], found["live"], found["peak"], found["capacity"]) == (0, 68, 188, 1000)
-    assert [(row["bytes"], row["shape"], row["dtype"]) for row in found["storages"]] == [
+    assert (content["rank"], content["live"], content["peak"], content["capacity"]) == (0, 68, 188, 1000)
+    assert [(row["bytes"], row["shape"], row["dtype"]) for row in content["storages"]] == [
         (40, [2, 5], "float32"),
         (16, [4], "float32"),
     ]
-    assert all(row["made_by"] == "aten.zeros.default" and row["stack"][0].startswith(__file__) for row in found["storages"])
-    assert found["left_out"] == 1
+    assert all(row["made_by"] == "aten.zeros.default" and row["stack"][0].startswith(__file__) for row in content["storages"])
+    assert content["left_out"] == 1
     assert len(kept) == 3
 
 
@@ -259,5 +259,5 @@ def test_snapshot_on_cuda_is_the_torch_memory_snapshot(tmp_path, monkeypatch):
     )
     kept = torch.zeros(1 << 20, device="cuda")
     write_snapshot(tmp_path / "rank{rank}.pickle")
-    found = pickle.loads((tmp_path / "rank3.pickle").read_bytes())
-    assert sum(segment["allocated_size"] for segment in found["segments"]) >= kept.nbytes
+    content = pickle.loads((tmp_path / "rank3.pickle").read_bytes())
+    assert sum(segment["allocated_size"] for segment in content["segments"]) >= kept.nbytes

@@ -1,4 +1,4 @@
-"""LiveBytes: every storage is counted once, with the bytes that it has now, for as long as anything holds it."""
+"""LiveBytes: every storage is counted once, with its current bytes, for as long as an object holds it."""
 
 import copy
 import gc
@@ -129,12 +129,12 @@ def test_preexisting_tensors_can_be_registered_immediately():
 
 def test_tensor_from_another_thread_is_counted_from_its_first_use():
     with LiveBytes() as seen:
-        found = []
-        thread = threading.Thread(target=lambda: found.append(made(10)))
+        tensors = []
+        thread = threading.Thread(target=lambda: tensors.append(made(10)))
         thread.start()
         thread.join(90)
         assert seen.live == 0
-        found[0].add_(1)
+        tensors[0].add_(1)
         assert seen.live == 10 * FLOAT
 
 
@@ -145,7 +145,7 @@ def test_tensors_freed_or_resized_in_another_thread_are_subtracted():
         def work():
             kept.pop()
             kept[0].untyped_storage().resize_(0)
-            torch.zeros(7).untyped_storage().resize_(400)  # its own, which nobody here has seen
+            torch.zeros(7).untyped_storage().resize_(400)  # its own storage, which no counter has seen
 
         thread = threading.Thread(target=work)
         thread.start()
@@ -252,7 +252,7 @@ def test_fake_tensors_are_filtered_by_device_type(inside):
     outer, inner = (fake, seen) if inside else (seen, fake)
     with outer, inner:
         kept = [torch.empty(10), torch.empty(20, device="cuda")]
-        if inside:  # a fake mode inside of the counter keeps its operations to itself; the next use shows what it made
+        if inside:  # a fake mode inside of the counter keeps its operations to itself; the next use shows its tensors
             assert seen.live == kept[1].nbytes
     with fake, seen:
         kept[0].add_(1)
@@ -277,12 +277,12 @@ def test_compiled_module_runs_eagerly_and_is_counted():
         expected = layer(made(4, 8))
         bare_live = bare.live
     with LiveBytes() as seen:
-        found = compiled(made(4, 8))
+        output = compiled(made(4, 8))
         assert seen.live == bare_live
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(output, expected)
 
 
-# An alternative history of a few variables: what the counter must say is the sum over distinct storages.
+# An alternative history of a few variables: the counter must give the sum over distinct storages.
 ACTIONS = st.lists(
     st.tuples(
         st.sampled_from(["make", "view", "copy", "drop", "resize", "storage", "swap", "detach", "same"]),
@@ -302,7 +302,7 @@ class Slots(list):
 
 
 def act(slots: Slots, action: str, to: int, source: int, n: int) -> None:
-    """One step of a history: the variable ``to`` gets something new, mostly made from ``source``."""
+    """Do one step of a history: the variable ``to`` gets a new value, mostly made from ``source``."""
     given = slots[source]
     whole = given is not None and given.untyped_storage().nbytes() >= given.nbytes
     if action == "make":

@@ -1,4 +1,4 @@
-"""Statistics of activations against all of them put together, whatever runs the forwards."""
+"""Statistics of activations compared with those of all activations joined, for every way to run the forwards."""
 
 import math
 import re
@@ -29,12 +29,12 @@ def of(x):
     """All statistics of a tensor, from their definitions."""
     x = x.detach().double().flatten()
     mean, std = x.mean(), x.std(correction=0)
-    found = (mean, std, x.square().mean().sqrt(), x.max(), x.abs().max(), (x == 0).double().mean())
-    return dict(zip(STATS, [*(value.item() for value in found), ((x - mean).pow(4).mean() / std**4).item()], strict=True))
+    values = (mean, std, x.square().mean().sqrt(), x.max(), x.abs().max(), (x == 0).double().mean())
+    return dict(zip(STATS, [*(value.item() for value in values), ((x - mean).pow(4).mean() / std**4).item()], strict=True))
 
 
 def by_hand():
-    """Of the first and last layer of the small model on the first batch, and what the last one was given."""
+    """Return statistics of the first and last layer of the small model on the first batch, and of the last layer's input."""
     model, x = net(), whole_batch(0)["x"]
     first = model.first(x)
     inner = torch.tanh(first)
@@ -42,12 +42,12 @@ def by_hand():
 
 
 def stats_of(metrics):
-    found = {}
+    stats = {}
     for name, number in reduce_metrics(metrics).items():
         if name.startswith("activation/"):
             module, _, stat = name.removeprefix("activation/").rpartition("/")
-            found.setdefault(module, {})[stat] = number
-    return found
+            stats.setdefault(module, {})[stat] = number
+    return stats
 
 
 def taken(model, transform, batch, loss=loss, **parts):
@@ -58,10 +58,10 @@ def taken(model, transform, batch, loss=loss, **parts):
 @pytest.mark.parametrize("size", [None, 1, 3], ids=["whole", "ones", "threes"])
 def test_statistics_are_independent_of_microbatch_size(size):
     grad = partial(dt.microbatch_step, microbatch_size=size)
-    found = taken(net(), activation_stats("*", 1, stats=STATS, include_inputs=True), whole_batch(0), grad=grad)
-    assert set(found) == {"first", "last", "first/input", "last/input"}
+    stats = taken(net(), activation_stats("*", 1, stats=STATS, include_inputs=True), whole_batch(0), grad=grad)
+    assert set(stats) == {"first", "last", "first/input", "last/input"}
     for tap, expected in by_hand().items():
-        assert found[tap] == pytest.approx(expected, rel=ROUNDING, abs=ROUNDING)
+        assert stats[tap] == pytest.approx(expected, rel=ROUNDING, abs=ROUNDING)
 
 
 def on_ranks(strategy, sizes):
@@ -74,15 +74,15 @@ def on_ranks(strategy, sizes):
     [
         ("full_shard", (3, 5)),
         ("replicate", (3, 5)),
-        ("full_shard", (8, 0)),  # a rank without a sample runs one that must not count
+        ("full_shard", (8, 0)),  # a rank without a sample runs a sample that must not count
         pytest.param("shard_grad_op", (1, 7), marks=pytest.mark.slow),
         pytest.param("hybrid_shard", (3, 1, 2, 2), marks=pytest.mark.slow),
     ],
 )
 def test_statistics_on_ranks_equal_single_process(ranks, strategy, sizes):
-    for found in ranks(len(sizes)).run(on_ranks, strategy, sizes):
+    for stats in ranks(len(sizes)).run(on_ranks, strategy, sizes):
         for tap, expected in by_hand().items():
-            assert found[tap] == pytest.approx(expected, rel=ROUNDING)
+            assert stats[tap] == pytest.approx(expected, rel=ROUNDING)
 
 
 def largest_of_uneven():
@@ -94,12 +94,12 @@ def largest_of_uneven():
 
 def test_rank_without_samples_does_not_change_the_maximum(ranks):
     x = whole_batch(0)["x"]
-    for found in ranks(2).run(largest_of_uneven):
-        assert found["first/input"] == pytest.approx({"max": x.max().item(), "absmax": x.abs().max().item()}, rel=ROUNDING)
+    for stats in ranks(2).run(largest_of_uneven):
+        assert stats["first/input"] == pytest.approx({"max": x.max().item(), "absmax": x.abs().max().item()}, rel=ROUNDING)
 
 
 class Outputs(nn.Module):
-    """Returns what it is told to: a tuple, a mapping, indices before values."""
+    """A module that returns a given value: a tuple, a mapping, indices before values."""
 
     def __init__(self, wrap):
         super().__init__()
@@ -124,10 +124,10 @@ class Outputs(nn.Module):
 def test_first_float_tensor_of_output_is_measured(wrap, take):
     model = nn.ModuleDict({"it": Outputs(wrap)})
     fn = dt.mean_loss(lambda model, x: take(model["it"](x=x)).mean(), weight=len)
-    found = taken(
+    stats = taken(
         model, activation_stats("it", 1, stats=("mean", "max"), include_inputs=True), torch.tensor([[1.0], [3.0]]), fn
     )
-    assert found == {"it": {"mean": 2.0, "max": 3.0}, "it/input": {"mean": 2.0, "max": 3.0}}
+    assert stats == {"it": {"mean": 2.0, "max": 3.0}, "it/input": {"mean": 2.0, "max": 3.0}}
 
 
 def test_module_called_twice_is_counted_twice():
@@ -142,9 +142,9 @@ def test_module_called_twice_is_counted_twice():
 def test_unused_module_gives_nan():
     model = nn.ModuleDict({"used": nn.Linear(1, 1), "idle": nn.Linear(1, 1)})
     fn = dt.mean_loss(lambda model, x: model["used"](x).mean(), weight=len)
-    found = taken(model, activation_stats("*", 1, stats=STATS), torch.ones(2, 1), fn)
-    assert all(math.isnan(number) for number in found["idle"].values())
-    assert not math.isnan(found["used"]["max"])
+    stats = taken(model, activation_stats("*", 1, stats=STATS), torch.ones(2, 1), fn)
+    assert all(math.isnan(number) for number in stats["idle"].values())
+    assert not math.isnan(stats["used"]["max"])
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -158,16 +158,16 @@ def test_recomputed_activations_are_counted_once(reentrant):
         weight=lambda b: len(b["x"]),
     )
     with set_checkpoint_early_stop(False):  # it would end before the hooks
-        found = taken(model, activation_stats("first", 1, stats=STATS), whole_batch(0), fn)
+        stats = taken(model, activation_stats("first", 1, stats=STATS), whole_batch(0), fn)
     assert len(calls) == 2, "the checkpoint did not recompute"
-    assert found["first"] == pytest.approx(by_hand()["first"], rel=ROUNDING)
+    assert stats["first"] == pytest.approx(by_hand()["first"], rel=ROUNDING)
 
 
 def test_names_omit_checkpoint_wrapper():
     model = net()
     model.first = checkpoint_wrapper(model.first)
-    found = taken(model, activation_stats("first", 1, stats=STATS), whole_batch(0))
-    assert found["first"] == pytest.approx(by_hand()["first"], rel=ROUNDING)
+    stats = taken(model, activation_stats("first", 1, stats=STATS), whole_batch(0))
+    assert stats["first"] == pytest.approx(by_hand()["first"], rel=ROUNDING)
 
 
 def test_out_of_memory_retry_is_not_counted():
@@ -201,8 +201,8 @@ def test_only_steps_crossing_interval_are_measured(ranks):
     model, seen = net(), []
     step = dt.compose_step(loss, [activation_stats("*", "3ba")])
     state = step.init(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    for at in range(7):
-        state, metrics = step(state, whole_batch(at))
+    for number in range(7):
+        state, metrics = step(state, whole_batch(number))
         assert state.crossed("3ba") == ("activation/first/mean" in metrics)
         seen += [state.step] * ("activation/first/mean" in metrics)
         assert "loss" in metrics
@@ -210,19 +210,19 @@ def test_only_steps_crossing_interval_are_measured(ranks):
 
 
 def test_last_of_two_gradient_computations_is_measured():
-    found = taken(net(), activation_stats("first", 1, stats=STATS), whole_batch(0))
+    once = taken(net(), activation_stats("first", 1, stats=STATS), whole_batch(0))
     step = dt.compose_step(loss, [sam(1e-9), activation_stats("first", 1, stats=STATS)], grad=small)
     model = net()
     twice = stats_of(step(step.init(model, torch.optim.SGD(model.parameters(), lr=0.1)), whole_batch(0))[1])
-    assert twice["first"] == pytest.approx(found["first"], rel=1e-6)
+    assert twice["first"] == pytest.approx(once["first"], rel=1e-6)
 
 
 def collectives(stats):
     step, state = begin([activation_stats("*", 2, stats=stats)], "full_shard")
     counts = []
-    for at in range(2):
+    for number in range(2):
         with count_collectives() as seen:
-            state, _ = step(state, part(at, (4, 4), get_dist_info().rank, get_dist_info().rank + 1))
+            state, _ = step(state, part(number, (4, 4), get_dist_info().rank, get_dist_info().rank + 1))
         counts.append(seen.count(group="training"))
     return counts[1] - counts[0]
 
@@ -280,7 +280,7 @@ def test_compiled_module_is_measured_only_at_its_boundary(interval):
     state = step.init(model, torch.optim.SGD(model.parameters(), lr=0.0))
     for _ in range(2):
         state, metrics = step(state, whole_batch(0))
-    found, expected = stats_of(metrics), of(net()(whole_batch(0)["x"]))
-    assert found["0"] == pytest.approx({stat: expected[stat] for stat in ("mean", "max")}, rel=ROUNDING)
-    assert all(math.isnan(number) for number in found["0.first"].values())
+    stats, expected = stats_of(metrics), of(net()(whole_batch(0)["x"]))
+    assert stats["0"] == pytest.approx({stat: expected[stat] for stat in ("mean", "max")}, rel=ROUNDING)
+    assert all(math.isnan(number) for number in stats["0.first"].values())
     assert model[0]._compiled_call_impl.__name__ != "call", "left wrapped"

@@ -1,4 +1,4 @@
-"""Copies that have drifted apart are found, whatever it is and whoever holds it; and hashes of bits."""
+"""Replicas that differ are detected, for every tensor and every rank; and hashes of bits."""
 
 import random
 
@@ -30,12 +30,12 @@ def hash_of(tensor):
     return hash_tensors([tensor], CPU).item()
 
 
-def flip(tensor, at=0, bit=0):
+def flip(tensor, index=0, bit=0):
     """One bit of one element. Mutates: ``tensor``."""
     words = (
         tensor.detach().view(-1).view({8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}[tensor.element_size()])
     )
-    words[at] ^= torch.tensor(1 << bit if bit < 8 * tensor.element_size() - 1 else -(1 << bit), dtype=torch.int64).to(
+    words[index] ^= torch.tensor(1 << bit if bit < 8 * tensor.element_size() - 1 else -(1 << bit), dtype=torch.int64).to(
         words.dtype
     )
 
@@ -47,11 +47,11 @@ def flip(tensor, at=0, bit=0):
 def test_hash_depends_on_every_bit(dtype):
     tensor = torch.arange(3).to(dtype)
     before, seen = hash_of(tensor), set()
-    for at in range(3):
+    for index in range(3):
         for bit in range(8 * tensor.element_size()):
-            flip(tensor, at, bit)
+            flip(tensor, index, bit)
             seen.add(hash_of(tensor))
-            flip(tensor, at, bit)
+            flip(tensor, index, bit)
     assert hash_of(tensor) == before
     assert len(seen | {before}) == 1 + 3 * 8 * tensor.element_size()
 
@@ -59,10 +59,10 @@ def test_hash_depends_on_every_bit(dtype):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_hash_supports_any_dtype_layout_and_size(dtype):
     x = (torch.arange(24) % 2).to(dtype).view(4, 6)
-    found = [hash_of(each) for each in (x, x.clone(), x[:, ::2], x.t(), x[0, 0], x[:0])]
-    assert found[0] == found[1]
+    hashes = [hash_of(tensor) for tensor in (x, x.clone(), x[:, ::2], x.t(), x[0, 0], x[:0])]
+    assert hashes[0] == hashes[1]
     assert hash_of(x.t()) == hash_of(x.t().contiguous())
-    assert found[5] == 0
+    assert hashes[5] == 0
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_hash_supports_any_dtype_layout_and_size(dtype):
         lambda x: x.flip(0),
         lambda x: x.roll(1),
         lambda x: -x,
-        lambda x: x * (1.0 - 2.0 * (torch.arange(len(x)) < 2)),  # two signs: what a plain sum of 64-bit words would not see
+        lambda x: x * (1.0 - 2.0 * (torch.arange(len(x)) < 2)),  # two signs: a plain sum of 64-bit words would not see them
         lambda x: x.index_copy(0, torch.tensor([0, 2**15]), x[[2**15, 0]]),  # the same place in two blocks
         lambda x: x.index_add(0, torch.tensor([4, 6, 8]), torch.tensor([1.0, -2.0, 1.0], dtype=x.dtype)),
     ],
@@ -117,12 +117,12 @@ class Heard:
 
 
 def spoiled(what, strategy, rank, options=None, steps=2):
-    """A run of two steps on these ranks, something that differs on one of them, and what the check says there."""
+    """Run two steps on these ranks with a difference on one of them, and return the result of the check."""
     seed_all(3)
     step, state = begin([ema(0.9)], strategy, ADAMW)
     sizes = [2] * get_dist_info().world_size
-    for at in range(steps):
-        state, _ = step(state, part(at, sizes, get_dist_info().rank, get_dist_info().rank + 1))
+    for number in range(steps):
+        state, _ = step(state, part(number, sizes, get_dist_info().rank, get_dist_info().rank + 1))
     check_desync(state, of=ALL, same_rng=True)
     if get_dist_info().rank == rank:
         spoil(state, what)
@@ -190,23 +190,23 @@ def test_unselected_state_is_not_compared(ranks, what, options):
     assert ranks(2).run(spoiled, what, "replicate", 1, options) == ["no error"] * 2
 
 
-@pytest.mark.parametrize(("what", "found"), [("temperature", True), ("first.weight", False), ("clock", True)])
-def test_sharded_model_compares_only_replicated_values(ranks, what, found):
+@pytest.mark.parametrize(("what", "detected"), [("temperature", True), ("first.weight", False), ("clock", True)])
+def test_sharded_model_compares_only_replicated_values(ranks, what, detected):
     answers = ranks(2).run(spoiled, what, "full_shard", 1)
-    assert [answer != "no error" for answer in answers] == [found] * 2
+    assert [answer != "no error" for answer in answers] == [detected] * 2
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 3])
 @pytest.mark.parametrize("what", ["first.weight", "temperature", "moment, first"])
 def test_hybrid_sharding_compares_replicas_of_each_shard(ranks, what, rank):
-    found = ranks(4).run(spoiled, what, "hybrid_shard", rank, {"of": ("params", "optimizer")})
-    for message, tensor, minority, _ in found:
+    errors = ranks(4).run(spoiled, what, "hybrid_shard", rank, {"of": ("params", "optimizer")})
+    for message, tensor, minority, _ in errors:
         assert tensor == {"moment, first": "optimizer first.weight exp_avg"}.get(what, what)
         if what == "temperature":  # whole on all ranks: three against one
             assert minority == [rank]
             assert f"got a different value on rank {rank} than on ranks " in message
-        else:  # one against one: nobody knows which of them is right, and the lower rank is taken
+        else:  # one against one: the right value is unknown, and the lower rank is taken
             assert minority == [{0: 2, 3: 3}[rank]]
 
 
@@ -259,12 +259,12 @@ def buffers(kept):
     return "no error"
 
 
-@pytest.mark.parametrize(("kept", "found"), [("broadcast", True), ("mean", True), ("own", False)])
-def test_buffers_are_compared_when_they_should_be_equal(ranks, kept, found):
+@pytest.mark.parametrize(("kept", "expected"), [("broadcast", True), ("mean", True), ("own", False)])
+def test_buffers_are_compared_when_they_should_be_equal(ranks, kept, expected):
     for message in ranks(2).run(buffers, kept):
         assert (
             "'buffer 1.running_mean' must be equal on all ranks, got a different value on rank 1 than on rank 0" in message
-        ) == found
+        ) == expected
 
 
 def apart():

@@ -20,11 +20,11 @@ NAN, INF = math.nan, math.inf
 
 def clocks(steps, *, run=None, samples=4, epoch=3):
     """The clock after each step; every third one ends an epoch."""
-    clock, found = Clock(run_length=run), []
-    for at in range(steps):
-        clock = clock.tick(samples=samples, tokens=10, seconds=0.5, position=EpochPosition(*divmod(at + 1, epoch)))
-        found.append(clock)
-    return found
+    clock, ticks = Clock(run_length=run), []
+    for number in range(steps):
+        clock = clock.tick(samples=samples, tokens=10, seconds=0.5, position=EpochPosition(*divmod(number + 1, epoch)))
+        ticks.append(clock)
+    return ticks
 
 
 def judged(stop, values, **how):
@@ -68,23 +68,23 @@ def test_patience_accepts_any_unit(patience, stops_at):
 
 def test_patience_as_share_of_run_is_not_rounded():
     stop, late = early_stop("loss", patience="0.1dur"), []
-    for at in range(1, 91):  # a better value at each step, then none: 10 steps of 100 later
+    for best in range(1, 91):  # a better value at each step, then none: 10 steps of 100 later
         stop = early_stop("loss", patience="0.1dur")
-        answers = judged(stop, [2.0] * at + [1.0] + [1.0] * 9, run=RunLength(total=100))
-        assert True not in answers[at:]
-        late.append(stop.decide(clocks(at + 11, run=RunLength(total=100))[-1], 1.0))
+        answers = judged(stop, [2.0] * best + [1.0] + [1.0] * 9, run=RunLength(total=100))
+        assert True not in answers[best:]
+        late.append(stop.decide(clocks(best + 11, run=RunLength(total=100))[-1], 1.0))
     assert all(late)
 
 
 def test_restored_stop_continues_patience():
     values = [3.0, 2.0, NAN, 2.0, 2.0, 1.0, 1.0, 1.0, 1.0]
     straight = judged(early_stop("loss", patience=3), values)
-    for at in range(len(values)):
+    for cut in range(len(values)):
         first, second = early_stop("loss", patience=3), early_stop("loss", patience=3)
         times = clocks(len(values))
-        answers = [first.decide(times[i], values[i]) for i in range(at)]
+        answers = [first.decide(times[i], values[i]) for i in range(cut)]
         second.load_state_dict(first.state_dict())
-        assert answers + [second.decide(times[i], values[i]) for i in range(at, len(values))] == straight
+        assert answers + [second.decide(times[i], values[i]) for i in range(cut, len(values))] == straight
 
 
 def begun():

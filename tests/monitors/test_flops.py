@@ -33,7 +33,7 @@ class Block(nn.Module):
         return self.body(x) if self.reentrant is None else checkpoint(self.body, x, use_reentrant=self.reentrant)
 
     def body(self, x: Tensor) -> Tensor:
-        q, k, v = (part.unflatten(-1, (2, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        q, k, v = (projection.unflatten(-1, (2, -1)).transpose(1, 2) for projection in self.qkv(x).chunk(3, -1))
         if self.fused:
             mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         else:

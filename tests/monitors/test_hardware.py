@@ -74,8 +74,8 @@ def test_reset_counter_gives_no_negative_rate(machine):
     meter(CPU)
     machine.say(busy=2, idle=2, received=10, sent=2000, read=10, written=10)
     machine.now += 1.0
-    found = meter(CPU)
-    assert (found["system/network_in_bytes_per_s"], found["system/network_out_bytes_per_s"]) == (0.0, 1000.0)
+    readings = meter(CPU)
+    assert (readings["system/network_in_bytes_per_s"], readings["system/network_out_bytes_per_s"]) == (0.0, 1000.0)
 
 
 def test_container_counts_all_interfaces_except_loopback(machine):
@@ -96,9 +96,9 @@ def test_unreadable_counters_are_omitted(machine):
 def test_real_machine_gives_readings():
     meter = system_metrics()
     meter(CPU)
-    found = meter(CPU)
-    assert 0.0 < found["system/memory_percent"] < 100.0
-    assert all(value >= 0.0 for value in found.values())
+    readings = meter(CPU)
+    assert 0.0 < readings["system/memory_percent"] < 100.0
+    assert all(value >= 0.0 for value in readings.values())
 
 
 @pytest.fixture
@@ -170,9 +170,9 @@ def test_metrics_of_all_hosts_reach_every_rank(ranks):
 @pytest.mark.filterwarnings("ignore:system_metrics. NVML must be readable")
 def test_real_gpu_is_read_with_nvml():
     pytest.importorskip("pynvml")
-    found = system_metrics()(GPU)
-    assert 0.0 <= found["system/gpu_percent"] <= 100.0
-    assert found["system/gpu_power_w"] > 0.0
+    readings = system_metrics()(GPU)
+    assert 0.0 <= readings["system/gpu_percent"] <= 100.0
+    assert readings["system/gpu_power_w"] > 0.0
 
 
 CPU = SimpleNamespace(device=torch.device("cpu"))
@@ -188,9 +188,9 @@ STATS = {
 
 
 def test_cpu_reports_process_memory():
-    found = local_memory_stats(CPU)
-    assert set(found) == HOST
-    assert 1 << 20 < found["memory/rss_bytes"] <= found["memory/peak_rss_bytes"]
+    readings = local_memory_stats(CPU)
+    assert set(readings) == HOST
+    assert 1 << 20 < readings["memory/rss_bytes"] <= readings["memory/peak_rss_bytes"]
 
 
 def test_memory_budget_reports_its_counters():
@@ -198,9 +198,9 @@ def test_memory_budget_reports_its_counters():
         kept = torch.zeros(100)
         _ = torch.zeros(200)
         del _
-        found = local_memory_stats(CPU)
+        readings = local_memory_stats(CPU)
         assert kept.numel() == 100
-    assert (found["memory/allocated_bytes"], found["memory/peak_bytes"]) == (400.0, 1200.0)
+    assert (readings["memory/allocated_bytes"], readings["memory/peak_bytes"]) == (400.0, 1200.0)
 
 
 def count_with(monkeypatch: pytest.MonkeyPatch, stats: dict[str, int]) -> None:
@@ -212,8 +212,8 @@ def count_with(monkeypatch: pytest.MonkeyPatch, stats: dict[str, int]) -> None:
 @pytest.mark.parametrize("stats", [STATS, {}], ids=["used", "unused"])
 def test_gpu_reports_allocator_counters(monkeypatch, stats):
     count_with(monkeypatch, stats)
-    found = local_memory_stats(SimpleNamespace(device=torch.device("cuda", 0)))
-    assert {name: value for name, value in found.items() if name not in HOST} == {
+    readings = local_memory_stats(SimpleNamespace(device=torch.device("cuda", 0)))
+    assert {name: value for name, value in readings.items() if name not in HOST} == {
         "memory/allocated_bytes": stats.get("allocated_bytes.all.current", 0),
         "memory/peak_bytes": stats.get("allocated_bytes.all.peak", 0),
         "memory/reserved_bytes": stats.get("reserved_bytes.all.current", 0),
@@ -230,28 +230,28 @@ def test_missing_proc_gives_no_readings(monkeypatch, tmp_path):
 
 
 def reduced() -> tuple[dict[str, float], dict[str, float], int, list[str]]:
-    """All ranks' numbers and this one's, inside a budget on rank 1 only, and what it took."""
+    """Return all ranks' numbers and this rank's, inside a budget on rank 1 only, and the cost."""
     with memory_budget({1: 1 << 20}):
         kept = [torch.zeros(100 * (1 + get_dist_info().rank))]
         memory_stats(CPU)  # makes the record that later calls use
         with count_host_syncs() as waits, count_collectives() as talk:
-            found = memory_stats(CPU)
+            readings = memory_stats(CPU)
         mine = local_memory_stats(CPU)
         kept.clear()
-    return found, mine, waits.count, [call.op for call in talk.records]
+    return readings, mine, waits.count, [call.op for call in talk.records]
 
 
 def test_rank_with_highest_memory_is_named(ranks):
     rows = ranks(2).run(reduced)
     assert rows[0][0] == rows[1][0]
-    found = rows[0][0]
-    assert set(found) == {
+    readings = rows[0][0]
+    assert set(readings) == {
         name + end for name in {*HOST, "memory/allocated_bytes", "memory/peak_bytes"} for end in ("", "/rank")
     }
-    assert found["memory/allocated_bytes/rank"] == 1.0
-    assert found["memory/allocated_bytes"] == rows[1][1]["memory/allocated_bytes"] >= 800.0
+    assert readings["memory/allocated_bytes/rank"] == 1.0
+    assert readings["memory/allocated_bytes"] == rows[1][1]["memory/allocated_bytes"] >= 800.0
     for name in HOST:
-        assert found[f"{name}/rank"] in (0.0, 1.0)
+        assert readings[f"{name}/rank"] in (0.0, 1.0)
 
 
 def test_reduction_uses_one_collective_and_at_most_one_sync(ranks):
@@ -279,7 +279,7 @@ def test_real_gpu_counts_allocated_tensor():
     gpu = SimpleNamespace(device=torch.device("cuda", torch.cuda.current_device()))
     before = local_memory_stats(gpu)["memory/allocated_bytes"]
     kept = torch.zeros(1 << 20, device="cuda")
-    found = local_memory_stats(gpu)
-    assert found["memory/allocated_bytes"] - before >= kept.numel() * 4
-    assert found["memory/peak_bytes"] >= found["memory/allocated_bytes"]
-    assert 0.0 <= found["memory/fragmentation"] < 1.0
+    readings = local_memory_stats(gpu)
+    assert readings["memory/allocated_bytes"] - before >= kept.numel() * 4
+    assert readings["memory/peak_bytes"] >= readings["memory/allocated_bytes"]
+    assert 0.0 <= readings["memory/fragmentation"] < 1.0

@@ -34,8 +34,10 @@ def test_resumed_loop_has_all_readings(tmp_path):
         for _ in range(3):
             state, metrics = step(state, torch.ones(5, 3))
             loss = {"loss": reduce_metrics(metrics)["loss"]}
-            found = collect(state, loss, rates, *meters)
-            numbers.append({name: value for name, value in found.items() if not name.startswith("system/")})  # no rate at once
+            readings = collect(state, loss, rates, *meters)
+            numbers.append(
+                {name: value for name, value in readings.items() if not name.startswith("system/")}
+            )  # no rate at once
         return state, numbers
 
     state, (first, second, third) = logged(begin())

@@ -73,7 +73,7 @@ def test_spike_raises_and_usual_loss_does_not():
 
 def test_window_follows_recent_losses():
     step, state = begin(watch_loss(factor=3.0, window=10))
-    state = run(step, state, [1.0] * 12 + [2.5] * 12 + [7.0] * 4)  # 7 is 2.8 times what is usual by then
+    state = run(step, state, [1.0] * 12 + [2.5] * 12 + [7.0] * 4)  # 7 is 2.8 times the usual loss by then
     assert list(state.transform_states["watch_loss"]["usual"].values()) == [2.5] * 8 + [7.0] * 2
 
 
@@ -119,11 +119,13 @@ def test_watch_loss_needs_no_device_sync():
     assert seen.count == 0
 
 
-@pytest.mark.parametrize(("first", "second", "found"), [(watch_loss(), nonfinite(), True), (nonfinite(), watch_loss(), False)])
-def test_order_with_nonfinite_decides_whether_skipped_steps_are_checked(first, second, found):
+@pytest.mark.parametrize(
+    ("first", "second", "detected"), [(watch_loss(), nonfinite(), True), (nonfinite(), watch_loss(), False)]
+)
+def test_order_with_nonfinite_decides_whether_skipped_steps_are_checked(first, second, detected):
     step, state = begin(first, second, through=True)
     state = run(step, state, [USUAL, math.nan, USUAL])
-    if found:
+    if detected:
         with pytest.raises(StepError, match="the loss of step 1 was nan"):
             run(step, state, [USUAL])
     else:
@@ -159,8 +161,10 @@ def warned():
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         run(step, state, [math.inf, USUAL, USUAL])
-    said = [str(each.message)[:10] for each in seen]
-    return [each for each in said if each == "watch_loss"]  # both ranks have the same batches, which is warned of as well
+    said = [str(warning.message)[:10] for warning in seen]
+    return [
+        warning for warning in said if warning == "watch_loss"
+    ]  # both ranks have the same batches, which is warned of as well
 
 
 def test_only_rank_0_warns(ranks):

@@ -22,8 +22,8 @@ def broken(state: object) -> list[float]:
 
 
 def test_readings_keep_the_order_of_sources():
-    found = collect(7, {"loss": 1.5}, speed, {})
-    assert list(found.items()) == [("loss", 1.5), ("speed", 2.0), ("state", 7)]
+    readings = collect(7, {"loss": 1.5}, speed, {})
+    assert list(readings.items()) == [("loss", 1.5), ("speed", 2.0), ("state", 7)]
 
 
 def test_no_source_gives_no_reading():
@@ -88,8 +88,8 @@ def test_extra_options_are_included():
 
 def test_betas_are_reported_as_two_numbers():
     state = state_of({}, {"betas": (0.5, 0.6)}, make=torch.optim.AdamW)
-    found = learning_rates(state, extra_options=("betas",))
-    assert {name: value for name, value in found.items() if "betas" in name} == {
+    readings = learning_rates(state, extra_options=("betas",))
+    assert {name: value for name, value in readings.items() if "betas" in name} == {
         "betas0/0": 0.9,
         "betas1/0": 0.999,
         "betas0/1": 0.5,
@@ -149,5 +149,5 @@ def test_learning_rates_are_collected_with_schedule_metrics(transforms, expected
     model = torch.nn.Linear(2, 1)
     state = step.init(model, torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.25))
     state, metrics = step(state, torch.ones(3, 2))
-    found = dt.monitors.collect(state, dt.reduce_metrics(metrics), partial(learning_rates, extra_options=("weight_decay",)))
-    assert {name: found[name] for name in found if name != "loss"} == pytest.approx(expected)
+    readings = dt.monitors.collect(state, dt.reduce_metrics(metrics), partial(learning_rates, extra_options=("weight_decay",)))
+    assert {name: readings[name] for name in readings if name != "loss"} == pytest.approx(expected)

@@ -49,13 +49,13 @@ def test_metrics_of_steps_are_added():
 
 def epoch_of_sums(counts: list[list[int]]) -> list[dict]:
     """The mean over all samples of an epoch, from the sums of its steps; ranks have different numbers of samples in a step."""
-    rank, at = get_dist_info().rank, 0
+    rank, first = get_dist_info().rank, 0
     epoch, means = {}, []
     for step in counts:
-        begin = at + sum(step[:rank])
+        begin = first + sum(step[:rank])
         mine = torch.arange(begin, begin + step[rank], dtype=torch.float64) ** 2
         metrics = {"square": Metric(mine.sum(), torch.tensor(len(mine), dtype=torch.float64))}
-        epoch, at = add_metrics(epoch, metrics), at + sum(step)
+        epoch, first = add_metrics(epoch, metrics), first + sum(step)
         means.append(reduce_metrics(metrics)["square"])
     return [reduce_metrics(epoch)["square"], sum(means) / len(means)]
 

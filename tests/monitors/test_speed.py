@@ -92,10 +92,10 @@ def test_different_run_restarts_window():
 
 def test_window_memory_is_bounded():
     window, run = MovingWindow("1000ba", caller="test"), Run()
-    found = [window.update(run.at(step, step / 4)) for step in range(1, 5001)]
+    windows = [window.update(run.at(step, step / 4)) for step in range(1, 5001)]
     assert len(window._samples) <= 103
-    assert 1000 <= found[-1].steps <= 1010
-    assert found[-1].steps / found[-1].seconds == 4.0
+    assert 1000 <= windows[-1].steps <= 1010
+    assert windows[-1].steps / windows[-1].seconds == 4.0
 
 
 @pytest.mark.parametrize(
@@ -120,9 +120,9 @@ def on_ranks() -> tuple[dict[str, float], dict[str, float]]:
     speed(run.at(10, 10.0, samples=10))
     with spans.span("step"):
         sum(range(1000 * (get_dist_info().rank + 1)))
-    found = speed(run.at(20, 15.0, samples=40))
-    wall = {name: value for name, value in found.items() if "compute" not in name and "productive" not in name}
-    return wall, dict.fromkeys(found, 0.0)
+    readings = speed(run.at(20, 15.0, samples=40))
+    wall = {name: value for name, value in readings.items() if "compute" not in name and "productive" not in name}
+    return wall, dict.fromkeys(readings, 0.0)
 
 
 def test_ranks_agree_on_wall_time_and_names(ranks):
@@ -137,24 +137,24 @@ def test_throughput_needs_no_device_sync():
     model = nn.Linear(3, 1)
     step = compose_step(mean_loss(lambda model, x: model(x).mean(), weight=len))
     state = step.init(model, torch.optim.SGD(model.parameters(), lr=0.1, fused=True))
-    state, _ = step(state, torch.ones(5, 3))  # which makes what later steps use
-    speed, found = throughput("2ba"), {}
+    state, _ = step(state, torch.ones(5, 3))  # allocates the tensors of later steps
+    speed, readings = throughput("2ba"), {}
     with count_host_syncs() as seen:
         for _ in range(4):
             state, _ = step(state, torch.ones(5, 3))
-            found = speed(state)
+            readings = speed(state)
     assert seen.count == 0
-    assert found["speed/samples_per_s"] == pytest.approx(5 * found["speed/steps_per_s"])
+    assert readings["speed/samples_per_s"] == pytest.approx(5 * readings["speed/steps_per_s"])
 
 
 def test_epoch_window_ends_with_epochs():
     run, speed = Run(), throughput("1ep")
-    found = []
+    rates = []
     for step in range(5, 45, 5):  # epochs of 10 steps; the first takes 2 s a step, the others 1 s
         state = run.at(step, float(step + min(step, 10)), epoch=step // 10)
-        found.append(speed(state).get("speed/steps_per_s"))
+        rates.append(speed(state).get("speed/steps_per_s"))
     # From the first call, then from the first call of the epoch before.
-    assert found == [None, 0.5, 10 / 15, 1.0, 1.0, 1.0, 1.0, 1.0]
+    assert rates == [None, 0.5, 10 / 15, 1.0, 1.0, 1.0, 1.0, 1.0]
 
 
 def moved(monkeypatch, meter, run: Run) -> dict[str, float]:
@@ -166,10 +166,10 @@ def moved(monkeypatch, meter, run: Run) -> dict[str, float]:
 
 
 @pytest.mark.parametrize(
-    "each", [{"flops_per_token": 5.0}, {"flops_per_sample": 50.0}], ids=["flops_per_token", "flops_per_sample"]
+    "flops", [{"flops_per_token": 5.0}, {"flops_per_sample": 50.0}], ids=["flops_per_token", "flops_per_sample"]
 )
-def test_mfu_is_flops_over_time_and_peak(monkeypatch, each):
-    assert moved(monkeypatch, mfu(**each, peak=1000.0, devices=2, window="10ba"), Run()) == {
+def test_mfu_is_flops_over_time_and_peak(monkeypatch, flops):
+    assert moved(monkeypatch, mfu(**flops, peak=1000.0, devices=2, window="10ba"), Run()) == {
         "speed/flops_per_s": 1000.0,
         "speed/flops_per_s_per_device": 500.0,
         "speed/mfu": 0.5,
@@ -182,22 +182,22 @@ def test_missing_peak_omits_mfu_and_warns_once(monkeypatch):
     with pytest.warns(
         UserWarning, match="mfu: peak must be given for an unknown device, got 'cpu' in bf16. speed/mfu is left out. Pass mfu"
     ) as seen:
-        found = moved(monkeypatch, meter, run)
+        readings = moved(monkeypatch, meter, run)
     assert len(seen) == 1
-    assert found == {"speed/flops_per_s": 1000.0, "speed/flops_per_s_per_device": 1000.0}
+    assert readings == {"speed/flops_per_s": 1000.0, "speed/flops_per_s_per_device": 1000.0}
 
 
 def test_peak_of_known_gpu_is_found(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
-    found = moved(monkeypatch, mfu(flops_per_sample=50.0e9, dtype="bf16"), Run(device="cuda"))
-    assert found["speed/mfu"] == 50.0e9 * 80 / 4 / 989.4e12
+    readings = moved(monkeypatch, mfu(flops_per_sample=50.0e9, dtype="bf16"), Run(device="cuda"))
+    assert readings["speed/mfu"] == 50.0e9 * 80 / 4 / 989.4e12
 
 
 def test_unknown_gpu_is_named_in_warning(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Abacus 9000")
     with pytest.warns(UserWarning, match="peak must be given for an unknown device, got 'Abacus 9000' in fp8"):
-        found = moved(monkeypatch, mfu(flops_per_sample=1.0, dtype="fp8"), Run(device="cuda"))
-    assert "speed/mfu" not in found
+        readings = moved(monkeypatch, mfu(flops_per_sample=1.0, dtype="fp8"), Run(device="cuda"))
+    assert "speed/mfu" not in readings
 
 
 def test_flops_per_token_without_counted_tokens_is_refused():

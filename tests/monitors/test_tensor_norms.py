@@ -28,56 +28,56 @@ def plain(transforms, kind=ADAMW, steps=2):
     step = dt.compose_step(loss, transforms, grad=small)
     state = step.init(model, optimizer_of(kind, model), seed=5)
     metrics = {}
-    for at in range(steps):
-        state, metrics = step(state, whole_batch(at))
+    for number in range(steps):
+        state, metrics = step(state, whole_batch(number))
     return reduce_metrics(metrics), state
 
 
 def by_hand(kind, steps=2):
-    """The same with torch alone: (name, what) -> tensor, in the last step."""
+    """Compute the same with torch alone: (name, kind) -> tensor, in the last step."""
     model = net()
     optimizer = optimizer_of(kind, model)
-    for at in range(steps):
+    for number in range(steps):
         optimizer.zero_grad()
-        batch = whole_batch(at)
+        batch = whole_batch(number)
         (model(batch["x"]) - batch["y"]).square().mean().backward()
         before = {name: p.detach().clone() for name, p in model.named_parameters()}
         old = {name: dict(optimizer.state[p]) for name, p in model.named_parameters()}
         old = {name: {k: v.clone() for k, v in content.items()} for name, content in old.items()}
         optimizer.step()
-    found = {}
+    tensors = {}
     for name, p in model.named_parameters():
-        found[name, "grad"], found[name, "param"], found[name, "update"] = p.grad, before[name], p.detach() - before[name]
+        tensors[name, "grad"], tensors[name, "param"], tensors[name, "update"] = p.grad, before[name], p.detach() - before[name]
         for key, value in optimizer.state[p].items():
             if key != "step":
-                found[name, key] = value
-                found[name, f"old {key}"] = old[name].get(key)
-    return found
+                tensors[name, key] = value
+                tensors[name, f"old {key}"] = old[name].get(key)
+    return tensors
 
 
-def norm(found, what, prefix=""):
+def norm(tensors, what, prefix=""):
     return math.sqrt(
-        sum(t.square().sum().item() for (name, key), t in found.items() if key == what and name.startswith(prefix))
+        sum(t.square().sum().item() for (name, key), t in tensors.items() if key == what and name.startswith(prefix))
     )
 
 
 @pytest.mark.parametrize(("kind", "keys"), [(ADAMW, ("exp_avg", "exp_avg_sq")), (MOMENTUM, ("momentum_buffer",))])
 def test_norms_match_torch(kind, keys):
-    found, expected = plain([norms(1, of=ALL, by="layer")], kind)[0], by_hand(kind)
+    norms_of_step, expected = plain([norms(1, of=ALL, by="layer")], kind)[0], by_hand(kind)
     for what in ("grad", "param", "update", *keys):
-        assert found[f"norm/{what}"] == pytest.approx(norm(expected, what), rel=ROUNDING)
+        assert norms_of_step[f"norm/{what}"] == pytest.approx(norm(expected, what), rel=ROUNDING)
         for layer in ("first", "last"):
-            assert found[f"norm/{what}/{layer}"] == pytest.approx(norm(expected, what, layer), rel=ROUNDING)
-    assert found["norm/update_ratio"] == pytest.approx(norm(expected, "update") / norm(expected, "param"), rel=ROUNDING)
+            assert norms_of_step[f"norm/{what}/{layer}"] == pytest.approx(norm(expected, what, layer), rel=ROUNDING)
+    assert norms_of_step["norm/update_ratio"] == pytest.approx(norm(expected, "update") / norm(expected, "param"), rel=ROUNDING)
     product = sum((t * expected[name, f"old {keys[0]}"]).sum().item() for (name, key), t in expected.items() if key == "grad")
     lengths = norm(expected, "grad") * norm(expected, f"old {keys[0]}")
-    assert found["norm/cosine"] == pytest.approx(product / lengths, rel=ROUNDING)
+    assert norms_of_step["norm/cosine"] == pytest.approx(product / lengths, rel=ROUNDING)
 
 
 def test_cosine_needs_second_step_and_moments_need_momentum():
     assert "norm/cosine" not in plain([norms(1, of=ALL)], steps=1)[0]
-    found = plain([norms(1)], ("sgd", 0.1, 0.0))[0]
-    assert [name for name in found if "/" in name] == ["norm/grad", "norm/param", "norm/update", "norm/update_ratio"]
+    readings = plain([norms(1)], ("sgd", 0.1, 0.0))[0]
+    assert [name for name in readings if "/" in name] == ["norm/grad", "norm/param", "norm/update", "norm/update_ratio"]
 
 
 @pytest.mark.parametrize(
@@ -91,8 +91,11 @@ def test_cosine_needs_second_step_and_moments_need_momentum():
     ids=["all", "layer", "group", "function"],
 )
 def test_by_option_selects_labels(by, labels):
-    found = plain([norms(1, of=("param",), by=by)])[0]
-    assert [name for name in found if name.startswith("norm/")] == ["norm/param", *(f"norm/param/{at}" for at in labels)]
+    readings = plain([norms(1, of=("param",), by=by)])[0]
+    assert [name for name in readings if name.startswith("norm/")] == [
+        "norm/param",
+        *(f"norm/param/{label}" for label in labels),
+    ]
 
 
 def test_group_labels_use_group_names():
@@ -100,9 +103,9 @@ def test_group_labels_use_group_names():
     step = dt.compose_step(loss, [norms(1, of=("update",), by="group")])
     groups = [{"params": model.first.parameters(), "name": "body"}, {"params": model.last.parameters(), "lr": 0.0}]
     state = step.init(model, torch.optim.SGD(groups, lr=0.1), missing_ok=True)  # without the temperature
-    found = reduce_metrics(step(state, whole_batch(0))[1])
-    assert found["norm/update/1"] == 0.0 < found["norm/update/body"]
-    assert found["norm/update"] == pytest.approx(found["norm/update/body"])
+    readings = reduce_metrics(step(state, whole_batch(0))[1])
+    assert readings["norm/update/1"] == 0.0 < readings["norm/update/body"]
+    assert readings["norm/update"] == pytest.approx(readings["norm/update/body"])
 
 
 def test_transform_order_selects_gradient_before_or_after_clipping():
@@ -113,23 +116,23 @@ def test_transform_order_selects_gradient_before_or_after_clipping():
 
 
 def test_loss_scale_is_removed_from_norms():
-    found = plain([loss_scale(1024.0), norms(1)], steps=1)[0]
-    assert found["norm/grad"] == pytest.approx(plain([norms(1)], steps=1)[0]["norm/grad"], rel=ROUNDING)
+    readings = plain([loss_scale(1024.0), norms(1)], steps=1)[0]
+    assert readings["norm/grad"] == pytest.approx(plain([norms(1)], steps=1)[0]["norm/grad"], rel=ROUNDING)
 
 
 def test_skipped_step_has_zero_update_norm():
     model = nn.Linear(1, 1, bias=False)
     step = dt.compose_step(dt.mean_loss(lambda model, x: model(x).mean(), weight=len), [norms(1), nonfinite("skip")])
     state = step.init(model, torch.optim.SGD(model.parameters(), lr=1.0))
-    found = reduce_metrics(step(state, torch.tensor([[math.inf]]))[1])
-    assert [found[name] for name in ("norm/update", "norm/grad", "skipped")] == [0.0, math.inf, 1.0]
+    readings = reduce_metrics(step(state, torch.tensor([[math.inf]]))[1])
+    assert [readings[name] for name in ("norm/update", "norm/grad", "skipped")] == [0.0, math.inf, 1.0]
 
 
 def test_masked_norms_cover_selected_parameters():
-    found = plain([masked(norms(1), "first.*")])[0]
+    readings = plain([masked(norms(1), "first.*")])[0]
     expected = by_hand(ADAMW)
     for what in ("grad", "param", "update", "exp_avg"):
-        assert found[f"norm/{what}"] == pytest.approx(norm(expected, what, "first"), rel=ROUNDING)
+        assert readings[f"norm/{what}"] == pytest.approx(norm(expected, what, "first"), rel=ROUNDING)
 
 
 @pytest.mark.parametrize(
@@ -139,8 +142,8 @@ def test_norms_are_present_on_steps_crossing_interval(interval, logged):
     model, seen = net(), []
     step = dt.compose_step(loss, [norms(interval)])
     state = step.init(model, optimizer_of(ADAMW, model))
-    for at in range(8):
-        state, metrics = step(state, whole_batch(at))
+    for number in range(8):
+        state, metrics = step(state, whole_batch(number))
         assert state.crossed(interval) == ("norm/grad" in metrics)
         seen += [state.step] * ("norm/grad" in metrics)
     assert seen == logged
@@ -150,8 +153,8 @@ def on_ranks(strategy, options=None):
     """Reduced metrics of two steps on these ranks, microbatches of two and ragged shares."""
     step, state = begin([norms(1, of=ALL, by="layer")], strategy, ADAMW, **(options or {}))
     sizes, rank, metrics = RAGGED[get_dist_info().world_size], get_dist_info().rank, {}
-    for at in range(2):
-        state, metrics = step(state, part(at, sizes, rank, rank + 1))
+    for number in range(2):
+        state, metrics = step(state, part(number, sizes, rank, rank + 1))
     return reduce_metrics(metrics)
 
 
@@ -167,8 +170,8 @@ def on_ranks(strategy, options=None):
 )
 def test_norms_on_ranks_equal_single_process(ranks, strategy, world):
     expected = plain([norms(1, of=ALL, by="layer")])[0]
-    for found in ranks(world).run(on_ranks, strategy):
-        assert found == pytest.approx(expected, rel=1e-9)
+    for readings in ranks(world).run(on_ranks, strategy):
+        assert readings == pytest.approx(expected, rel=1e-9)
 
 
 def reductions(layers, interval):

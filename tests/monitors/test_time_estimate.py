@@ -150,8 +150,8 @@ def test_history_memory_is_bounded(seen):
     run, left = Run(), eta(10_000)
     for step in range(1, 5001):
         seen.add(step=0.5)
-        found = left(run.at(step))
-    assert found["time/left_s"] == pytest.approx(2500.0)
+        readings = left(run.at(step))
+    assert readings["time/left_s"] == pytest.approx(2500.0)
 
 
 def test_invalid_duration_is_refused():

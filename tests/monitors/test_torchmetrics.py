@@ -1,4 +1,4 @@
-"""torchmetrics, unmodified: on ranks with ragged and empty shares it says what it says in one process."""
+"""torchmetrics, unmodified: on ranks with ragged and empty shares it gives the values of one process."""
 
 from __future__ import annotations
 
@@ -56,16 +56,16 @@ def update(name: str, metric: Metric, logits: Tensor, targets: Tensor) -> None:
 
 
 def computed(chosen: dict[str, Metric], logits: Tensor, targets: Tensor) -> dict[str, object]:
-    found = {}
+    values = {}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".* was called before the ``update`` method")  # meant: the share is empty
         warnings.filterwarnings("ignore", message="No samples to concatenate")
         for name, metric in chosen.items():
-            for at in range(0, len(logits), 3):
-                update(name, metric, logits[at : at + 3], targets[at : at + 3])
+            for start in range(0, len(logits), 3):
+                update(name, metric, logits[start : start + 3], targets[start : start + 3])
             value = metric.compute()
-            found[name] = value.tolist() if isinstance(value, Tensor) else value
-    return found
+            values[name] = value.tolist() if isinstance(value, Tensor) else value
+    return values
 
 
 def single() -> dict[str, object]:
@@ -74,7 +74,7 @@ def single() -> dict[str, object]:
 
 def share(counts: list[int], place: int) -> list[Tensor]:
     start = sum(counts[:place])
-    return [part[start : start + counts[place]] for part in data()]
+    return [tensor[start : start + counts[place]] for tensor in data()]
 
 
 def by_torchmetrics(counts: list[int], left_out: list[str]) -> dict[str, object]:
@@ -88,11 +88,15 @@ def by_states(counts: list[int]) -> dict[str, object]:
 
 def check(results: list[dict[str, object]], left_out: tuple[str, ...] = ()) -> None:
     expected = {name: value for name, value in single().items() if name not in left_out}
-    for found in results:
-        assert found.keys() == expected.keys()
+    for values in results:
+        assert values.keys() == expected.keys()
         for name, value in expected.items():
             torch.testing.assert_close(
-                torch.tensor(found[name]), torch.tensor(value), rtol=SUMS_IN_ANOTHER_ORDER, atol=SUMS_IN_ANOTHER_ORDER, msg=name
+                torch.tensor(values[name]),
+                torch.tensor(value),
+                rtol=SUMS_IN_ANOTHER_ORDER,
+                atol=SUMS_IN_ANOTHER_ORDER,
+                msg=name,
             )
 
 

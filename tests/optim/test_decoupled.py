@@ -13,7 +13,7 @@ from dtrain.optim.decoupled import DecoupledAdamW, DecoupledSGDW
 
 LOSS = dt.mean_loss(lambda model, batch: model(batch).square().mean(), weight=len)
 KINDS = {"adamw": DecoupledAdamW, "sgdw": DecoupledSGDW}
-each = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+each_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 
 
 def parameter(value: float = 8.0) -> nn.Parameter:
@@ -43,23 +43,23 @@ def matrices() -> list[nn.Parameter]:
     return [nn.Parameter(torch.randn(3, size, generator=generator, dtype=torch.float64)) for size in (2, 5)]
 
 
-@each
+@each_kind
 @pytest.mark.parametrize("peak", [0.5, 0.001])
 def test_decay_at_the_peak_does_not_depend_on_lr(kind, peak):
     assert decayed(kind([parameter()], lr=peak, weight_decay=0.1)) == pytest.approx(0.1)
 
 
-@each
+@each_kind
 def test_decay_scales_with_the_schedule(kind):
     optimizer = kind([parameter()], lr=0.5, weight_decay=0.1)
-    found = []
+    decays = []
     for factor in (1.0, 0.5, 0.0):
         dt.step.set_lr_(optimizer, 0.5 * factor)
-        found.append(decayed(optimizer))
-    assert found == pytest.approx([0.1, 0.05, 0.0], abs=1e-12)
+        decays.append(decayed(optimizer))
+    assert decays == pytest.approx([0.1, 0.05, 0.0], abs=1e-12)
 
 
-@each
+@each_kind
 def test_torch_default_decay_differs(kind):
     """So that the tests above could fail."""
     plain = {DecoupledAdamW: torch.optim.AdamW, DecoupledSGDW: torch.optim.SGD}[kind]
@@ -70,22 +70,22 @@ def test_decoupled_adamw_equals_torch_with_decay_divided_by_peak():
     for options in ({}, {"amsgrad": True}, {"foreach": True}, {"maximize": True}, {"foreach": False}):
         ours, theirs = matrices(), matrices()
         got = trained(DecoupledAdamW(ours, lr=0.1, weight_decay=0.02, **options), ours)
-        known = trained(torch.optim.AdamW(theirs, lr=0.1, betas=(0.9, 0.95), weight_decay=0.2, **options), theirs)
-        for a, b in zip(got, known, strict=True):
+        expected = trained(torch.optim.AdamW(theirs, lr=0.1, betas=(0.9, 0.95), weight_decay=0.2, **options), theirs)
+        for a, b in zip(got, expected, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-12, atol=0.0)
 
 
-@each
+@each_kind
 def test_decoupled_optimizers_without_decay_match_torch(kind):
     plain = {DecoupledAdamW: torch.optim.AdamW, DecoupledSGDW: torch.optim.SGD}[kind]
     ours, theirs = matrices(), matrices()
     got = trained(kind(ours, lr=0.1, weight_decay=0.0, foreach=True), ours)
     betas = {"betas": (0.9, 0.95)} if kind is DecoupledAdamW else {}
-    known = trained(plain(theirs, lr=0.1, weight_decay=0.0, foreach=True, **betas), theirs)
-    assert all(torch.equal(a, b) for a, b in zip(got, known, strict=True))
+    expected = trained(plain(theirs, lr=0.1, weight_decay=0.0, foreach=True, **betas), theirs)
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
 
 
-@each
+@each_kind
 def test_options_are_restored_after_a_failed_step(kind):
     optimizer = kind([parameter()], lr=0.5, weight_decay=0.1)
     with pytest.raises(ZeroDivisionError):
@@ -98,7 +98,7 @@ def test_options_are_restored_after_a_failed_step(kind):
     assert optimizer.param_groups[0]["weight_decay"] == 0.1
 
 
-@each
+@each_kind
 def test_closure_runs_once_with_gradients(kind):
     param = parameter()
     optimizer = kind([param], lr=0.5)
@@ -115,7 +115,7 @@ def test_closure_runs_once_with_gradients(kind):
     assert calls == [True]
 
 
-@each
+@each_kind
 def test_step_hooks_run_once_per_step(kind):
     plain = {DecoupledAdamW: torch.optim.AdamW, DecoupledSGDW: torch.optim.SGD}[kind]
     plain([parameter()])  # after this torch's own step runs hooks, too
@@ -127,7 +127,7 @@ def test_step_hooks_run_once_per_step(kind):
 
 
 def resumed(kind: type, root: str, peak: float, new: float) -> tuple[float, dict, torch.optim.Optimizer]:
-    """A run that was saved with one peak and is loaded into an optimizer made with another."""
+    """Save a run with one peak and load it into an optimizer made with another peak."""
     for lr in (peak, new):
         model = nn.Linear(2, 1, bias=False).double()
         step = dt.compose_step(LOSS, [dt.transforms.scale_lr(dt.schedules.linear(1.0, 0.0, 4))])
@@ -141,13 +141,13 @@ def resumed(kind: type, root: str, peak: float, new: float) -> tuple[float, dict
     return state.optimizer
 
 
-@each
+@each_kind
 def test_resume_uses_the_peak_of_the_checkpoint(kind, tmp_path):
     optimizer = resumed(kind, str(tmp_path), 0.5, 0.125)
     assert [(group["lr"], group["initial_lr"]) for group in optimizer.param_groups] == [(0.5, 0.5)]
 
 
-@each
+@each_kind
 def test_decay_after_resume_follows_changed_lr_not_changed_peak(kind, tmp_path):
     optimizer = resumed(kind, str(tmp_path), 0.5, 0.125)
     optimizer.state.clear()
@@ -160,7 +160,7 @@ def test_decay_after_resume_follows_changed_lr_not_changed_peak(kind, tmp_path):
     assert decayed(optimizer) == pytest.approx(0.1)
 
 
-@each
+@each_kind
 def test_state_dict_keeps_the_peak_and_may_lack_it(kind):
     optimizer = kind([parameter()], lr=0.5, weight_decay=0.1)
     dt.step.set_lr_(optimizer, 0.25)
@@ -174,17 +174,17 @@ def test_state_dict_keeps_the_peak_and_may_lack_it(kind):
     assert pickle.loads(pickle.dumps(optimizer)).param_groups[0]["initial_lr"] == 0.5
 
 
-@each
+@each_kind
 def test_torch_scheduler_keeps_the_peak(kind):
     optimizer = kind([parameter()], lr=0.5, weight_decay=0.1)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda t: 1.0 / (1 + t))
-    found = [decayed(optimizer)]
+    decays = [decayed(optimizer)]
     schedule.step()
-    assert [*found, decayed(optimizer)] == pytest.approx([0.1, 0.05])
+    assert [*decays, decayed(optimizer)] == pytest.approx([0.1, 0.05])
 
 
 @pytest.mark.parametrize("lr", [0.0, -1.0, float("nan"), float("inf"), torch.tensor(0.1)])
-@each
+@each_kind
 def test_invalid_peak_rates_are_refused(kind, lr):
     with pytest.raises((ConfigError, ValueError), match=r"lr must be a finite number above 0, got|Invalid learning rate"):
         kind([parameter()], lr=lr)
@@ -213,7 +213,7 @@ def test_sgdw_accepts_a_late_first_gradient():
     assert (early.item(), late.item()) == (8 - 0.5 - 0.75, 7.5)
 
 
-@each
+@each_kind
 def test_parameters_without_a_gradient_do_not_decay(kind):
     param = parameter()
     kind([param], lr=0.5, weight_decay=0.1).step()
@@ -224,13 +224,13 @@ def sharded_forms(mixed: bool) -> list:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     options = {"ignored_params": ["1.*"]} if mixed else {}
     model = dt.shard_model(model, dt.build_mesh(), blocks=(nn.Linear,), **options)
-    found = []
+    every = []
     for kind in (DecoupledAdamW, DecoupledSGDW):
         optimizer = kind(model.parameters(), lr=0.1, weight_decay=0.1)
         step = dt.compose_step(LOSS, [])
         state, _ = step(step.init(model, optimizer), torch.ones(2, 4))
-        found += forms(state.optimizer)
-    return found
+        every += forms(state.optimizer)
+    return every
 
 
 def test_sharded_parameters_get_one_implementation_and_mixed_groups_the_default(ranks):

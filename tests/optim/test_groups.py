@@ -1,4 +1,4 @@
-"""Parameter groups: who is in which, what does not decay, and what is refused."""
+"""Parameter groups: their members, the members without decay, and refused rules."""
 
 import pytest
 import torch
@@ -45,25 +45,25 @@ def test_norms_biases_and_embeddings_do_not_decay():
 def test_every_trainable_parameter_of_a_transformer_is_in_one_group():
     sizes = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     model = BertForMaskedLM(BertConfig(vocab_size=20, max_position_embeddings=8, **sizes))
-    found = members(model)
-    assert sorted(found["all"] + found["all.no_decay"]) == sorted(parameters_by_fqn(model)[0])
-    assert all(name.endswith(".weight") and "LayerNorm" not in name and "embeddings" not in name for name in found["all"])
-    assert len(found["all"]) == 7  # query, key, value, two of the feed-forward part, two dense ones
+    groups = members(model)
+    assert sorted(groups["all"] + groups["all.no_decay"]) == sorted(parameters_by_fqn(model)[0])
+    assert all(name.endswith(".weight") and "LayerNorm" not in name and "embeddings" not in name for name in groups["all"])
+    assert len(groups["all"]) == 7  # query, key, value, two of the feed-forward part, two dense ones
 
 
 @pytest.mark.parametrize("no_decay", ["**.weight", ["body.*", "**.weight"], lambda name, param: param.ndim == 2, ()])
 def test_no_decay_selects_parameters_without_decay(no_decay):
-    found = members(nn.Sequential(nn.Linear(2, 2)), no_decay=no_decay)
-    assert found == ({"all": ["0.bias"], "all.no_decay": ["0.weight"]} if no_decay else {"all": ["0.weight", "0.bias"]})
+    groups = members(nn.Sequential(nn.Linear(2, 2)), no_decay=no_decay)
+    assert groups == ({"all": ["0.bias"], "all.no_decay": ["0.weight"]} if no_decay else {"all": ["0.weight", "0.bias"]})
 
 
 def test_rule_weight_decay_applies_to_its_whole_group():
     head = ParamGroup("head", "head.**", {"lr": 0.5, "weight_decay": 0.7})
     model = nn.ModuleDict({"body": nn.Linear(2, 2), "head": nn.Linear(2, 2)})
-    found = [
+    decays = [
         {k: v for k, v in g.items() if k != "params"} for g in param_groups(model, head, ParamGroup("rest"), weight_decay=0.1)
     ]
-    assert found == [
+    assert decays == [
         {"name": "head", "lr": 0.5, "weight_decay": 0.7},
         {"name": "rest", "weight_decay": 0.1},
         {"name": "rest.no_decay", "weight_decay": 0.0},

@@ -1,4 +1,4 @@
-"""float16 under a loss scale: the decision to leave a step out is the same on all ranks, whatever the optimizer."""
+"""float16 under a loss scale: the decision to skip a step is the same on all ranks, for every optimizer."""
 
 import pytest
 import torch
@@ -20,9 +20,9 @@ def run(name: str) -> list:
     rank = dist.get_rank()
 
     def some_infinite(model: nn.Module, batch: dict) -> dt.LossSum:
-        found = loss(model, batch)
+        finite = loss(model, batch)
         broken = rank == 1 and state.step == BROKEN_STEP
-        return dt.LossSum(total=found.total * (float("inf") if broken else 1.0), weight=found.weight)
+        return dt.LossSum(total=finite.total * (float("inf") if broken else 1.0), weight=finite.weight)
 
     step = dt.compose_step(some_infinite, [dt.transforms.loss_scale(256.0, grow_every=2)])
     state = step.init(model, ROWS[name].make(model))

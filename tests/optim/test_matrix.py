@@ -48,7 +48,7 @@ def by_hand(name: str) -> Tensor:
 
 def trained(strategy: str, root: str, first: int, saves: bool) -> dict[str, list[float]]:
     """All parameters of each optimizer at the end of a run that began at step ``first``, or that is saved there."""
-    found = {}
+    by_name = {}
     for name in USERS:
         model = laid_out(strategy)
         state = STEP.init(model, grouped(name, model, LR))
@@ -58,15 +58,15 @@ def trained(strategy: str, root: str, first: int, saves: bool) -> dict[str, list
             state, _ = STEP(state, BATCH.chunk(dist.get_world_size())[dist.get_rank()])
         if saves:
             dt.save_sharded(f"{root}/{name}", state)
-        found[name] = [value for _, param in dt.full_params(state) for value in param.flatten().tolist()]
-    return found
+        by_name[name] = [value for _, param in dt.full_params(state) for value in param.flatten().tolist()]
+    return by_name
 
 
 def assert_as_by_hand(runs: list[dict[str, list[float]]]) -> None:
     for name in USERS:
         expected = by_hand(name)
-        for found in runs:
-            apart = (torch.tensor(found[name], dtype=torch.float64) - expected).norm() / expected.norm()
+        for by_name in runs:
+            apart = (torch.tensor(by_name[name], dtype=torch.float64) - expected).norm() / expected.norm()
             assert apart.item() <= TOLERANCE, name
 
 
@@ -124,17 +124,17 @@ def two_axes() -> list[float]:
     step = dt.compose_step(dt.mean_loss(lambda model, x: model(x).square().mean(), weight=len))
     apart = []
     for name in (*USERS, "muon"):
-        known, cut = build(), dt.shard_model(build(), mesh, blocks=(nn.Linear,), tp_plan=plan)
+        whole, cut = build(), dt.shard_model(build(), mesh, blocks=(nn.Linear,), tp_plan=plan)
         # Other tests compare Muon of whole matrices with torch's.
         muon = partial(dt.optim.Muon, ns_dtype="param")
-        peer = muon(known.parameters()) if name == "muon" else ByHand(name, known.parameters(), LR)
+        peer = muon(whole.parameters()) if name == "muon" else ByHand(name, whole.parameters(), LR)
         state = step.init(cut, muon(cut.parameters()) if name == "muon" else USERS[name](cut.parameters(), lr=LR))
         for _ in range(3):
             state, _ = step(state, x)
-            known.zero_grad()
-            known(x).square().mean().backward()
+            whole.zero_grad()
+            whole(x).square().mean().backward()
             peer.step()
-        pairs = zip((param for _, param in dt.full_params(state)), known.parameters(), strict=True)
+        pairs = zip((param for _, param in dt.full_params(state)), whole.parameters(), strict=True)
         apart.append(max((a - b).abs().max().item() for a, b in pairs))
     return apart
 
@@ -187,7 +187,7 @@ FAULTS = {
 
 
 def faults(strategy: str) -> dict[str, list[str]]:
-    found = {}
+    messages = {}
     for fault in FAULTS:
         model = laid_out(strategy)
         params = list(model.parameters())
@@ -195,8 +195,8 @@ def faults(strategy: str) -> dict[str, list[str]]:
         state = STEP.init(model, Faulty([{"params": [param for param in params if param.ndim == 2]}, rest], fault))
         with pytest.raises((ConfigError, PeerError)) as refused:
             STEP(state, BATCH.chunk(dist.get_world_size())[dist.get_rank()])
-        found[fault] = [type(refused.value).__name__, str(refused.value)]
-    return found
+        messages[fault] = [type(refused.value).__name__, str(refused.value)]
+    return messages
 
 
 @pytest.mark.parametrize(("strategy", "world"), [("full_shard", 1), ("full_shard", 2), ("hybrid_shard", 4)])
@@ -204,6 +204,6 @@ def test_a_failure_of_one_matrix_reaches_all_ranks(ranks, strategy, world):
     """One rank computes the matrix, and no other rank waits for it."""
     runs = ranks(world).run(faults, strategy)
     for fault, line in FAULTS.items():
-        assert any(line in found[fault][1] for found in runs)
-        for kind, told in (found[fault] for found in runs):
+        assert any(line in messages[fault][1] for messages in runs)
+        for kind, told in (messages[fault] for messages in runs):
             assert kind == "ConfigError" or (kind == "PeerError" and line in told)

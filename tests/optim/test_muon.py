@@ -1,4 +1,4 @@
-"""Muon against torch's, under FSDP2 in every layout, its collectives, and what it refuses."""
+"""Muon compared with torch's, under FSDP2 in every layout, its collectives, and its refusals."""
 
 import pytest
 import torch
@@ -35,17 +35,17 @@ def trained(optimizer: torch.optim.Optimizer, params: list[nn.Parameter], steps:
 def test_muon_matches_torch_bit_for_bit(adjust_lr_fn, theirs, nesterov):
     ours, peers = matrices(), matrices()
     got = trained(Muon(ours, lr=0.02, adjust_lr_fn=adjust_lr_fn, nesterov=nesterov), ours)
-    known = trained(torch.optim.Muon(peers, lr=0.02, weight_decay=0.1, adjust_lr_fn=theirs, nesterov=nesterov), peers)
-    assert all(torch.equal(a, b) for a, b in zip(got, known, strict=True))
+    expected = trained(torch.optim.Muon(peers, lr=0.02, weight_decay=0.1, adjust_lr_fn=theirs, nesterov=nesterov), peers)
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
 
 
 def test_muon_adamw_groups_match_torch():
     ours, peers = matrices(), matrices()
     got = trained(Muon([{"params": ours, "method": "adamw", "weight_decay": 0.2}]), ours)
-    known = trained(torch.optim.AdamW(peers, lr=3e-4, betas=(0.9, 0.95), weight_decay=0.2, fused=True), peers)
-    assert all(torch.equal(a, b) for a, b in zip(got, known, strict=True))
+    expected = trained(torch.optim.AdamW(peers, lr=3e-4, betas=(0.9, 0.95), weight_decay=0.2, fused=True), peers)
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
     plain = [{"params": (plain := matrices()), "method": "adamw", "weight_decay": 0.2, "fused": False}]
-    for a, b in zip(trained(Muon(plain), plain[0]["params"]), known, strict=True):
+    for a, b in zip(trained(Muon(plain), plain[0]["params"]), expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
 
 
@@ -133,9 +133,9 @@ def deep(strategy: str | None, **options) -> list[float]:
 
 @pytest.mark.parametrize("strategy", ["full_shard", "hybrid_shard", "replicate"])
 def test_every_sharding_layout_matches_one_process(ranks, strategy):
-    known = torch.tensor(deep(None), dtype=torch.float64)
-    for found in ranks(4).run(deep, strategy):
-        assert ((torch.tensor(found, dtype=torch.float64) - known).norm() / known.norm()).item() <= TOLERANCE
+    expected = torch.tensor(deep(None), dtype=torch.float64)
+    for params in ranks(4).run(deep, strategy):
+        assert ((torch.tensor(params, dtype=torch.float64) - expected).norm() / expected.norm()).item() <= TOLERANCE
 
 
 def messages() -> list:

@@ -1,4 +1,4 @@
-"""Names that the code of a page uses and does not make: a reader has to be told of them."""
+"""Names that the code of a page uses and does not make: the page must list them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def assumed(page: Path) -> set[str]:
         if block.anew:
             bound = set(imported)
         tree = ast.parse(block.text)
-        imported |= {name for each in tree.body if isinstance(each, ast.Import | ast.ImportFrom) for name in _binds(each)}
+        imported |= {name for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom) for name in _binds(node)}
         reader = _Reader(bound)
         reader.run(tree.body)
         needed |= reader.needed | (reader.late - bound)
@@ -31,7 +31,7 @@ def assumed(page: Path) -> set[str]:
 
 
 class _Reader:
-    """Follows statements in order. What a function reads is looked up when it is called, so it counts after the block."""
+    """Follow statements in order. Names that a function reads are looked up at its call, so they count after the block."""
 
     def __init__(self, bound: set[str]) -> None:
         self.bound = bound
@@ -44,7 +44,7 @@ class _Reader:
                 self.late |= _reads(statement)
                 self.bound.add(statement.name)
                 continue
-            inner = [each for name in ("body", "handlers", "orelse", "finalbody") for each in getattr(statement, name, [])]
+            inner = [nested for name in ("body", "handlers", "orelse", "finalbody") for nested in getattr(statement, name, [])]
             heads = [child for child in ast.iter_child_nodes(statement) if child not in inner]
             for head in heads or [statement]:
                 self.needed |= _reads(head) - self.bound
@@ -52,14 +52,14 @@ class _Reader:
                 self.bound |= set(_binds(head))
             if isinstance(statement, ast.Import | ast.ImportFrom):
                 self.bound |= set(_binds(statement))
-            for each in inner:
-                self.run(each.body if isinstance(each, ast.ExceptHandler) else [each])
+            for nested in inner:
+                self.run(nested.body if isinstance(nested, ast.ExceptHandler) else [nested])
 
 
 def _reads(node: ast.AST) -> set[str]:
     """Names that a statement or expression reads from outside; names of its comprehensions and functions are its own."""
     inside = {name for scope in ast.walk(node) if isinstance(scope, _SCOPES) for name in _own(scope)}
-    loaded = {each.id for each in ast.walk(node) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Load)}
+    loaded = {inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name) and isinstance(inner.ctx, ast.Load)}
     return loaded - inside
 
 
@@ -69,21 +69,21 @@ _SCOPES = (*_DEFINITIONS, ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, a
 def _own(scope: ast.AST) -> Iterator[str]:
     arguments = getattr(scope, "args", None)
     if isinstance(arguments, ast.arguments):
-        yield from (each.arg for each in ast.walk(arguments) if isinstance(each, ast.arg))
-    yield from (each.name for each in ast.walk(scope) if isinstance(each, _DEFINITIONS) and each is not scope)
+        yield from (inner.arg for inner in ast.walk(arguments) if isinstance(inner, ast.arg))
+    yield from (inner.name for inner in ast.walk(scope) if isinstance(inner, _DEFINITIONS) and inner is not scope)
     yield from _binds(scope)
 
 
 def _binds(node: ast.AST) -> Iterator[str]:
-    for each in ast.walk(node):
-        if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store):
-            yield each.id
-        elif isinstance(each, ast.Import | ast.ImportFrom):
-            yield from ((alias.asname or alias.name).partition(".")[0] for alias in each.names)
+    for child in ast.walk(node):
+        if isinstance(child, ast.Name) and isinstance(child.ctx, ast.Store):
+            yield child.id
+        elif isinstance(child, ast.Import | ast.ImportFrom):
+            yield from ((alias.asname or alias.name).partition(".")[0] for alias in child.names)
 
 
 def sentence(names: set[str]) -> str:
-    """Return the line that tells a reader of these names."""
+    """Return the line that lists these names for the reader."""
     modules = [text for name, text in (("torch", "torch"), ("dt", "dtrain as dt")) if name in names]
     made = sorted(names & _OF_A_LOOP)
     yours = sorted(names - _OF_A_LOOP - {"torch", "dt"})

@@ -1,7 +1,7 @@
 """Run mistakes of loops written by hand on ``torch.distributed``, and the same mistakes with dtrain.
 
 docs/from_ddp.md shows each function of this module that is named ``..._by_hand`` or ``..._here``. ``test_from_ddp.py`` beside
-it runs them all on two ranks and holds what comes out. After a change: ``python tests/written.py``.
+it runs them all on two ranks and compares the results. After a change: ``python tests/written.py``.
 """
 
 import torch
@@ -24,8 +24,8 @@ def logged_loss_here(loss):
     return dt.dist.reduce_mean(loss).item()
 
 
-def squares(model, part):
-    return (model(part["x"]) - part["y"]).square().mean()
+def squares(model, batch):
+    return (model(batch["x"]) - batch["y"]).square().mean()
 
 
 def gradient_by_hand(ddp, batch):
@@ -35,7 +35,7 @@ def gradient_by_hand(ddp, batch):
 
 
 def gradient_here(state, batch):
-    loss_fn = dt.mean_loss(squares, weight=lambda part: len(part["x"]))
+    loss_fn = dt.mean_loss(squares, weight=lambda rows: len(rows["x"]))
     state, _ = dt.microbatch_step(state, batch, loss_fn=loss_fn)
     return dict(
         dt.full_params({name: param.grad for name, param in state.params.items()})
@@ -86,26 +86,26 @@ def held_out_mean_here(model, dataset, mesh):
     loader = dt.build_loader(
         dataset, mesh=mesh, global_batch_size=4, seed=0, shuffle=False
     )
-    found = dt.evaluate(
+    metrics = dt.evaluate(
         model,
         loader,
         lambda model, batch: dt.LossSum(total=batch.sum(), weight=len(batch)),
     )
-    return dt.reduce_metrics(found)["loss"]
+    return dt.reduce_metrics(metrics)["loss"]
 
 
 def accumulated_by_hand(ddp, microbatches, accumulate=4):
     *first, last = microbatches
     with ddp.no_sync():
-        for part in first:
-            (squares(ddp, part) / accumulate).backward()
+        for microbatch in first:
+            (squares(ddp, microbatch) / accumulate).backward()
     # the last step of an epoch has fewer than 4
     (squares(ddp, last) / accumulate).backward()
     return ddp.module.weight.grad
 
 
 def accumulated_here(state, batch):
-    loss_fn = dt.mean_loss(squares, weight=lambda part: len(part["x"]))
+    loss_fn = dt.mean_loss(squares, weight=lambda rows: len(rows["x"]))
     state, _ = dt.microbatch_step(state, batch, loss_fn=loss_fn, microbatch_size=2)
     return dict(dt.full_params({name: param.grad for name, param in state.params.items()}))["weight"]
 
@@ -120,7 +120,7 @@ def clipped_by_hand(model, optimizer, batch):
 
 
 def clipped_here(model, optimizer, batch):
-    loss_fn = dt.mean_loss(squares, weight=lambda part: len(part["x"]))
+    loss_fn = dt.mean_loss(squares, weight=lambda rows: len(rows["x"]))
     step = dt.compose_step(loss_fn, [dt.transforms.loss_scale(), dt.transforms.clip_by_norm(1.0)])
     step(step.init(model, optimizer), batch)
 

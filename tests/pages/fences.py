@@ -47,14 +47,14 @@ def called(page: Path) -> str:
 def fences(page: Path) -> list[Fence]:
     """The blocks of a page, in order."""
     text = page.read_text(encoding="utf-8")
-    found = []
+    blocks = []
     for match in _FENCE.finditer(text):
         above = text[: match.start()]
         lines = [line.removeprefix(match[1]) for line in match[4].splitlines()]
         body = "\n".join(lines) + "\n" if lines else ""
         anew = above.rstrip().endswith(ANEW)
-        found.append(Fence(page=page, line=above.count("\n") + 2, language=match[3].strip(), text=body, anew=anew))
-    return found
+        blocks.append(Fence(page=page, line=above.count("\n") + 2, language=match[3].strip(), text=body, anew=anew))
+    return blocks
 
 
 def prose(page: Path) -> str:
@@ -69,9 +69,9 @@ def commands(fence: Fence) -> Iterator[list[str]]:
     if fence.language == "console":
         lines = [line.removeprefix("$ ") for line in lines if line.startswith("$ ")]
     for line in lines:
-        for part in re.split(r" && | \|\| | \| |; ", line):
+        for command in re.split(r" && | \|\| | \| |; ", line):
             try:
-                words = shlex.split(part, comments=True)
+                words = shlex.split(command, comments=True)
             except ValueError:  # a string over several lines
                 continue
             if words:
@@ -79,8 +79,8 @@ def commands(fence: Fence) -> Iterator[list[str]]:
 
 
 def ours(words: list[str]) -> list[str] | None:
-    """The arguments of ``dtrain`` in a command, whatever starts it (variables, ``srun``, ``ssh``); None without it."""
-    for at, word in enumerate(words):
-        if word == "dtrain" and words[max(at - 1, 0)] not in ("install", "import", "cd"):
-            return words[at + 1 :]
+    """Return the arguments of ``dtrain`` in a command, behind any starter (variables, ``srun``, ``ssh``); None without it."""
+    for index, word in enumerate(words):
+        if word == "dtrain" and words[max(index - 1, 0)] not in ("install", "import", "cd"):
+            return words[index + 1 :]
     return None

@@ -60,10 +60,10 @@ with torch.device("meta"):
     "docs/optimizers.md": (
         """
 real = noises = torch.ones(2, 2)
-maker = torch.nn.Identity()
+generator = torch.nn.Identity()
 checkpoints = "gan"
 g, d = (dt.compose_step(loss_fn).init(m, torch.optim.SGD(m.parameters(), lr=0.1)) for m in (GPT(config), GPT(config)))
-tell = make = lambda state, batch: (state, {})
+generator_step = discriminator_step = lambda state, batch: (state, {})
 """,
     ),
     "docs/packing.md": (

@@ -21,15 +21,15 @@ class Tables:
 
     def __init__(self, text: str) -> None:
         self._tables = [
-            [[cell.strip() for cell in line.strip("|").split("|")] for line in found.splitlines()]
-            for found in re.findall(r"(?:^\|.*\n)+", text, re.M)
+            [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
+            for table in re.findall(r"(?:^\|.*\n)+", text, re.M)
         ]
 
     def rows(self, *head: str) -> list[list[str]]:
         """Return these columns of all tables that have them."""
-        found = [table for table in self._tables if {*head} <= {*table[0]}]
-        assert found, f"no table has the columns {head}"
-        return [[row[table[0].index(column)] for column in head] for table in found for row in table[2:]]
+        tables = [table for table in self._tables if {*head} <= {*table[0]}]
+        assert tables, f"no table has the columns {head}"
+        return [[row[table[0].index(column)] for column in head] for table in tables for row in table[2:]]
 
     def points(self, x: str, y: str) -> Line:
         """Return the points of two columns; rows whose first cell is no number alone, or whose second is empty, have none."""
@@ -38,9 +38,9 @@ class Tables:
 
 def number(cell: str) -> float:
     """Return the first number of a cell."""
-    found = _NUMBER.search(cell)
-    assert found is not None, cell
-    return float(found[0].replace(",", ""))
+    match = _NUMBER.search(cell)
+    assert match is not None, cell
+    return float(match[0].replace(",", ""))
 
 
 def law(function: Callable[[int], float]) -> Line:
@@ -109,7 +109,7 @@ def plots(page: str) -> Iterator[tuple[str, Plot]]:
             },
             points={
                 "now, beyond data, for one step in the root: 4 N + 7": [
-                    (number(each.split(" at ")[1]), number(each)) for each in requests.split(",")
+                    (number(request.split(" at ")[1]), number(request)) for request in requests.split(",")
                 ]
             },
             is_log=True,

@@ -1,7 +1,7 @@
 """The pictures of docs/seams.md, drawn of steps that are run by ``python tests/written.py``.
 
-Each seam of each transform notes when it is entered and left, while one step is made. So a picture shows what calls what, and
-how often; nothing in it is drawn by hand.
+Each seam of each transform notes its entry and its exit while one step is made. So a picture shows the order and the
+number of calls; nothing in it is drawn by hand.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ STYLE = """
 
 def size(call: Call) -> tuple[float, float]:
     """Width and height of the box of a call, with all that is in it."""
-    inner = [size(each) for each in call.inside]
+    inner = [size(inner_call) for inner_call in call.inside]
     label = len(title(call)) * CHAR + 2 * PAD
     width = max(label, sum(w for w, _ in inner) + GAP * (len(inner) - 1) + 2 * PAD if inner else 0)
     return width, HEAD + (max(h for _, h in inner) + PAD if inner else 4)
@@ -143,10 +143,10 @@ def boxes(call: Call, x: float, y: float) -> Iterator[str]:
     width, height = size(call)
     yield f'<rect class="{call.kind}" x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" rx="5"/>'
     yield f'<text x="{x + PAD:.1f}" y="{y + 15:.1f}">{escape(title(call))}</text>'
-    at = x + PAD
-    for each in call.inside:
-        yield from boxes(each, at, y + HEAD)
-        at += size(each)[0] + GAP
+    left = x + PAD
+    for inner_call in call.inside:
+        yield from boxes(inner_call, left, y + HEAD)
+        left += size(inner_call)[0] + GAP
 
 
 def svg(call: Call) -> str:

@@ -54,8 +54,13 @@ def violations(shown: Browser) -> list[str]:
     shown.ask(Path(AXE).read_text() + ";0")
     shown.ask(RUN % json.dumps(TAGS) + ";0")
     until(shown, "window.found !== null", 240.0)
-    found = shown.ask("window.found")
-    return [f"{each['rule']}: {node}" for each in found if each["impact"] in ("serious", "critical") for node in each["nodes"]]
+    results = shown.ask("window.found")
+    return [
+        f"{violation['rule']}: {node}"
+        for violation in results
+        if violation["impact"] in ("serious", "critical")
+        for node in violation["nodes"]
+    ]
 
 
 @in_a_browser
@@ -74,4 +79,4 @@ def test_a_text_without_contrast_is_a_violation(desktop: tuple[Browser, str]) ->
     shown.open(_Address(f"{address}index.html"))  # type: ignore[arg-type]
     until(shown, "document.readyState === 'complete'")
     shown.ask("document.querySelector('h1 ~ p').style.color = '#eee'")
-    assert any("color-contrast" in each for each in violations(shown))
+    assert any("color-contrast" in violation for violation in violations(shown))

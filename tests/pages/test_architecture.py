@@ -11,8 +11,8 @@ from pages.fences import DOCS
 
 SOURCE = Path(dt.__file__).parent
 WALKS = {
-    title: re.findall(r"^\d+\. `([\w.]+)`", part, re.M)
-    for title, part in re.findall(r"^\*\*(A [\w]+).*?\*\*\n\n((?:\d+\. .*\n)+)", (DOCS / "architecture.md").read_text(), re.M)
+    title: re.findall(r"^\d+\. `([\w.]+)`", steps, re.M)
+    for title, steps in re.findall(r"^\*\*(A [\w]+).*?\*\*\n\n((?:\d+\. .*\n)+)", (DOCS / "architecture.md").read_text(), re.M)
 }
 
 

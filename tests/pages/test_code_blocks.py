@@ -98,7 +98,7 @@ def test_page_sessions_run_in_an_empty_interpreter(page: Path) -> None:
 
 @pytest.mark.parametrize("page", [page for page in PAGES if assumed(page)], ids=called)
 def test_page_says_what_its_code_assumes(page: Path) -> None:
-    """Code of a page runs in an empty interpreter, or a line behind the first block names what has to be there."""
+    """Code of a page runs in an empty interpreter, or a line behind the first block lists the names that it needs."""
     # The page of the loop does not link to itself.
     there = "the loop above" if called(page) == "docs/loop.md" else "[a loop](loop.md)"
     assert sentence(assumed(page)).replace("[a loop](loop.md)", there) in prose(page).splitlines()
@@ -150,7 +150,7 @@ def headings(page: Path, line: int) -> list[str]:
     above: dict[int, str] = {}
     for row in text.splitlines()[: line - 1]:
         if match := re.match(r"(#+) (.*)", row):
-            above = {level: each for level, each in above.items() if level < len(match[1])} | {len(match[1]): match[2]}
+            above = {level: title for level, title in above.items() if level < len(match[1])} | {len(match[1]): match[2]}
     return list(above.values())
 
 
@@ -196,7 +196,7 @@ def test_page_python_blocks_parse(page: Path) -> None:
 # Commands.
 
 COMMAND = typer.main.get_command(app)
-AT_ONCE = {"--install-completion", "--show-completion"}  # the parser itself would do it, to the files of who runs the tests
+AT_ONCE = {"--install-completion", "--show-completion"}  # the parser itself would do it, to the user's own files
 
 
 def refusal(arguments: list[str]) -> str | None:
@@ -255,14 +255,16 @@ def test_page_scripts_exist_with_their_options(page: Path) -> None:
         if block.language not in ("bash", "console"):
             continue
         for words in commands(block):
-            for at, word in enumerate(words):
+            for index, word in enumerate(words):
                 script = word.split(":")[0]
                 if not SCRIPT.match(script):
                     continue
                 if not (ROOT / script).exists():
                     wrong.append(f"{called(page)}:{block.line}: no {script}")
                     continue
-                options = [each.split("=")[0] for each in words[at + 1 :] if each.startswith("--") and each != "--"]
+                options = [
+                    argument.split("=")[0] for argument in words[index + 1 :] if argument.startswith("--") and argument != "--"
+                ]
                 if ("dtrain" in words and "plan" in words) or "--slow" in options:  # options of dtrain plan, of pytest
                     continue
                 source = (ROOT / script).read_text()

@@ -1,4 +1,4 @@
-"""Defaults of what has Composer's name, beside those of mosaicml 0.32.1; composer.md names each one that differs."""
+"""Defaults of functions with Composer's names, beside those of mosaicml 0.32.1; composer.md lists each difference."""
 
 import inspect
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Docstrings state the contract of each public function: what it returns, mutates, sends, waits for and raises."""
+"""Docstrings state the contract of each public function: its result, mutations, messages, waits and errors."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _HEAD = re.compile(rf"(?:^|(?<=[.;] ))({_HEADS}):\s+", re.M)
 def contract(value: Any) -> dict[str, str]:
     """Return the sections of a docstring by heading, each as one line; the part before the first heading is under ``""``."""
     parts = _HEAD.split(inspect.getdoc(value) or "")
-    found = {"": parts[0]}
+    sections = {"": parts[0]}
     for head, body in zip(parts[1::2], parts[2::2], strict=True):
-        found.setdefault(head, re.split(r"\n\n(?=\S)", body)[0])
-    return {head: " ".join(body.split()).replace("``", "`") for head, body in found.items()}
+        sections.setdefault(head, re.split(r"\n\n(?=\S)", body)[0])
+    return {head: " ".join(body.split()).replace("``", "`") for head, body in sections.items()}
 
 
 def raised(value: Any) -> list[str]:

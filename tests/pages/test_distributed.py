@@ -1,4 +1,4 @@
-"""docs/distributed.md: its table of what a rank sends in a step is what two ranks are seen to send."""
+"""docs/distributed.md: its table of a rank's messages in a step equals the messages of two ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STRATEGIES = ("replicate", "shard_grad_op", "full_shard")
 
 def sent() -> dict[str, list[str]]:
     """Return the collectives of a rank in the third step, for each strategy: step, logging, and questions to the clock."""
-    found = {}
+    by_strategy = {}
     for strategy in STRATEGIES:
         mesh = dt.build_mesh()
         model = dt.shard_model(GPT({"vocab": VOCAB}), mesh, strategy=strategy, blocks=(Block,))
@@ -29,12 +29,12 @@ def sent() -> dict[str, list[str]]:
                 state, metrics = step(state, batch)
                 dt.reduce_metrics(metrics)
                 _ = dt.should_stop(state), state.crossed("1ep"), state.reached("1ep")
-        found[strategy] = [f"{each.op} on {each.group}" for each in seen.records]
-    return found
+        by_strategy[strategy] = [f"{record.op} on {record.group}" for record in seen.records]
+    return by_strategy
 
 
 def test_communication_table_matches_measured_traffic(ranks) -> None:
-    for found in ranks(2).run(sent):
+    for by_strategy in ranks(2).run(sent):
         for column, strategy in enumerate(STRATEGIES, start=1):
             table = re.findall(r"^\| (?!phase|---)(.*) \|$", (DOCS / "distributed.md").read_text().split("| phase |")[1], re.M)
             cells = [row.split("|")[column].strip() for row in table[:9]]
@@ -42,4 +42,4 @@ def test_communication_table_matches_measured_traffic(ranks) -> None:
             expected = [
                 f"{op} on {'control' if control else 'training'}" for count, op, control in said for _ in range(int(count))
             ]
-            assert found[strategy] == expected, strategy
+            assert by_strategy[strategy] == expected, strategy

@@ -56,13 +56,13 @@ def test_sharded_composer_checkpoint_is_converted(ranks, tmp_path: Path, monkeyp
     assert detect_format(tmp_path / "latest-rank0.pt", "convert") == "dcp"
     monkeypatch.chdir(tmp_path)
     codes = []
-    for words in ([each for each in arguments if each != "--trust"], arguments):
+    for words in ([argument for argument in arguments if argument != "--trust"], arguments):
         monkeypatch.setattr("sys.argv", ["dtrain", *words])
         with pytest.raises(SystemExit) as left:
             main.run()
         codes.append(left.value.code)
     assert codes == [2, 0]
-    found = load_file(tmp_path / "weights" / "model.safetensors")
+    weights = load_file(tmp_path / "weights" / "model.safetensors")
     whole = model().state_dict()
-    assert found.keys() == whole.keys()
-    assert all(torch.equal(found[name], whole[name]) for name in whole)
+    assert weights.keys() == whole.keys()
+    assert all(torch.equal(weights[name], whole[name]) for name in whole)

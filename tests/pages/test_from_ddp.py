@@ -49,24 +49,24 @@ LOSS = dt.mean_loss(shown_code.squares, weight=lambda batch: len(batch["x"]))
 
 def reductions(rank: int) -> dict[str, list[float]]:
     """Return the results of the functions that reduce numbers over ranks."""
-    found: dict[str, list[float]] = {}
+    numbers: dict[str, list[float]] = {}
     if rank == 1:
         dt.dist.all_gather_json(None)  # rank 1 is late: it comes when rank 0 has read its own
     by_hand = shown_code.logged_loss_by_hand(torch.tensor(float(1 + 2 * rank)))
     if rank == 0:
         dt.dist.all_gather_json(None)
     dist.barrier()
-    found["logged_loss"] = [by_hand, shown_code.logged_loss_here(torch.tensor(float(1 + 2 * rank)))]
+    numbers["logged_loss"] = [by_hand, shown_code.logged_loss_here(torch.tensor(float(1 + 2 * rank)))]
 
     correct = torch.tensor([True, False, False] if rank == 0 else [True])
-    found["accuracy"] = [shown_code.accuracy_by_hand(correct), shown_code.accuracy_here(correct)]
+    numbers["accuracy"] = [shown_code.accuracy_by_hand(correct), shown_code.accuracy_here(correct)]
 
     slipped = shown_code.on_rank_0_by_hand(torch.tensor([5.0]), torch.tensor([10.0 * (rank + 1)]))
     if rank == 1:
-        dist.all_reduce(torch.zeros(1))  # what rank 0 waits for
+        dist.all_reduce(torch.zeros(1))  # rank 0 waits for it
     log = dt.loggers.in_memory()
     right = shown_code.on_rank_0_here(torch.tensor([5.0]), torch.tensor([10.0 * (rank + 1)]), log)
-    found["on_rank_0"] = [slipped, right]
+    numbers["on_rank_0"] = [slipped, right]
 
     x = torch.tensor([[float(1 + rank)]], requires_grad=True)
     gradients = []
@@ -74,29 +74,29 @@ def reductions(rank: int) -> dict[str, list[float]]:
         x.grad = None
         contrast(x).backward()
         gradients.append(x.grad.item())
-    found["contrast"] = gradients
-    return found
+    numbers["contrast"] = gradients
+    return numbers
 
 
 def gradients(rank: int) -> dict[str, list[float]]:
     """Return the results of the functions about gradients and updates."""
     mine = part(RAGGED[rank])
-    found = {
+    numbers = {
         "gradient": [
             shown_code.gradient_by_hand(DistributedDataParallel(fresh()), mine).item(),
             shown_code.gradient_here(begun(), mine).item(),
         ]
     }
     rest = [part([1.0, 3.0]), part([5.0, 7.0])]  # two microbatches are left for the last step
-    found["accumulated"] = [
+    numbers["accumulated"] = [
         shown_code.accumulated_by_hand(DistributedDataParallel(fresh()), rest).item(),
         shown_code.accumulated_here(begun(), part([1.0, 3.0, 5.0, 7.0])).item(),
     ]
     plain, sharded = fresh(), dt.shard_model(fresh(), dt.build_mesh(), strategy="replicate")
     shown_code.clipped_by_hand(plain, sgd(plain), part([5.0]))
     shown_code.clipped_here(sharded, sgd(sharded), part([5.0]))
-    found["clipped"] = [plain.weight.item(), sharded.weight.item()]
-    return found
+    numbers["clipped"] = [plain.weight.item(), sharded.weight.item()]
+    return numbers
 
 
 def waits(rank: int) -> dict[str, list[float]]:
@@ -167,11 +167,11 @@ def everything(folder: str) -> dict[str, list]:
 
 
 @pytest.fixture(scope="module")
-def found(ranks, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, list]]:
+def results(ranks, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, list]]:
     return ranks(2).run(everything, str(tmp_path_factory.mktemp("saves")), timeout_s=300)
 
 
-# Name, rank, what comes by hand, what comes here. The page quotes them.
+# Name, rank, the number by hand, the number here. The page quotes them.
 NUMBERS = [
     ("logged_loss", 0, 0.5, 2.0),
     ("gradient", 0, -12.0, -8.0),  # -(4 + 20) / 2, and -2 * 16 / 4
@@ -190,31 +190,31 @@ NUMBERS = [
 
 
 @pytest.mark.parametrize(("name", "rank", "by_hand", "here"), NUMBERS, ids=[f"{row[0]}-{row[1]}" for row in NUMBERS])
-def test_ddp_code_gives_wrong_and_dtrain_correct_numbers(found, name, rank, by_hand, here) -> None:
-    assert found[rank][name] == pytest.approx([by_hand, here], rel=1e-5)
+def test_ddp_code_gives_wrong_and_dtrain_correct_numbers(results, name, rank, by_hand, here) -> None:
+    assert results[rank][name] == pytest.approx([by_hand, here], rel=1e-5)
 
 
-def test_host_syncs_do_not_increase_with_steps(found) -> None:
-    assert found[0]["of_more_losses"][0] == found[0]["of_more_losses"][1]
+def test_host_syncs_do_not_increase_with_steps(results) -> None:
+    assert results[0]["of_more_losses"][0] == results[0]["of_more_losses"][1]
 
 
-def test_missing_set_epoch_repeats_the_previous_order(found) -> None:
+def test_missing_set_epoch_repeats_the_previous_order(results) -> None:
     for rank in (0, 1):
-        (first, second), (ours, next_) = found[rank]["two_epochs"]
+        (first, second), (ours, next_) = results[rank]["two_epochs"]
         assert first == second
         assert ours != next_
 
 
-def test_restarted_sampler_repeats_samples(found) -> None:
-    by_hand = [sample for rank in (0, 1) for batch in found[rank]["resumed"][0] for sample in batch]
-    here = [sample for rank in (0, 1) for batch in found[rank]["resumed"][1] for sample in batch]
+def test_restarted_sampler_repeats_samples(results) -> None:
+    by_hand = [sample for rank in (0, 1) for batch in results[rank]["resumed"][0] for sample in batch]
+    here = [sample for rank in (0, 1) for batch in results[rank]["resumed"][1] for sample in batch]
     assert len(by_hand) == 12
     assert sorted(here) == list(range(8))
 
 
-def test_equal_seed_gives_equal_dropout_masks_on_all_ranks(found) -> None:
-    assert found[0]["dropped"][0] == found[1]["dropped"][0]
-    assert found[0]["dropped"][1] != found[1]["dropped"][1]
+def test_equal_seed_gives_equal_dropout_masks_on_all_ranks(results) -> None:
+    assert results[0]["dropped"][0] == results[1]["dropped"][0]
+    assert results[0]["dropped"][1] != results[1]["dropped"][1]
 
 
 def test_page_quotes_the_measured_numbers() -> None:
@@ -224,7 +224,7 @@ def test_page_quotes_the_measured_numbers() -> None:
     quoted = {}
     for section in PAGE.read_text().split("\n### ")[1:]:
         (name,) = re.findall(r"py: (\w+)_by_hand -->", section)
-        quoted[name] = {float(each) for each in re.findall(r"\*\*(-?[\d.]+)\*\*", section)}
+        quoted[name] = {float(number) for number in re.findall(r"\*\*(-?[\d.]+)\*\*", section)}
     assert quoted.keys() == expected.keys()
     for name, numbers in expected.items():
         assert sorted(quoted[name]) == pytest.approx(sorted(numbers), rel=0.02), name

@@ -34,9 +34,9 @@ def test_badges_match_the_project() -> None:
 def test_compared_figures_are_the_measured_ones() -> None:
     rows = json.loads((ROOT / "benchmarks/results/peers.json").read_text())["rows"]
     (name,) = (name for name in rows if name.startswith("bare step of a tiny MLP, 4 microbatches, one process"))
-    found = rows[name]["clocks"]["processor time"]["candidates"]
+    candidates = rows[name]["clocks"]["processor time"]["candidates"]
     shown = {name: ratio for ratio, name in re.findall(r"([\d.]+)(?: of the processor time)? with (\w+)", README)}
-    assert shown == {each: f"{found[each]['ratio'][0]:.2f}" for each in ("dtrain", "Fabric", "Accelerate")}
+    assert shown == {candidate: f"{candidates[candidate]['ratio'][0]:.2f}" for candidate in ("dtrain", "Fabric", "Accelerate")}
 
 
 def table(text: str) -> list[str]:
@@ -61,7 +61,7 @@ def test_each_mark_has_a_source_on_the_page_of_figures() -> None:
 
 def lines(name: str) -> list[str]:
     root = ElementTree.parse(DOCS / "images" / f"terminal-{name}.svg").getroot()
-    return [each.text or "" for each in root.iter("{http://www.w3.org/2000/svg}text")]
+    return [element.text or "" for element in root.iter("{http://www.w3.org/2000/svg}text")]
 
 
 def test_picture_is_the_same_in_both_schemes_and_on_the_page() -> None:

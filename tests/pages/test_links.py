@@ -18,28 +18,28 @@ _CODE = re.compile(r"`[^`\n]+`")
 @cache
 def anchors(page: Path) -> frozenset[str]:
     """The anchors that a forge makes of a page's headings; a second heading of one name has a number."""
-    found: dict[str, int] = {}
+    counts: dict[str, int] = {}
     names = set()
     for heading in re.findall(r"^#+ +(.*?) *$", prose(page), re.M):
         plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading)
         kept = (c for c in plain.strip().lower() if c in " -_" or unicodedata.category(c)[0] in "LN")
         slug = "".join(kept).replace(" ", "-")
-        names.add(f"{slug}-{found[slug]}" if slug in found else slug)
-        found[slug] = found.get(slug, 0) + 1
+        names.add(f"{slug}-{counts[slug]}" if slug in counts else slug)
+        counts[slug] = counts.get(slug, 0) + 1
     return frozenset(names | set(re.findall(r"<a (?:id|name)=\"([^\"]+)\"", prose(page))))
 
 
 def broken(page: Path) -> list[str]:
     """The links of a page that lead nowhere. Those to other hosts are not followed."""
-    found = []
+    links = []
     for target in LINK.findall(_CODE.sub("code", prose(page))):  # code may look like a link
         if re.match(r"[a-z]+:", target):
             continue
         path, _, anchor = target.partition("#")
         file = (page.parent / path).resolve() if path else page
         if not file.exists() or (anchor and file.suffix == ".md" and anchor not in anchors(file)):
-            found.append(f"{called(page)}: {target}")
-    return found
+            links.append(f"{called(page)}: {target}")
+    return links
 
 
 @pytest.mark.parametrize("page", PAGES, ids=called)

@@ -33,8 +33,8 @@ def calls(text: str) -> list[str]:
 
 
 def test_readme_loop_is_the_page_loop_without_some_lines():
-    of_readme = next(each.text for each in fences(ROOT / "README.md") if "loader.until" in each.text)
-    of_page = calls(next(each.text for each in fences(PAGE) if each.language == "python"))
+    of_readme = next(fence.text for fence in fences(ROOT / "README.md") if "loader.until" in fence.text)
+    of_page = calls(next(fence.text for fence in fences(PAGE) if fence.language == "python"))
     assert set(calls(of_readme)) - {"print"} <= set(of_page)
     nested = {"print", "clip_by_norm", "auto_microbatch"}  # the page has the transforms in a line of their own
     behind = iter(of_page)
@@ -51,16 +51,16 @@ def test_readme_loop_is_the_page_loop_without_some_lines():
 
 def test_page_loop_trains_and_resumes(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    loop = next(each.text for each in fences(PAGE) if each.language == "python")
+    loop = next(fence.text for fence in fences(PAGE) if fence.language == "python")
     exec(loop.replace('until("3ep")', 'until("1ep")'), namespace(dataset=documents(30_000)))
-    assert [found.step for found in dt.checkpoint.list_steps("ckpt")] == [118]
+    assert [checkpoint.step for checkpoint in dt.checkpoint.list_steps("ckpt")] == [118]
     exec(loop, namespace(dataset=documents(30_000)))
-    assert [found.step for found in dt.checkpoint.list_steps("ckpt")] == [118, 236, 354]
+    assert [checkpoint.step for checkpoint in dt.checkpoint.list_steps("ckpt")] == [118, 236, 354]
     assert list(dt.loggers.read_jsonl("run.jsonl")) == [100, 200, 300]
 
 
 def test_every_loop_line_is_explained_in_order():
-    lines = code(next(each.text for each in fences(PAGE) if each.language == "python"))
+    lines = code(next(fence.text for fence in fences(PAGE) if fence.language == "python"))
     explained = re.findall(r"^### `(.*)`$", PAGE.read_text(), re.M)
     shown = dict.fromkeys(line for line in lines if not line.startswith("import") and line != MODEL)
     assert explained == list(shown), "the save after the loop is the save in the loop"
@@ -68,7 +68,7 @@ def test_every_loop_line_is_explained_in_order():
 
 def test_every_loop_line_has_a_stated_cost():
     parts = re.split(r"^### ", PAGE.read_text().split("## What is not there")[0], flags=re.M)[1:]
-    silent = [part.splitlines()[0] for part in parts if not re.search(r"\*Costs\*|As above", part)]
+    silent = [paragraph.splitlines()[0] for paragraph in parts if not re.search(r"\*Costs\*|As above", paragraph)]
     assert silent == []
 
 
@@ -84,13 +84,13 @@ def run(lines: list[str], head: list[str], tail: list[str]) -> str | list:
             exec("\n".join(head) + "\n" + text, names)
         except Exception as error:  # noqa: BLE001  # of any kind: each is an answer to a line in the wrong place
             return f"{type(error).__name__}: {error}"
-        found = names["state"]
-        return [found.step, found.clock.epoch, [param.sum().item() for param in found.params.values()], os.listdir("ckpt")]
+        state = names["state"]
+        return [state.step, state.clock.epoch, [param.sum().item() for param in state.params.values()], os.listdir("ckpt")]
 
 
 def preparation() -> tuple[list[str], list[str], list[str]]:
-    """The loop in three: what opens its block, the statements that prepare, and the iterations; shorter than on the page."""
-    text = next(each.text for each in fences(PAGE) if each.language == "python")
+    """Split the loop in three: the code that opens its block, the preparation, and the iterations; shorter than on the page."""
+    text = next(fence.text for fence in fences(PAGE) if fence.language == "python")
     text = text.replace('"3ep"', '"4ba"').replace('"1ep"', '"4ba"').replace("256", "16").replace('"100ba"', '"2ba"')
     block = next(node for node in ast.parse(text).body if isinstance(node, ast.With))
     parts = [ast.unparse(node) for node in block.body]
@@ -113,7 +113,7 @@ def test_reordered_setup_lines_raise_or_give_equal_results():
 
 
 def test_step_by_hand_trains():
-    *_, by_hand = (each.text for each in fences(PAGE) if each.language == "python")
+    *_, by_hand = (fence.text for fence in fences(PAGE) if fence.language == "python")
     scope = namespace()
     with dt.init_dist():
         exec(by_hand, scope)

@@ -1,4 +1,4 @@
-"""docs/nodes.md: its manifest, script and loop are read by what they are for, as far as that is possible without a cluster."""
+"""docs/nodes.md: programs for its manifest, script and loop read them, as far as that is possible without a cluster."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ PAGE = DOCS / "nodes.md"
 
 
 def block(language: str, word: str) -> str:
-    (found,) = (each.text for each in fences(PAGE) if each.language == language and word in each.text)
-    return found
+    (text,) = (fence.text for fence in fences(PAGE) if fence.language == language and word in fence.text)
+    return text
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,7 @@ def test_manifest_pods_match_the_launcher_nodes(manifest):
     """Kubernetes sets the host name to the job's name and the index, and JOB_COMPLETION_INDEX to the index."""
     _, job = manifest
     (container,) = job["spec"]["template"]["spec"]["containers"]
-    given = {each["name"]: each["value"] for each in container["env"]}
+    given = {variable["name"]: variable["value"] for variable in container["env"]}
     command = container["command"]
     nodes, nproc = option(command, "--nnodes"), option(command, "-n")
     assert nodes == job["spec"]["completions"] == job["spec"]["parallelism"]
@@ -52,7 +52,7 @@ def test_manifest_pods_match_the_launcher_nodes(manifest):
 def test_service_resolves_the_master_address_to_pod_0(manifest):
     service, job = manifest
     pod = job["spec"]["template"]["spec"]
-    (address,) = (each["value"] for each in pod["containers"][0]["env"] if each["name"] == "MASTER_ADDR")
+    (address,) = (variable["value"] for variable in pod["containers"][0]["env"] if variable["name"] == "MASTER_ADDR")
     assert address == f"{job['metadata']['name']}-0.{pod['subdomain']}"
     assert pod["subdomain"] == service["metadata"]["name"]
     assert service["spec"]["clusterIP"] == "None"
@@ -67,7 +67,7 @@ def test_manifest_restarts_saved_jobs_and_allows_time_to_save(manifest):
     assert rule["onExitCodes"]["containerName"] == pod["containers"][0]["name"]
     assert job["spec"]["backoffLimit"] // job["spec"]["completions"] == 2, "each failure takes every pod; the third ends it"
     assert pod["terminationGracePeriodSeconds"] > option(pod["containers"][0]["command"], "--grace")
-    assert {each["name"] for each in pod["containers"][0]["volumeMounts"]} == {each["name"] for each in pod["volumes"]}
+    assert {volume["name"] for volume in pod["containers"][0]["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
 
 
 @pytest.mark.parametrize("word", ["#SBATCH --nodes=4", "ssh -n -tt"])

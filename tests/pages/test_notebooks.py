@@ -59,7 +59,7 @@ def test_notebook_has_text_public_names_and_no_outputs(path: Path) -> None:
     assert [cell for cell in content["cells"] if cell.get("outputs")] == []
     assert content["cells"][0]["source"][0].startswith("# ")
     code = sources(path, "code")
-    assert all(ast.parse(each) for each in code)
+    assert all(ast.parse(source) for source in code)
     assert public.unknown_in("\n".join(code)) == set()
     links = re.findall(r"\]\(([^)#]+)\)", "\n".join(sources(path, "markdown")))
     assert links

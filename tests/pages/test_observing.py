@@ -1,4 +1,4 @@
-"""docs/observing.md: its loop runs with everything on, and its other code does what it says."""
+"""docs/observing.md: its loop runs with everything on, and its other code does as the page says."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def test_page_loop_trains_logs_and_resumes(tmp_path, monkeypatch):
     exec(LOSS, scope)
     exec(LOOP.replace('"3ep"', '"2ep"'), scope)
     exec(LOOP, scope)
-    found = dt.loggers.read_jsonl("runs/gpt/metrics.jsonl")
-    assert set(found) == {60, 100, 120, 180}
+    records = dt.loggers.read_jsonl("runs/gpt/metrics.jsonl")
+    assert set(records) == {60, 100, 120, 180}
     logged = {
         "loss",
         "accuracy",
@@ -31,8 +31,8 @@ def test_page_loop_trains_logs_and_resumes(tmp_path, monkeypatch):
         "memory/rss_bytes",
         "time/left_s",
     }
-    assert logged - set(found[100]) == {"speed/steps_per_s", "time/left_s"}  # a first call begins the window
-    assert {"eval/loss", "eval/accuracy", "eval/perplexity"} <= set(found[180])
+    assert logged - set(records[100]) == {"speed/steps_per_s", "time/left_s"}  # a first call begins the window
+    assert {"eval/loss", "eval/accuracy", "eval/perplexity"} <= set(records[180])
     assert sorted(path.name for path in Path("runs/gpt/attempts").iterdir()) == ["attempt-00001.json", "attempt-00002.json"]
     assert list(Path("runs/gpt/traces").glob("trace-rank-*.json")) != []
 

@@ -51,7 +51,7 @@ def test_carried_state_equals_one_pass_over_the_whole_text(microbatch_size: int 
     for batch in rows.until("4ep"):
         state, _ = step(state, {"tokens": batch["tokens"], "hidden": hidden})
         parts.append(batch["tokens"])
-    inputs = torch.cat([part[:, :-1] for part in parts], dim=1)
+    inputs = torch.cat([block[:, :-1] for block in parts], dim=1)
     assert parts[1][:, 0].tolist() == [(17 * 1 + row * 30 * 17) % 16 for row in range(8)]
     with dt.eval_mode(model):
         torch.testing.assert_close(hidden, model(inputs, torch.zeros(8, 32))[1])

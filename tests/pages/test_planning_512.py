@@ -15,7 +15,7 @@ from pages.fences import DOCS, ROOT, Fence, commands, fences
 PAGE = DOCS / "planning.md"
 SECTION = PAGE.read_text().split("## 512 GPUs\n")[1].split("\n## ")[0]
 PATIENCE_S = 1200
-TABLE, DETAIL = (each for each in fences(PAGE) if each.language == "console" and "dim=5120" in each.text)
+TABLE, DETAIL = (fence for fence in fences(PAGE) if fence.language == "console" and "dim=5120" in fence.text)
 GIB = 2**30
 
 
@@ -41,12 +41,12 @@ def planned(layers: int) -> dict[str, float]:
             workload, world_size=512, dp_replicate=64, strategy="hybrid_shard", checkpoint="nothing",
             precision=dt.Precision.preset("DEFAULT", "bf16"),
         )  # fmt: skip
-    found = {f"most {part}": getattr(plan.max_by_part, part) / GIB for part in ("parameters", "gradients", "optimizer")}
-    found["update"] = plan.peaks["update"] / GIB
-    for each in plan.traffic:
-        name = f"{each.op} of {each.group_size}"
-        found |= {f"{name}, count": each.count, f"{name}, bytes": each.bytes / GIB, f"{name}, sent": each.bytes_sent / GIB}
-    return found
+    figures = {f"most {kind}": getattr(plan.max_by_part, kind) / GIB for kind in ("parameters", "gradients", "optimizer")}
+    figures["update"] = plan.peaks["update"] / GIB
+    for call in plan.traffic:
+        name = f"{call.op} of {call.group_size}"
+        figures |= {f"{name}, count": call.count, f"{name}, bytes": call.bytes / GIB, f"{name}, sent": call.bytes_sent / GIB}
+    return figures
 
 
 def test_one_layout_figures_match_the_sum_over_layers():
@@ -54,8 +54,8 @@ def test_one_layout_figures_match_the_sum_over_layers():
     one, two = planned(1), planned(2)
     layers = {name: one[name] + 39 * (two[name] - one[name]) for name in one}
     shown = {"update": numbers(DETAIL.text, r"update ([\d.]+) GiB")[0]}
-    for part, most in re.findall(r"(?m)^(parameters|gradients|optimizer) .* ([\d.]+) GiB$", DETAIL.text):
-        shown[f"most {part}"] = float(most)
+    for kind, most in re.findall(r"(?m)^(parameters|gradients|optimizer) .* ([\d.]+) GiB$", DETAIL.text):
+        shown[f"most {kind}"] = float(most)
     rows = re.findall(r"(?m)^(\w+) +(\d+) +(\d+) +([\d.]+) GiB +([\d.]+) GiB$", DETAIL.text)
     for op, ranks, *columns in rows:
         shown |= {f"{op} of {ranks}, {name}": float(x) for name, x in zip(("count", "bytes", "sent"), columns, strict=True)}
@@ -65,18 +65,18 @@ def test_one_layout_figures_match_the_sum_over_layers():
 
 @pytest.mark.slow
 def test_one_layout_output_matches_the_plan_command():
-    found = [line.rstrip() for line in printed(DETAIL).splitlines() if line.strip()]
-    assert found == shown(DETAIL)
+    lines = [line.rstrip() for line in printed(DETAIL).splitlines() if line.strip()]
+    assert lines == shown(DETAIL)
 
 
 @pytest.mark.slow
 def test_all_layouts_output_matches_the_plan_command():
-    found = [line.rstrip() for line in printed(TABLE).splitlines() if line.strip()]
-    assert found[: len(shown(TABLE))] == shown(TABLE)
+    lines = [line.rstrip() for line in printed(TABLE).splitlines() if line.strip()]
+    assert lines[: len(shown(TABLE))] == shown(TABLE)
 
 
 def numbers(text: str, pattern: str) -> list[float]:
-    return [float(each) for each in re.findall(pattern, text)]
+    return [float(number) for number in re.findall(pattern, text)]
 
 
 def test_page_text_matches_the_tables():

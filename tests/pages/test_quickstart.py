@@ -1,4 +1,4 @@
-"""docs/quickstart.md: its commands run in their order, and print what the page shows."""
+"""docs/quickstart.md: its commands run in their order, and print the output on the page."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ README = (Path(__file__).parents[2] / "README.md").read_text()
 
 
 def shape(text: str) -> str:
-    """A line without what differs between runs: numbers, lengths of time, and the folder it ran in."""
+    """Return a line without the parts that differ between runs: numbers, lengths of time, and the folder it ran in."""
     text = re.sub(r"(?:\d+ [dhm] )*\d[\d.]* m?s\b", "TIME", text)
     text = re.sub(r"\d[\d.,]*", "#", re.sub(r"\S*/(?=run/|ckpt\b|exported)", "", text))
     return text.replace("# steps ", "# step ")
@@ -47,7 +47,7 @@ def run(lines: list[str], folder: Path) -> str:
 
 def saved(folder: Path) -> dict[int, int]:
     """The number of ranks that saved each step."""
-    return {found.step: found.world_size for found in dt.checkpoint.list_steps(folder / "ckpt")}
+    return {checkpoint.step: checkpoint.world_size for checkpoint in dt.checkpoint.list_steps(folder / "ckpt")}
 
 
 def run_one(command: str, folder: Path) -> str:
@@ -80,11 +80,11 @@ def run_and_kill(block: str, folder: Path) -> str:
 
 
 def commands() -> Iterator[tuple[list[str], str]]:
-    """The commands of each block of the shell behind the installation, and what the page shows of their output."""
+    """Return the commands of each shell block behind the installation, and their output on the page."""
     blocks = [block for block in BLOCKS if block[0] in ("bash", "text")]
-    for at, (language, text) in enumerate(blocks):
+    for index, (language, text) in enumerate(blocks):
         if language == "bash" and "pip install" not in text:
-            follows = blocks[at + 1] if at + 1 < len(blocks) else ("", "")
+            follows = blocks[index + 1] if index + 1 < len(blocks) else ("", "")
             yield text.splitlines(), follows[1] if follows[0] == "text" else ""
 
 

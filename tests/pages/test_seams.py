@@ -28,7 +28,7 @@ def test_generated_diagram_is_up_to_date(name, drawn):
 
 
 def names(call: seams.Call) -> list:
-    return [seams.title(call), [names(each) for each in call.inside]] if call.inside else seams.title(call)
+    return [seams.title(call), [names(inner) for inner in call.inside]] if call.inside else seams.title(call)
 
 
 def test_first_listed_transform_is_outermost(drawn):

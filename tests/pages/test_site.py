@@ -28,7 +28,7 @@ pytestmark = pytest.mark.skipif("DTRAIN_SITE" not in os.environ, reason="needs t
 in_a_browser = pytest.mark.skipif(PROGRAM is None, reason="needs chromium")
 
 
-# What was built.
+# The built files.
 
 
 class Page(HTMLParser):
@@ -93,7 +93,7 @@ def test_missing_page_leads_to_pages_that_exist() -> None:
 
 
 def test_site_fetches_no_external_resources() -> None:
-    assert [(path.name, each) for path in every_page() for each in page(path).fetched if urlsplit(each).netloc] == []
+    assert [(path.name, url) for path in every_page() for url in page(path).fetched if urlsplit(url).netloc] == []
 
 
 def test_every_exported_name_has_an_entry() -> None:
@@ -107,7 +107,7 @@ def test_every_exported_name_has_an_entry() -> None:
 def test_docstring_sections_are_rendered() -> None:
     heads = "Args|Returns|Raises|Example|Examples|Mutates|Collective|Host sync|Formula|Source|Yields"
     left = re.compile(rf"<p>({heads}|Suggested values|When not to use):")
-    assert [(path.name, found[0]) for path in every_page() if (found := left.search(path.read_text()))] == []
+    assert [(path.name, match[0]) for path in every_page() if (match := left.search(path.read_text()))] == []
 
 
 def test_command_reference_has_every_command() -> None:
@@ -117,7 +117,7 @@ def test_command_reference_has_every_command() -> None:
     assert "--hang-timeout" in text
 
 
-# What a browser shows.
+# The pages in a browser.
 
 SCREENS = {"wide": {"width": 1280}, "dark": {"width": 1280, "dark": True}, "phone": {"width": 390, "height": 844}}
 LOOKED_AT = (
@@ -155,7 +155,7 @@ def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Browser
 
 
 def until(shown: Browser, expression: str, seconds: float = 60.0) -> None:
-    """Wait until something is true in the page."""
+    """Wait until an expression is true in the page."""
     end = time.monotonic() + seconds
     while not shown.ask(expression):
         assert time.monotonic() < end, f"not true after {seconds} s: {expression}"
@@ -179,8 +179,8 @@ def search_results(shown: Browser, address: str, words: str) -> list[str]:
     shown.call("Input.insertText", text=words)
     until(shown, f"{released} && {links}.length > 0")
     time.sleep(0.5)  # results of the whole phrase replace those of its beginning
-    found: list[str] = shown.ask(links)
-    return found
+    results: list[str] = shown.ask(links)
+    return results
 
 
 @in_a_browser
@@ -194,7 +194,7 @@ def test_page_renders_without_browser_errors(chromium: tuple[Browser, str], name
         time.sleep(1)
         shown.picture(Path(SHOTS) / f"{name.replace('/', '-')}-{screen}.png", whole=False)
     assert shown.errors == []
-    assert [each for each in shown.requests if not each.startswith((address, "data:"))] == []
+    assert [request for request in shown.requests if not request.startswith((address, "data:"))] == []
     assert shown.ask("document.documentElement.scrollWidth <= innerWidth"), "wider than the screen"
     bright = "getComputedStyle(document.body).backgroundColor.match(/\\d+/g).slice(0, 3).map(Number).reduce((a, b) => a + b)"
     assert (shown.ask(bright) < 384) == (screen == "dark")
@@ -203,8 +203,8 @@ def test_page_renders_without_browser_errors(chromium: tuple[Browser, str], name
 @in_a_browser
 def test_search_finds_a_function_and_opens_its_page(chromium: tuple[Browser, str]) -> None:
     shown, address = chromium
-    found = search_results(shown, address, "clip_grad_norm_")
-    assert any("dtrain.clip_grad_norm_" in link for link in found), found
+    results = search_results(shown, address, "clip_grad_norm_")
+    assert any("dtrain.clip_grad_norm_" in link for link in results), results
     assert shown.errors == []
 
 

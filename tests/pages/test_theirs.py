@@ -1,6 +1,6 @@
 """Scripts of other libraries run as the pages show them, and the lists of names in ways_in.py are those of the releases.
 
-``nox -s ways_in`` installs the libraries and runs this. Composer, which wants another torch, is read and not imported.
+``nox -s ways_in`` installs the libraries and runs this. Composer, which needs another torch, is read and not imported.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ BATCHES = {
 
 
 def folder_of(package: str) -> Path:
-    found = importlib.util.find_spec(package)
-    if found is None or not found.submodule_search_locations:
+    spec = importlib.util.find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
         pytest.skip(f"{package} is not installed; nox -s ways_in runs this")
-    return Path(next(iter(found.submodule_search_locations)))
+    return Path(next(iter(spec.submodule_search_locations)))
 
 
 @pytest.mark.parametrize("page", PACKAGES)
@@ -63,7 +63,7 @@ def methods(of: ast.ClassDef) -> dict[str, ast.FunctionDef]:
 
 def arguments(of: ast.ClassDef, method: str = "__init__") -> set[str]:
     taken = methods(of)[method].args
-    return {each.arg for each in (*taken.args, *taken.kwonlyargs)} - {"self"}
+    return {argument.arg for argument in (*taken.args, *taken.kwonlyargs)} - {"self"}
 
 
 def public(of: ast.ClassDef) -> set[str]:

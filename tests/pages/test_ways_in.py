@@ -39,13 +39,13 @@ def named(name: str) -> object:
     if name.startswith("dtrain."):
         module, _, attribute = name.rpartition(".")
         return getattr(importlib.import_module(module), attribute)
-    (known,) = public.named_in(f"dt.{name}") or {""}
-    assert known, f"dtrain has no {name}"
-    found, rest = public.value(known.replace("dt.", "dtrain.", 1)), name.removeprefix(known[3:]).split(".")[1:]
-    for part in rest:
-        fields = getattr(found, "__dataclass_fields__", {})
-        found = fields[part] if part in fields else getattr(found, part)
-    return found
+    (public_name,) = public.named_in(f"dt.{name}") or {""}
+    assert public_name, f"dtrain has no {name}"
+    value, rest = public.value(public_name.replace("dt.", "dtrain.", 1)), name.removeprefix(public_name[3:]).split(".")[1:]
+    for field in rest:
+        fields = getattr(value, "__dataclass_fields__", {})
+        value = fields[field] if field in fields else getattr(value, field)
+    return value
 
 
 def problem(text: str) -> str | None:
@@ -59,13 +59,13 @@ def problem(text: str) -> str | None:
     if re.fullmatch(r"[\w.]+", name):
         name = name.removeprefix("dt.")
         try:
-            found = named(name)
+            value = named(name)
         except (AssertionError, AttributeError, ImportError) as error:
             return str(error)
-        parameters = inspect.signature(found).parameters if options else {}
+        parameters = inspect.signature(value).parameters if options else {}
         return next((f"{name} has no {option}" for option in options if option not in parameters), None)
     ast.parse(text + (" ..." if text.endswith(":") else ""))
-    return next((f"dtrain has no {each.removeprefix('dt.')}" for each in sorted(public.unknown_in(text))), None)
+    return next((f"dtrain has no {unknown.removeprefix('dt.')}" for unknown in sorted(public.unknown_in(text))), None)
 
 
 def test_every_migration_page_is_tested() -> None:
@@ -82,9 +82,9 @@ def test_migration_tables_have_names_of_the_library_once(page: str, section: str
 @pytest.mark.parametrize(("page", "section"), TABLES)
 def test_every_dtrain_name_in_migration_tables_exists_with_its_options(page: str, section: str) -> None:
     calls = re.compile(r"\w+\(\w+=\)")  # in the text column: as in `save_sharded(keep_last=)`
-    given = [each for _, here, text in rows(page, section) for each in (*here, *filter(calls.fullmatch, text))]
+    given = [text_here for _, here, text in rows(page, section) for text_here in (*here, *filter(calls.fullmatch, text))]
     assert given
-    assert {each: wrong for each in given if (wrong := problem(each))} == {}
+    assert {text_here: wrong for text_here in given if (wrong := problem(text_here))} == {}
 
 
 @pytest.mark.parametrize(("page", "section"), TABLES)
@@ -152,5 +152,5 @@ def test_torchtitan_loop_schedule_matches_its_formula() -> None:
     ],
 )
 def test_name_check_detects_missing_names_and_options(text: str, wrong: str | None) -> None:
-    found = problem(text)
-    assert found is None if wrong is None else wrong in (found or "")
+    message = problem(text)
+    assert message is None if wrong is None else wrong in (message or "")

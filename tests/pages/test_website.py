@@ -104,9 +104,9 @@ def test_lists_are_separated_from_preceding_text() -> None:
     for path in [*DOCS.glob("*.md"), ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md"]:
         text = re.sub(r"^ *```.*?^ *```", lambda match: "\n" * match[0].count("\n"), path.read_text(), flags=re.S | re.M)
         lines = ["", *text.splitlines()]
-        for at, (above, line) in enumerate(itertools.pairwise(lines), start=1):
+        for number, (above, line) in enumerate(itertools.pairwise(lines), start=1):
             if re.match(r"([-*]|1\.) ", line) and above.strip() and not re.match(r" *([-*]|\d+\.) |  |#|<!--", above):
-                wrong.append(f"{path.name}:{at}")
+                wrong.append(f"{path.name}:{number}")
     assert wrong == []
 
 
@@ -141,8 +141,8 @@ def test_addresses_of_the_site_come_from_the_environment(given: dict[str, str], 
         monkeypatch.delenv(name, raising=False)
     for name, value in given.items():
         monkeypatch.setenv(name, value)
-    found = config.load_config(str(ROOT / "mkdocs.yml"))
-    assert (found["site_url"], found["repo_url"]) == (given.get("SITE_URL", ""), given.get("REPO_URL", ""))
+    settings = config.load_config(str(ROOT / "mkdocs.yml"))
+    assert (settings["site_url"], settings["repo_url"]) == (given.get("SITE_URL", ""), given.get("REPO_URL", ""))
 
 
 def test_every_page_shows_the_version_of_the_project(hooks: ModuleType) -> None:

@@ -1,6 +1,6 @@
 """Run one process of a page's script of another library: ``torchrun ... theirs.py PAGE``, in an empty folder.
 
-What the script takes for granted is a stand-in, as for ours. It prints how many batches the process has seen.
+A stand-in replaces each name that the script assumes, as for ours. It prints how many batches the process has seen.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def main(page: str) -> None:
 
     names = namespace(cross_entropy=cross_entropy)
     rows = names["dataset"][:SAMPLES]
-    names["dataset"] = [{name: rows[name][at] for name in ("input_ids", "labels")} for at in range(SAMPLES)]
+    names["dataset"] = [{name: rows[name][index] for name in ("input_ids", "labels")} for index in range(SAMPLES)]
     names["loader"] = torch.utils.data.DataLoader(names["dataset"], batch_size=8, shuffle=True)
     names["scheduler"] = torch.optim.lr_scheduler.LambdaLR(names["optimizer"], lambda step: 1.0)
     exec(compile(script, page, "exec"), names)

@@ -1,6 +1,6 @@
 """The real ``mosaicml-streaming``: its writers and readers of MDS, without the datasets of its own.
 
-``import streaming`` imports torchvision for those, which wants a build of its own for each torch. All else is under
+``import streaming`` imports torchvision for those, which needs a build of its own for each torch. All else is under
 ``streaming.base``, so where torchvision is not there a bare package takes the place of the top one, before anything below it
 is imported. Where the package is not installed, tests that import this are skipped.
 """

@@ -30,9 +30,9 @@ class Held:
 
 def entry_for(data: bytes, form: str, **details: Any) -> ShardEntry:
     """An entry of these bytes, as of a folder without an index."""
-    samples, found = get_format(form).count(Held(data))
+    samples, counted = get_format(form).count(Held(data))
     file = ShardFile(name="shard", size=len(data))
-    return ShardEntry(file=file, samples=samples, format=form, details={**found, **details})
+    return ShardEntry(file=file, samples=samples, format=form, details={**counted, **details})
 
 
 def opened(data: bytes, form: str, **options: Any) -> Shard:
@@ -46,7 +46,7 @@ def rows(shard: Shard) -> list[Any]:
 
 
 def shards_of(folder: Path, **options: Any) -> Iterator[Shard]:
-    """The opened shards of a dataset in a folder; what its index says of sizes and digests is checked."""
+    """Open the shards of a dataset in a folder; check sizes and digests against its index."""
     for entry in read_index((folder / "index.json").read_bytes()):
         stored = raw = (folder / entry.file.name).read_bytes()
         if entry.file.compression:

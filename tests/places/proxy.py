@@ -44,7 +44,7 @@ class Fault:
 
 
 class Proxy:
-    """Hands requests of HTTP on to a server at ``port``, but for those that a fault of ``faults`` is about."""
+    """A proxy that hands HTTP requests to a server at ``port``, except requests that a fault of ``faults`` matches."""
 
     def __init__(self, port: int) -> None:
         self.upstream = port
@@ -71,7 +71,7 @@ class Proxy:
 
     @contextlib.contextmanager
     def doing(self, fault: Fault) -> Iterator[Fault]:
-        """With this fault; one that never comes about is an error of the test."""
+        """Inject this fault; a fault that never happens is an error of the test."""
         self.faults.append(fault)
         try:
             yield fault
@@ -126,7 +126,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             return self._break()
         if isinstance(kind, int):
             return self._answer(kind, [], _said(kind, self.proxy.url))
-        with self.proxy.turn if self.proxy.rule else contextlib.nullcontext():  # nobody comes between the rule and the request
+        with self.proxy.turn if self.proxy.rule else contextlib.nullcontext():  # keeps other requests out
             ruled = self.proxy.rule(request) if self.proxy.rule else None
             status, headers, body = self._asked(request) if ruled is None else (ruled, [], b"")
         if kind == "lost":

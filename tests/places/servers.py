@@ -1,4 +1,4 @@
-"""Real servers on loopback, each with a proxy in between: what the storage layer is tested against. None has a fixed port.
+"""Real servers on loopback, each behind a proxy, for the tests of the storage layer. None has a fixed port.
 
 Where a server cannot be had its tests are skipped, with the reason.
 """
@@ -96,10 +96,10 @@ def program(command: list[str], pattern: str, environment: dict[str, str] | None
         lines = []
         for line in process.stdout:
             lines.append(line)
-            if found := re.search(pattern, line):
+            if match := re.search(pattern, line):
                 ending.cancel()
                 reading.start()
-                yield int(found[1])
+                yield int(match[1])
                 break
         else:
             pytest.fail(f"{command[0]} has ended without a port: {''.join(lines)}")
@@ -174,15 +174,15 @@ def _generation_0(request: Request) -> int | None:
     """The emulator takes ``ifGenerationMatch=0`` and ignores it; Google answers 412 when the object is there."""
     if request.method != "POST" or "ifGenerationMatch=0" not in request.path:
         return None
-    if found := re.search(r"/b/([^/]+)/o/(.+)/compose", request.path):
-        name = found[2]
+    if match := re.search(r"/b/([^/]+)/o/(.+)/compose", request.path):
+        name = match[2]
     else:
-        found = re.search(r"/b/([^/?]+)/o\?", request.path)
+        match = re.search(r"/b/([^/?]+)/o\?", request.path)
         named = re.search(rb"^\{.*\}\r$", request.body, re.MULTILINE)
-        assert found is not None, request.path
+        assert match is not None, request.path
         assert named is not None, request.path
         name = urllib.parse.quote(json.loads(named[0])["name"], safe="")
-    return 412 if request.there(f"/storage/v1/b/{found[1]}/o/{name}") else None
+    return 412 if request.there(f"/storage/v1/b/{match[1]}/o/{name}") else None
 
 
 @contextlib.contextmanager
@@ -277,15 +277,15 @@ Subsystem sftp internal-sftp
 def sshd(folder: Path) -> Iterator[Sshd]:
     """The server, with keys of its own in ``folder``."""
     needs("paramiko")
-    found = shutil.which("sshd", path=f"{os.environ['PATH']}:/usr/sbin")
-    if found is None or shutil.which("ssh-keygen") is None:
+    executable = shutil.which("sshd", path=f"{os.environ['PATH']}:/usr/sbin")
+    if executable is None or shutil.which("ssh-keygen") is None:
         pytest.skip("needs an SSH server: apt-get install openssh-server")
     if os.geteuid() == 0:
         Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)  # where it goes with its privileges dropped
     for name in ("host_key", "user_key"):
         subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / name], check=True, timeout=LONG_S)
     (folder / "sshd_config").write_text(_CONFIGURATION.format(folder=folder))
-    server = Sshd(folder, found)
+    server = Sshd(folder, executable)
     try:
         yield server
     finally:
@@ -296,9 +296,9 @@ def sshd(folder: Path) -> Iterator[Sshd]:
 def sftp() -> Iterator[Server]:
     with tempfile.TemporaryDirectory(prefix="places-") as text, sshd(Path(text)) as server:
         folder = Path(text)
-        known = " ".join((folder / "host_key.pub").read_text().split()[:2])
+        public_key = " ".join((folder / "host_key.pub").read_text().split()[:2])
         (folder / ".ssh").mkdir()
-        (folder / ".ssh/known_hosts").write_text(f"[127.0.0.1]:{server.port} {known}\n")
+        (folder / ".ssh/known_hosts").write_text(f"[127.0.0.1]:{server.port} {public_key}\n")
         options = {"key_filename": str(folder / "user_key"), "allow_agent": False, "look_for_keys": False}
         yield Server(
             protocol="sftp",

@@ -13,7 +13,7 @@ def samples(count, size=100):
 
 
 def written(folder, count=100, *, size=100, limit=2000, **options):
-    """The folder, with a dataset in it: MDS unless told otherwise."""
+    """Return the folder, with a dataset in it: MDS by default."""
     write_shards(samples(count, size), str(folder), **{"format": "mds", "max_shard_bytes": limit, **options})
     return folder
 
@@ -21,7 +21,7 @@ def written(folder, count=100, *, size=100, limit=2000, **options):
 class Watch:
     """The most bytes that the files of a cache had together, by a thread that looks again and again. A context manager.
 
-    It looks under the cache's own lock, or a shard that goes and one that comes could both be counted.
+    It looks under the cache's own lock, or a removed shard and a new shard could both be counted.
     """
 
     def __init__(self, folder):
@@ -35,8 +35,8 @@ class Watch:
             if (self.folder / ".lock").exists():
                 with LockableFile(self.folder / ".lock", "lock") as lock:
                     lock.lock(wait=True)
-                    found = [entry.stat() for entry in self.folder.iterdir()]
-                    self.most = max(self.most, sum(about.st_size for about in found))
+                    entries = [entry.stat() for entry in self.folder.iterdir()]
+                    self.most = max(self.most, sum(about.st_size for about in entries))
                     self.looks += 1
 
     def __enter__(self):

@@ -1,4 +1,4 @@
-"""``estimate_memory`` against what can be counted by hand, and what it refuses."""
+"""``estimate_memory`` compared with counts by hand, and its refusals."""
 
 import math
 import multiprocessing
@@ -41,8 +41,8 @@ PARAMS = UNITS * UNIT
 
 
 def of(estimate, op: str) -> tuple[int, int]:
-    found = [each for each in estimate.traffic if each.op == op]
-    return sum(each.count for each in found), sum(each.bytes for each in found)
+    calls = [call for call in estimate.traffic if call.op == op]
+    return sum(call.count for call in calls), sum(call.bytes for call in calls)
 
 
 @pytest.mark.parametrize("world", [1, 3, 4096])
@@ -105,8 +105,8 @@ def test_training_after_an_estimate_has_real_metric_weights():
     step = dt.compose_step(
         lambda net, x: dt.LossSum(total=net(x).sum(), weight=float(len(x))), [dt.transforms.clip_by_norm(1.0)]
     )
-    _, found = step(step.init(model, torch.optim.SGD(model.parameters(), lr=0.1)), torch.ones(2, 2))
-    assert {name: float(metric.weight) for name, metric in found.items()} == {"loss": 2.0, "grad_norm": 1.0}
+    _, metrics = step(step.init(model, torch.optim.SGD(model.parameters(), lr=0.1)), torch.ones(2, 2))
+    assert {name: float(metric.weight) for name, metric in metrics.items()} == {"loss": 2.0, "grad_norm": 1.0}
 
 
 def test_optimizer_temporaries_are_larger_on_cuda_than_cpu():
@@ -249,7 +249,7 @@ def test_estimate_refuses_open_process_groups(ranks):
     assert all("before dt.init_dist()" in text for text in ranks(2).run(with_groups))
 
 
-TOLERANCE = 0.1  # of what is measured: the issue's bound; most cases are far inside it
+TOLERANCE = 0.1  # of the measured bytes; most cases are far inside it
 
 QUICK = [
     pytest.param("gpt", 2, 4, 2, {"strategy": "full_shard"}, id="gpt-full_shard"),
@@ -283,7 +283,7 @@ SLOW += [
 
 
 def off(ranks, name: str, world: int, size: int, count: int, setting: dict) -> float:
-    """By how much the plan is wrong, as a share of what the rank that holds most has."""
+    """Return the error of the plan, as a share of the bytes of the rank that holds most."""
     setting = {**setting, "dp_replicate": 2 if setting["strategy"] == "hybrid_shard" else 1}
     real = max(ranks(world).run(measured, name, size, count, setting))
     low = setting.pop("precision", None)
@@ -351,15 +351,15 @@ class Lines:
     limit=st.integers(0, 2 * 10**6),
     at_most=st.integers(1, AT_MOST),
 )
-@example(lines=[(0, 1), (6, 0)], limit=6, at_most=9)  # exactly what is held whatever the size: flat, and then too large
+@example(lines=[(0, 1), (6, 0)], limit=6, at_most=9)  # a limit equal to the constant bytes: flat, and then too large
 @example(lines=[(0, 1), (150, 0)], limit=150, at_most=AT_MOST)
 @example(lines=[(26, 2), (88, 1), (94, 0)], limit=102, at_most=AT_MOST)
 @settings(max_examples=300, deadline=None)
 def test_largest_microbatch_matches_exhaustive_search(lines, limit, at_most):
     estimates = Lines(lines)
-    found = search_largest(estimates, limit=limit, max_size=at_most)
+    largest = search_largest(estimates, limit=limit, max_size=at_most)
     fitting = [size for size in range(1, at_most + 1) if estimates.peak(size) <= limit]
-    assert found == max(fitting, default=0)
+    assert largest == max(fitting, default=0)
     assert len(estimates.sizes) <= 2 + 2 * len(lines)
 
 
@@ -381,11 +381,11 @@ def test_search_finds_what_steps_of_all_sizes_find(strategy, checkpoint):
     """The search simulates three sizes, and computes the others from the first two."""
     workload, config = linears(transforms=[dt.transforms.clip_by_norm(1.0)]), {"world_size": 4, "strategy": strategy}
     memory = estimate_memory(workload, microbatch_size=9, checkpoint=checkpoint, **config).peak + 100
-    found = compare_strategies(
+    fit = compare_strategies(
         workload, world_size=4, strategies=[strategy], checkpoints=[checkpoint], memory=memory, headroom=0
     )[0].largest
-    assert (found.microbatch_size, found.estimate.peaks) == exhaustive(workload, memory, {**config, "checkpoint": checkpoint})
-    assert (found.microbatch_size, found.sizes_tried) == (9, 3)
+    assert (fit.microbatch_size, fit.estimate.peaks) == exhaustive(workload, memory, {**config, "checkpoint": checkpoint})
+    assert (fit.microbatch_size, fit.sizes_tried) == (9, 3)
 
 
 class Chunked(nn.Module):
@@ -403,9 +403,9 @@ class Chunked(nn.Module):
 def test_search_simulates_each_size_if_a_step_differs_from_the_prediction():
     workload, config = linears(model=Chunked, blocks=()), {"world_size": 1}
     memory = estimate_memory(workload, microbatch_size=20, **config).peak
-    found = largest_microbatch(workload, memory, headroom=0, **config)
-    assert (found.microbatch_size, found.estimate.peaks) == exhaustive(workload, memory, config)
-    assert found.sizes_tried > 3
+    fit = largest_microbatch(workload, memory, headroom=0, **config)
+    assert (fit.microbatch_size, fit.estimate.peaks) == exhaustive(workload, memory, config)
+    assert fit.sizes_tried > 3
 
 
 def test_progress_is_reported_before_each_step_and_after_each_layout():
@@ -413,7 +413,7 @@ def test_progress_is_reported_before_each_step_and_after_each_layout():
     compare_strategies(
         linears(), world_size=2, strategies=["full_shard", "replicate"], checkpoints=[None], on_progress=seen.append
     )
-    assert [(each.config.strategy, each.microbatch_size, each.done, each.total) for each in seen] == [
+    assert [(progress.config.strategy, progress.microbatch_size, progress.done, progress.total) for progress in seen] == [
         ("full_shard", 1, 0, 2),
         ("full_shard", None, 1, 2),
         ("replicate", 1, 1, 2),
@@ -423,17 +423,17 @@ def test_progress_is_reported_before_each_step_and_after_each_layout():
 
 def test_largest_microbatch_fits_and_the_next_size_does_not():
     memory, headroom = 2**18, 0.1
-    found = largest_microbatch(linears(), memory, world_size=8, headroom=headroom)
-    size = found.microbatch_size
+    fit = largest_microbatch(linears(), memory, world_size=8, headroom=headroom)
+    size = fit.microbatch_size
     peaks = [estimate_memory(linears(), world_size=8, microbatch_size=n).peak for n in (size, size + 1)]
     assert peaks[0] <= memory * (1 - headroom) < peaks[1]
-    assert found.estimate.peak == peaks[0]
+    assert fit.estimate.peak == peaks[0]
 
 
 def test_insufficient_memory_returns_zero_with_the_one_sample_estimate():
-    found = largest_microbatch(linears(), 1000, world_size=8)
-    assert (found.microbatch_size, found.estimate.microbatch_size) == (0, 1)
-    assert found.estimate.peak > 1000
+    fit = largest_microbatch(linears(), 1000, world_size=8)
+    assert (fit.microbatch_size, fit.estimate.microbatch_size) == (0, 1)
+    assert fit.estimate.peak > 1000
 
 
 def test_comparison_lists_every_strategy_with_and_without_checkpointing():
@@ -454,15 +454,15 @@ def test_comparison_omits_hybrid_checkpointing_and_largest_without_inputs():
 @pytest.mark.parametrize("processes", [1, 2, 8])
 def test_results_have_the_number_of_their_item(processes):
     parts = [lambda n=n: n * n for n in range(5)]  # not picklable
-    found = dict(fork_map(lambda part: (part(), os.getpid()), parts, processes=processes))
-    assert [found[number][0] for number in range(5)] == [0, 1, 4, 9, 16]
-    pids = {pid for _, pid in found.values()}
+    results = dict(fork_map(lambda function: (function(), os.getpid()), parts, processes=processes))
+    assert [results[number][0] for number in range(5)] == [0, 1, 4, 9, 16]
+    pids = {pid for _, pid in results.values()}
     assert pids == {os.getpid()} if processes == 1 else len(pids) == 5
 
 
 def test_large_results_do_not_block():
-    found = dict(fork_map(lambda n: bytes(n), [2**20, 2**21], processes=2))
-    assert [len(found[number]) for number in (0, 1)] == [2**20, 2**21]
+    results = dict(fork_map(lambda n: bytes(n), [2**20, 2**21], processes=2))
+    assert [len(results[number]) for number in (0, 1)] == [2**20, 2**21]
 
 
 def fail(error):

@@ -1,4 +1,4 @@
-"""``file.py:factory`` and ``module:factory``: what is loaded, and one line for each way in which it cannot be."""
+"""``file.py:factory`` and ``module:factory``: the loaded workload, and one line for each failure."""
 
 import sys
 

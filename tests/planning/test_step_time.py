@@ -121,10 +121,10 @@ TENSOR_PARALLEL = Workload(
 
 def test_each_axis_has_its_own_distance_between_ranks():
     estimate = estimate_memory(TENSOR_PARALLEL, world_size=64, strategy="hybrid_shard", dp_replicate=4, tp=2)
-    axes = {(each.op, each.group_size, each.stride) for each in estimate.traffic}
+    axes = {(call.op, call.group_size, call.stride) for call in estimate.traffic}
     assert axes == {("all_gather", 8, 2), ("reduce_scatter", 8, 2), ("all_reduce", 4, 16), ("all_reduce", 2, 1)}
     full = estimate_memory(TENSOR_PARALLEL, world_size=64, tp=2)
-    assert {(each.op, each.group_size, each.stride) for each in full.traffic} == {
+    assert {(call.op, call.group_size, call.stride) for call in full.traffic} == {
         ("all_gather", 32, 2),
         ("reduce_scatter", 32, 2),
         ("all_reduce", 2, 1),
@@ -143,7 +143,7 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(16, 48)
 
     def forward(self, x):
-        q, k, v = (part.unflatten(-1, (2, 8)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        q, k, v = (projection.unflatten(-1, (2, 8)).transpose(1, 2) for projection in self.qkv(x).chunk(3, -1))
         attended = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         return x + attended.transpose(1, 2).flatten(2)
 
@@ -209,11 +209,11 @@ LAYOUTS = {
 @pytest.mark.parametrize("microbatches", [pytest.param(1, marks=pytest.mark.slow), 5])
 @pytest.mark.parametrize(
     "layout",
-    [pytest.param(each, id=name, marks=pytest.mark.slow if each[0] > 2 else ()) for name, each in LAYOUTS.items()],
+    [pytest.param(layout, id=name, marks=pytest.mark.slow if layout[0] > 2 else ()) for name, layout in LAYOUTS.items()],
 )
 def test_planned_collectives_equal_counted_ones(layout, microbatches):
     ranks, strategy, dp_replicate, cp, tp = layout
-    found = dt.testing.run_ranks(collectives_of_a_step, ranks, strategy, dp_replicate, cp, tp, microbatches, timeout_s=600)
+    rows = dt.testing.run_ranks(collectives_of_a_step, ranks, strategy, dp_replicate, cp, tp, microbatches, timeout_s=600)
     plan = estimate_memory(
         CONTEXT_PARALLEL if cp > 1 else TENSOR_PARALLEL,
         world_size=ranks,
@@ -225,8 +225,8 @@ def test_planned_collectives_equal_counted_ones(layout, microbatches):
         microbatches=microbatches,
         device="cpu",
     )
-    assert sorted((each.op, each.group_size, each.count, each.bytes) for each in plan.traffic) == [
-        tuple(row) for row in found[0]
+    assert sorted((call.op, call.group_size, call.count, call.bytes) for call in plan.traffic) == [
+        tuple(row) for row in rows[0]
     ]
 
 
@@ -271,7 +271,7 @@ def test_collectives_hide_behind_computation_except_the_first_of_each_kind(rate)
     network = Network(local_world_size=8, within=1e9, between=1e8)
     seconds = step_seconds(estimate, Accelerator(flops={"fp32": rate}, bandwidth=1e12), network)
     links = communication_seconds(estimate.traffic, network)
-    first = sum(communication_seconds([each], network) / each.count for each in estimate.traffic)
+    first = sum(communication_seconds([call], network) / call.count for call in estimate.traffic)
     assert seconds.links == pytest.approx(links)
     assert seconds.exposed == pytest.approx(first if rate == 1e3 else links, rel=1e-3)
     assert seconds.control == control_seconds(64, network)
@@ -311,13 +311,13 @@ def test_invalid_rates_are_refused(call, expected):
 
 def test_library_memory_is_counted_by_cause():
     estimate = estimate_memory(linears(transforms=[dt.transforms.ema(0.9)]), world_size=64, microbatch_size=SAMPLES)
-    found = library_memory(estimate, workers=2, local_world_size=8)
+    library = library_memory(estimate, workers=2, local_world_size=8)
     rest = estimate.at_rest
-    assert found.host_staging == rest.parameters + rest.optimizer + rest.transforms
-    assert found.device_batches == 2 * SAMPLES * WIDTH * SIZE
-    assert found.host_batches == 3 * found.device_batches
-    assert found.host_control == 2 * 2**16 * (5 + 3)  # of a node's ring of 8 five, and three other leaders
-    assert found.host == found.host_staging + found.host_batches + found.host_control
+    assert library.host_staging == rest.parameters + rest.optimizer + rest.transforms
+    assert library.device_batches == 2 * SAMPLES * WIDTH * SIZE
+    assert library.host_batches == 3 * library.device_batches
+    assert library.host_control == 2 * 2**16 * (5 + 3)  # of a node's ring of 8 five, and three other leaders
+    assert library.host == library.host_staging + library.host_batches + library.host_control
     on_cpu = library_memory(estimate_memory(linears(), world_size=64, device="cpu"))
     assert (on_cpu.device, on_cpu.host_batches) == (0, 0)
 
@@ -361,5 +361,5 @@ def test_staged_bytes_match_the_memory_of_ranks_that_save(ranks, tmp_path):
     planned = library_memory(estimate_memory(workload, world_size=2, device="cpu")).host_staging
     measured = ranks(2).run(growth_in_a_save, str(tmp_path))
     print(f"planned {planned}, measured {measured}")
-    # What the save allocates beside its staging buffer is some MB, whatever the size.
-    assert all(abs(each - planned) <= 0.15 * planned for each in measured)
+    # The save allocates some MB beside its staging buffer, at any size.
+    assert all(abs(staged - planned) <= 0.15 * planned for staged in measured)

@@ -154,8 +154,8 @@ def tensors_of(value: object) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, dict | list):
-        for each in value.values() if isinstance(value, dict) else value:
-            yield from tensors_of(each)
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from tensors_of(item)
 
 
 def measured(name: str, size: int, count: int, setting: dict) -> int:
@@ -189,7 +189,7 @@ def measured(name: str, size: int, count: int, setting: dict) -> int:
     held = tensors_of([list(model.parameters()), list(model.buffers()), optimizer.state, state.transform_states])
     with memory_budget(UNLIMITED, existing=map(to_local, held)) as budget:
         peaks = []
-        for _ in range(5):  # gloo's threads may drop what they have sent late, on a busy machine
+        for _ in range(5):  # gloo's threads may drop sent tensors late, on a busy machine
             budget.reset()
             state, _ = step(state, workload.batch(size * count))
             peaks.append(budget.peak)

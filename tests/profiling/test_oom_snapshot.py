@@ -1,4 +1,4 @@
-"""A snapshot where memory runs out: what is written, and what is not."""
+"""A snapshot where memory runs out: the steps that write it, and the steps that do not."""
 
 import json
 
@@ -13,12 +13,12 @@ from dtrain.testing import memory_budget
 from falling import begin, take
 
 
-def greedy(at: int, size: int, seam: str) -> dt.Transform:
+def greedy(failing_step: int, size: int, seam: str) -> dt.Transform:
     """Asks for so many bytes in one step."""
 
     def wrap(inner):
         def ask(state, *given, **options):
-            if state.step == at:
+            if state.step == failing_step:
                 torch.zeros(size, dtype=torch.uint8)
             return inner(state, *given, **options)
 
@@ -35,8 +35,8 @@ def test_oom_error_in_step_writes_snapshot_and_propagates(tmp_path, seam):
         with pytest.raises(torch.OutOfMemoryError, match="CPU out of memory"):
             take(step, state, 4)
         assert budget.refused == 1
-    found = json.loads((tmp_path / "memory" / "oom-rank-00000-step-00000002.json").read_text())
-    assert found["storages"][0]["bytes"] == kept.nbytes
+    content = json.loads((tmp_path / "memory" / "oom-rank-00000-step-00000002.json").read_text())
+    assert content["storages"][0]["bytes"] == kept.nbytes
     assert len(list((tmp_path / "memory").iterdir())) == 1
 
 

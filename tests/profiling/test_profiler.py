@@ -1,4 +1,4 @@
-"""The profiler in a loop: what it writes, when it stops, and that nothing else changes."""
+"""The profiler in a loop: its files, when it stops, and that nothing else changes."""
 
 import contextlib
 import gc
@@ -67,7 +67,7 @@ def test_transform_records_active_steps(tmp_path):
     take(step, state, 6)
     trace = read_trace(tmp_path / "trace-rank-00000-step-00000002.pt.trace.json")
     assert [step.number for step in trace.steps] == [2, 3]
-    assert all(0 < each.step_fn_us <= each.end - each.start for each in trace.steps)
+    assert all(0 < marked.step_fn_us <= marked.end - marked.start for marked in trace.steps)
     assert names(tmp_path) == ["trace-rank-00000-step-00000002.pt.trace.json"]
 
 
@@ -115,7 +115,7 @@ def test_exit_during_active_window_writes_recorded_steps(tmp_path):
         for _ in range(3):
             work()
             prof.step()
-    assert steps(tmp_path / "trace-rank-00000-step-00000001.pt.trace.json") == [1, 2]  # what comes after the last step is none
+    assert steps(tmp_path / "trace-rank-00000-step-00000001.pt.trace.json") == [1, 2]  # code after the last step is no step
     assert not torch.autograd._profiler_enabled()
 
 
@@ -306,8 +306,8 @@ def test_memory_option_writes_timeline_and_budget_snapshot(tmp_path):
         kept = torch.zeros(1000)
         torch.zeros(2000)
     path = tmp_path / "trace-rank-00000-step-00000000.pt.trace.json"
-    held = [each.bytes for each in memory_timeline(path)["cpu"]]
-    assert [round(bytes, -3) for bytes in held] == [4000, 12000, 4000]  # and what an open mark holds
+    held = [sample.bytes for sample in memory_timeline(path)["cpu"]]
+    assert [round(bytes, -3) for bytes in held] == [4000, 12000, 4000]  # and those of an open mark
     assert json.loads((tmp_path / "memory-rank-00000-step-00000000.json").read_text())["storages"][0]["bytes"] == kept.nbytes
 
 
@@ -324,7 +324,7 @@ def test_gpu_trace_contains_kernels_and_memory(tmp_path):
     share = kernel_breakdown(path)
     assert share.on_device
     assert 0 < share.compute < share.seconds
-    assert max(each.bytes for each in memory_timeline(path)["cuda:0"]) >= held.nbytes
+    assert max(sample.bytes for sample in memory_timeline(path)["cuda:0"]) >= held.nbytes
     assert (tmp_path / "memory-rank-00000-step-00000001.pickle").stat().st_size > 0
 
 
@@ -351,10 +351,10 @@ def test_slow_loader_is_diagnosed_from_data_span(tmp_path):
     step, state = begin(step_profiler(tmp_path, schedule=schedule(skip_first=1, active=2)))
     for batch in loader.until(5):
         state, _ = step(state, batch)
-    found = diagnose(tmp_path)
-    assert [finding.rule for finding in found.findings] == ["data_wait"], str(found)
-    assert [share.data_wait_source for share in found.shares] == ["spans"]
-    assert found.shares[0].data_wait >= 0.07  # of two steps with two samples each
+    diagnosis = diagnose(tmp_path)
+    assert [finding.rule for finding in diagnosis.findings] == ["data_wait"], str(diagnosis)
+    assert [share.data_wait_source for share in diagnosis.shares] == ["spans"]
+    assert diagnosis.shares[0].data_wait >= 0.07  # of two steps with two samples each
 
 
 AHEAD_NS = 3_600 * 10**9 + 7_000_000  # an hour and seven milliseconds
@@ -396,9 +396,9 @@ def meeting(folder: str, only: list[int] | None) -> list[str]:
     finally:
         patch.undo()
     for path in Path(folder).glob(f"trace-rank-{rank:05d}*"):  # the profiler asks the system, not Python
-        found = json.loads(path.read_text())
-        found["baseTimeNanoseconds"] += AHEAD_NS * rank
-        path.write_text(json.dumps(found))
+        content = json.loads(path.read_text())
+        content["baseTimeNanoseconds"] += AHEAD_NS * rank
+        path.write_text(json.dumps(content))
     return sorted(path.name for path in Path(folder).iterdir())
 
 
@@ -415,7 +415,7 @@ def test_merged_traces_share_one_clock(ranks, tmp_path):
     slack = merged["dtrain"]["merged"][1]["offset_bound_ns"] / 1e3 + 100  # microseconds; the profiler's own clock is not exact
     assert len(reduces[0]) == len(reduces[1000]) == 2
     for mine, theirs in zip(*(sorted(rows, key=lambda event: event["ts"]) for rows in reduces.values()), strict=True):
-        for first, second in ((mine, theirs), (theirs, mine)):  # nobody is out before the other is in
+        for first, second in ((mine, theirs), (theirs, mine)):  # no rank leaves before the other has entered
             assert first["ts"] + first["dur"] + slack > second["ts"]
 
 
@@ -460,11 +460,11 @@ def late(folder: str, wait_s: float) -> None:
 
 def test_late_loader_is_diagnosed_as_data_wait(ranks, tmp_path):
     ranks(2).run(late, str(tmp_path), 0.1)
-    found = diagnose(tmp_path)
-    rules = [finding.rule for finding in found.findings]
-    assert rules[0] == "data_wait", str(found)
+    diagnosis = diagnose(tmp_path)
+    rules = [finding.rule for finding in diagnosis.findings]
+    assert rules[0] == "data_wait", str(diagnosis)
     assert "communication" not in rules
-    assert [(share.steps, share.data_wait_source) for share in found.shares] == [(3, "between")] * 2
+    assert [(share.steps, share.data_wait_source) for share in diagnosis.shares] == [(3, "between")] * 2
 
 
 def reducing(folder: str) -> None:
@@ -479,11 +479,11 @@ def reducing(folder: str) -> None:
 
 def test_large_reductions_are_diagnosed_as_communication(ranks, tmp_path):
     ranks(2).run(reducing, str(tmp_path))
-    found = diagnose(tmp_path)
-    rules = [finding.rule for finding in found.findings]
-    assert "communication" in rules, str(found)
+    diagnosis = diagnose(tmp_path)
+    rules = [finding.rule for finding in diagnosis.findings]
+    assert "communication" in rules, str(diagnosis)
     assert "data_wait" not in rules
-    assert [(share.steps, share.data_wait_source) for share in found.shares] == [(2, "spans")] * 2
+    assert [(share.steps, share.data_wait_source) for share in diagnosis.shares] == [(2, "spans")] * 2
 
 
 TORCH = {

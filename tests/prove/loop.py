@@ -52,7 +52,7 @@ with dt.init_dist() as info:
         model = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.2), nn.Tanh(), nn.Linear(16, 4))
     model = dt.materialize(dt.shard_model(model, mesh), seed=0)
     loader = dt.build_loader(dataset(60, 1), mesh=mesh, global_batch_size=11, seed=0)
-    quiz = dt.build_loader(dataset(37, 2), mesh=mesh, global_batch_size=8, seed=0, shuffle=False)
+    test_loader = dt.build_loader(dataset(37, 2), mesh=mesh, global_batch_size=8, seed=0, shuffle=False)
     step = dt.compose_step(loss_fn, [dt.transforms.ema(0.9), dt.transforms.clip_by_norm(1.0), dt.auto_microbatch()])
     state = step.init(model, torch.optim.AdamW(model.parameters(), lr=1e-2), loader=loader)
     state = dt.load_sharded("ckpt", state, missing_ok=True)
@@ -64,7 +64,7 @@ with dt.init_dist() as info:
         if state.crossed(100):
             dt.save_sharded("ckpt", state)
     with dt.transforms.use_average(state, "ema"):
-        loss = dt.reduce_metrics(dt.evaluate(model, quiz, loss_fn))["loss"]
+        loss = dt.reduce_metrics(dt.evaluate(model, test_loader, loss_fn))["loss"]
         weights = {name: whole.clone() for name, whole in dt.full_params(state)}
     if info.rank == 0:
         print(f"held-out loss {loss:.6f}")

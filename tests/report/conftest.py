@@ -147,8 +147,8 @@ def run_report(name: str = "gpt", *, steps: int = 1000, ranks: int = 8, seed: in
             )
         ],
         events=[
-            {"at": at, "name": name, "attempt": attempt, "rank": rank, "step": step, "fields": fields}
-            for at, name, attempt, rank, step, fields in (
+            {"at": time_s, "name": name, "attempt": attempt, "rank": rank, "step": step, "fields": fields}
+            for time_s, name, attempt, rank, step, fields in (
                 (8.0, "save", 1, 0, 100, {"blocked_s": 0.41}),
                 (215.0, "resumed", 2, 0, 300, {"path": "checkpoints/step-00000300"}),
                 (430.0, "out_of_memory", 2, 3, 720, {"size": 64}),

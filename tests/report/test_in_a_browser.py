@@ -26,8 +26,8 @@ BROKEN_WORD = r"""(() => { for (const cell of document.querySelectorAll('th, td'
 
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory):
-    with browsers.browser(tmp_path_factory.mktemp("chromium")) as found:
-        yield found
+    with browsers.browser(tmp_path_factory.mktemp("chromium")) as started:
+        yield started
 
 
 @pytest.fixture(scope="module")

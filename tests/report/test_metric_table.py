@@ -12,8 +12,8 @@ from dtrain.report.metric_table import MetricTable, downsample, make_series, poi
 def columns(rows, resumes=()):
     metrics = MetricTable(resumes)
     metrics.add(rows)
-    found = {name: (rows[:, 0].tolist(), rows[:, 2].tolist()) for name, rows in metrics.columns().items()}
-    return found, metrics
+    values = {name: (rows[:, 0].tolist(), rows[:, 2].tolist()) for name, rows in metrics.columns().items()}
+    return values, metrics
 
 
 def rows(steps, value=lambda step: float(step), name="loss"):
@@ -21,8 +21,8 @@ def rows(steps, value=lambda step: float(step), name="loss"):
 
 
 def test_columns_drop_repeated_steps():
-    found, metrics = columns(rows(range(1, 9)) + rows(range(5, 11), lambda step: -step))
-    assert found == {"loss": ([*range(1, 11)], [1, 2, 3, 4, -5, -6, -7, -8, -9, -10])}
+    values, metrics = columns(rows(range(1, 9)) + rows(range(5, 11), lambda step: -step))
+    assert values == {"loss": ([*range(1, 11)], [1, 2, 3, 4, -5, -6, -7, -8, -9, -10])}
     assert (metrics.went_back, metrics.repeated) == (1, 4)
 
 
@@ -38,8 +38,8 @@ def test_resumes_give_the_first_repeated_step():
 
 
 def test_late_metric_is_not_a_restart():
-    found, metrics = columns([*rows(range(1, 9)), {"step": 4, "eval": 0.5}, {"step": 9, "loss": 9.0}])
-    assert found == {"loss": ([*range(1, 10)], [*range(1, 10)]), "eval": ([4], [0.5])}
+    values, metrics = columns([*rows(range(1, 9)), {"step": 4, "eval": 0.5}, {"step": 9, "loss": 9.0}])
+    assert values == {"loss": ([*range(1, 10)], [*range(1, 10)]), "eval": ([4], [0.5])}
     assert metrics.went_back == 0
 
 
@@ -56,13 +56,13 @@ def test_columns_join_records_with_different_names():
 
 
 def test_add_counts_non_numeric_values():
-    found, metrics = columns(
+    values, metrics = columns(
         [{"step": 1, "a": "x", "b": 1}, {"step": 2, "a": None, "b": "nan", "c": [1]}, {"step": 3, "b": True}]
     )
-    assert found["b"][0] == [1, 2, 3]
-    assert math.isnan(found["b"][1][1])
+    assert values["b"][0] == [1, 2, 3]
+    assert math.isnan(values["b"][1][1])
     assert metrics.non_numeric == {"a": 2, "c": 1}
-    assert set(found) == {"b"}
+    assert set(values) == {"b"}
 
 
 def test_add_counts_malformed_records():
@@ -71,10 +71,10 @@ def test_add_counts_malformed_records():
 
 
 def test_add_limits_the_number_of_names():
-    found, metrics = columns([{"step": step, "loss": step, f"layer/{step}": 1} for step in range(3000)])
+    values, metrics = columns([{"step": step, "loss": step, f"layer/{step}": 1} for step in range(3000)])
     assert metrics.has_too_many_names
-    assert len(found) == 2000
-    assert found["loss"] == ([*range(3000)], [*range(3000)])
+    assert len(values) == 2000
+    assert values["loss"] == ([*range(3000)], [*range(3000)])
 
 
 def test_add_cuts_long_names():
@@ -91,8 +91,8 @@ def test_columns_equal_simple_reference(seed):
         row = {name: draw.random() for name in ("a", "b", "c") if name == "a" or draw.random() < 0.7}
         expected |= {(name, step): value for name, value in row.items()}
         every.append({"step": step, **row})
-    found, _ = columns(every)
-    assert {(name, s): v for name, (steps, values) in found.items() for s, v in zip(steps, values, strict=True)} == expected
+    by_name, _ = columns(every)
+    assert {(name, s): v for name, (steps, values) in by_name.items() for s, v in zip(steps, values, strict=True)} == expected
 
 
 def series(values, **options):
@@ -104,24 +104,24 @@ def series(values, **options):
 def test_make_series_keeps_spikes():
     values = [0.0] * 100_000
     values[12_345], values[77_777] = 9.0, -9.0
-    found = series(values, points=1000)
-    assert len(found.steps) <= 1000
-    assert (found.high, found.low) == (9.0, -9.0)
-    points = dict(zip(found.steps.tolist(), found.values.tolist(), strict=True))
+    drawn = series(values, points=1000)
+    assert len(drawn.steps) <= 1000
+    assert (drawn.high, drawn.low) == (9.0, -9.0)
+    points = dict(zip(drawn.steps.tolist(), drawn.values.tolist(), strict=True))
     assert (points[12_346], points[77_778]) == (9.0, -9.0)
     assert {1, 100_000} <= set(points)
 
 
 def test_make_series_keeps_non_finite_values():
-    found = series([1.0, math.nan, 3.0, math.inf, -math.inf, 2.0])
-    assert list(map(str, found.values.tolist())) == ["1.0", "nan", "3.0", "inf", "-inf", "2.0"]
-    assert (found.non_finite, found.count, found.last, found.low, found.high) == (3, 6, 2.0, 1.0, 3.0)
+    drawn = series([1.0, math.nan, 3.0, math.inf, -math.inf, 2.0])
+    assert list(map(str, drawn.values.tolist())) == ["1.0", "nan", "3.0", "inf", "-inf", "2.0"]
+    assert (drawn.non_finite, drawn.count, drawn.last, drawn.low, drawn.high) == (3, 6, 2.0, 1.0, 3.0)
 
 
 def test_make_series_limits_non_finite_values():
-    found = series([math.nan] * 1000)
-    assert (found.last, found.low, len(found.values), found.non_finite) == (None, None, 200, 1000)
-    assert (found.steps[0], found.steps[-1]) == (1, 1000)
+    drawn = series([math.nan] * 1000)
+    assert (drawn.last, drawn.low, len(drawn.values), drawn.non_finite) == (None, None, 200, 1000)
+    assert (drawn.steps[0], drawn.steps[-1]) == (1, 1000)
 
 
 def test_make_series_keeps_large_values_whose_sum_overflows():

@@ -1,4 +1,4 @@
-"""Render reports: what the page says, what it draws, and what it forbids."""
+"""Render reports: the texts on the page, its charts, and its content security policy."""
 
 import hashlib
 import json
@@ -59,7 +59,7 @@ def test_render_page_has_every_chart(page):
     parts = Parts(page)
     keys = ["chart-loss", "chart-lr", "chart-mfu", "chart-norm-gradient", "chart-throughput", "chart-memory",
             "chart-time", "chart-attempts", "chart-ranks", "chart-checkpoints", "chart-checkpoint-size"]  # fmt: skip
-    assert [each["id"] for each in parts.of("figure")] == keys
+    assert [figure["id"] for figure in parts.of("figure")] == keys
     assert list(drawn(page)) == keys
 
 
@@ -83,7 +83,7 @@ def test_single_values_are_texts_and_not_charts(made):
                   series={"loss": made.series([2.5, 2.0]), "eval/loss": made.series([1.25])})  # fmt: skip
     page = render_page(made.report(run))
     assert list(drawn(page)) == ["chart-loss", "chart-throughput", "chart-memory", "chart-time"]
-    assert [each["id"] for each in Parts(page).of("figure")] == list(drawn(page))
+    assert [figure["id"] for figure in Parts(page).of("figure")] == list(drawn(page))
     for text in (
         "<b>evaluation loss</b>: eval/loss 1.25 at step 1",
         "<b>Time of each attempt</b>: attempt 1 was the only one",
@@ -95,9 +95,9 @@ def test_single_values_are_texts_and_not_charts(made):
 
 def test_norm_of_gradients_has_one_chart(made):
     series = {"grad_norm": made.series([3.0, 2.0]), "norm/grad": made.series([3.0, 2.5]), "norm/param": made.series([1.0, 2.0])}
-    found, _ = charts.metric_charts(made.report(replace(made.bare(), series=series)))
-    assert list(found) == ["chart-grad-norm", "chart-norm-param"]
-    assert [line["name"] for line in found["chart-grad-norm"]["data"]] == ["grad_norm", "norm/grad"]
+    by_key, _ = charts.metric_charts(made.report(replace(made.bare(), series=series)))
+    assert list(by_key) == ["chart-grad-norm", "chart-norm-param"]
+    assert [line["name"] for line in by_key["chart-grad-norm"]["data"]] == ["grad_norm", "norm/grad"]
 
 
 def test_settings_are_visible_and_the_result_is_first(page):
@@ -119,7 +119,7 @@ def test_render_page_does_not_repeat_the_throughput_of_the_ledger(made):
 
 def test_render_page_forbids_the_network_and_other_scripts(page):
     parts = Parts(page)
-    (policy,) = [each["content"] for each in parts.of("meta") if each.get("http-equiv") == "Content-Security-Policy"]
+    (policy,) = [tag["content"] for tag in parts.of("meta") if tag.get("http-equiv") == "Content-Security-Policy"]
     assert policy.startswith("default-src 'none'; ")
     assert "connect-src" not in policy
     _, script = parts.scripts
@@ -134,7 +134,7 @@ def test_render_page_escapes_texts_of_a_run(made, place):
     if place == "name":
         run = replace(run, name=ATTACK, folder=ATTACK)
     elif place == "error":
-        run = replace(run, attempts=[replace(each, error=ATTACK, resumed_from=ATTACK) for each in run.attempts])
+        run = replace(run, attempts=[replace(attempt, error=ATTACK, resumed_from=ATTACK) for attempt in run.attempts])
     elif place == "setting":
         run = replace(run, about={1: {"settings": {ATTACK: ATTACK}}, 2: {"settings": {"a": [ATTACK]}}})
     elif place == "metric":
@@ -172,10 +172,10 @@ def test_render_page_includes_breakdown_causes_and_settings(page):
                  "rank 3 spent 59 s more on data than the median rank", "steps done again",
                  "<tr><td>restart<td>47 s<td>8.0%", "<tr><td>2<td>3 m 35 s<td>failed<td>300 to 720"):  # fmt: skip
         assert text in page, text
-    found = drawn(page)
-    assert [trace["name"] for trace in found["chart-attempts"]["data"]][:2] == ["compute", "communication"]
-    assert found["chart-attempts"]["rows"] == ["attempt 1", "attempt 2", "attempt 3"]
-    assert found["chart-ranks"]["rows"] == [f"rank {rank}" for rank in range(8)]
+    by_key = drawn(page)
+    assert [trace["name"] for trace in by_key["chart-attempts"]["data"]][:2] == ["compute", "communication"]
+    assert by_key["chart-attempts"]["rows"] == ["attempt 1", "attempt 2", "attempt 3"]
+    assert by_key["chart-ranks"]["rows"] == [f"rank {rank}" for rank in range(8)]
 
 
 def test_curves_can_be_plotted_over_steps_tokens_and_time(made):
@@ -240,13 +240,13 @@ def test_many_metrics_are_limited_in_charts_and_points(made):
     values = [float(number % 97) for number in range(97)]
     names = [f"norm/{kind}/layers.{layer}.weight" for layer in range(200) for kind in ("gradient", "update")]
     run = replace(made.run(), series={name: made.series(values) for name in names}, attempts=[])
-    found, left_out = charts.metric_charts(made.report(run))
-    assert (len(found), left_out) == (50, 0)
-    first = next(iter(found.values()))
+    by_key, left_out = charts.metric_charts(made.report(run))
+    assert (len(by_key), left_out) == (50, 0)
+    first = next(iter(by_key.values()))
     assert first["title"] == "norm of gradient of \u2026 (1 to 8 of 200)"
     assert len(first["data"][0]["y"]) <= 75
     assert max(first["data"][0]["y"]) == 96.0
-    assert len(json.dumps(found)) < 2e6
+    assert len(json.dumps(by_key)) < 2e6
     many = {f"group{number}/x": made.series([1.0]) for number in range(80)}
     assert charts.metric_charts(made.report(replace(run, series=many)))[1] == 20
 
@@ -272,9 +272,9 @@ def test_thin_points_keeps_the_ends_and_the_extremes():
 @pytest.mark.parametrize("values", [[1e308, -1e308, 1.0], [5e-324, 1e-323], [0.0], [7.0, 7.0], [1e300, -1e300]], ids=str)
 def test_extreme_values_are_drawable(made, values):
     run = replace(made.bare(), series={"loss": made.series(values), "lr": made.series(values)})
-    found = drawn(render_page(made.report(run)))
-    assert set(found) == ({"chart-loss", "chart-lr"} if len(values) > 1 else set())
-    numbers = [y for chart in found.values() for trace in chart["data"] for y in trace.get("y", ()) if y is not None]
+    by_key = drawn(render_page(made.report(run)))
+    assert set(by_key) == ({"chart-loss", "chart-lr"} if len(values) > 1 else set())
+    numbers = [y for chart in by_key.values() for trace in chart["data"] for y in trace.get("y", ()) if y is not None]
     assert all(y == 0 or 1e-300 < abs(y) <= 1e300 for y in numbers)
 
 
@@ -293,7 +293,7 @@ def test_format_facts_limits_texts():
 
 def _luminance(colour):
     channels = [int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5)]
-    red, green, blue = (each / 12.92 if each <= 0.04045 else ((each + 0.055) / 1.055) ** 2.4 for each in channels)
+    red, green, blue = (channel / 12.92 if channel <= 0.04045 else ((channel + 0.055) / 1.055) ** 2.4 for channel in channels)
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
 
@@ -305,7 +305,7 @@ def _contrast(one, two):
 def _themes():
     style = files("dtrain.report").joinpath("page.css").read_text(encoding="utf-8")
     return [
-        {name: value if len(value) == 7 else "#" + "".join(2 * each for each in value[1:])
+        {name: value if len(value) == 7 else "#" + "".join(2 * digit for digit in value[1:])
          for name, value in re.findall(r"--([\w-]+): (#\w+)", block)}
         for block in re.findall(r":root \{(.*?)\}", style, re.DOTALL)
     ]  # fmt: skip
@@ -331,5 +331,5 @@ def test_causes_are_distinguishable_by_color_and_pattern():
 
 def test_render_page_imports_no_torch():
     program = "import sys, dtrain.report.page, dtrain.report.read_run; print('torch' in sys.modules)"
-    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert found.stdout.strip() == "False"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"

@@ -37,30 +37,34 @@ def read(folder, now=NOW):
 
 def test_attempts_have_their_outcome_and_lost_work(whole):
     run = read(whole)
-    assert [(each.outcome, each.first_step, each.last_step) for each in run.attempts] == [
+    assert [(attempt.outcome, attempt.first_step, attempt.last_step) for attempt in run.attempts] == [
         ("killed", 0, 340),
         ("failed", 300, 720),
         ("done", 700, 1000),
     ]
-    assert [(each.lost_steps, each.lost_s, each.down_s) for each in run.attempts] == [
+    assert [(attempt.lost_steps, attempt.lost_s, attempt.down_s) for attempt in run.attempts] == [
         (40, 20.0, 0.0),
         (20, 10.0, 45.0),
         (0, 0.0, 20.0),
     ]
-    assert [each.resumed_from for each in run.attempts] == [None, "checkpoints/step-00000300", "checkpoints/step-00000700"]
+    assert [attempt.resumed_from for attempt in run.attempts] == [
+        None,
+        "checkpoints/step-00000300",
+        "checkpoints/step-00000700",
+    ]
     assert run.attempts[1].error == "rank 0: RuntimeError: CUDA error: device-side assert"
     assert (run.started_at, run.duration_s) == (runs_made.START, 620.5)
     assert run.missing == []
 
 
 def test_goodput_counts_steps_that_were_not_repeated(whole):
-    found = read(whole).goodput
+    goodput = read(whole).goodput
     # 1000 steps of half a second, of which 82% are compute: 4% less in the lines that wrote a checkpoint, one of five.
-    assert found.productive_s == pytest.approx(0.82 * 500 - 0.04 * 100)
-    assert (found.down_s, found.repeated_setup_s, found.lost_s) == pytest.approx((65.0, 17.5, 30.0))
-    assert found.by_cause["restart"] == pytest.approx(112.5)
-    assert found.by_cause["setup"] == pytest.approx(8.0)
-    assert sum(found.by_cause.values()) == pytest.approx(found.total_s) == pytest.approx(620.5)
+    assert goodput.productive_s == pytest.approx(0.82 * 500 - 0.04 * 100)
+    assert (goodput.down_s, goodput.repeated_setup_s, goodput.lost_s) == pytest.approx((65.0, 17.5, 30.0))
+    assert goodput.by_cause["restart"] == pytest.approx(112.5)
+    assert goodput.by_cause["setup"] == pytest.approx(8.0)
+    assert sum(goodput.by_cause.values()) == pytest.approx(goodput.total_s) == pytest.approx(620.5)
 
 
 def test_timeline_adds_up_to_the_duration(whole):
@@ -84,8 +88,8 @@ def test_attempts_have_their_time_by_cause(whole):
     first, second, third = read(whole).attempts
     assert (first.by_cause["restart"], second.by_cause["restart"]) == pytest.approx((20.0, 10.0))
     assert "restart" not in third.by_cause
-    for each in (first, second, third):
-        assert sum(each.by_cause.values()) == pytest.approx(each.ended_at - each.at)
+    for attempt in (first, second, third):
+        assert sum(attempt.by_cause.values()) == pytest.approx(attempt.ended_at - attempt.at)
 
 
 def test_timeline_and_gauges_have_the_speed_and_the_memory(whole):
@@ -109,9 +113,9 @@ def test_series_have_tokens_and_times(whole):
 
 def test_checkpoints_and_events_are_read(whole):
     run = read(whole)
-    assert [each["step"] for each in run.checkpoints] == [100, 200, 300, 400, 500, 600, 700, 800, 900, 1000]
-    assert {each["blocked_s"] for each in run.checkpoints} == {0.5}
-    assert [each["duration_s"] for each in run.checkpoints] == [3.2] * 9 + [None]
+    assert [checkpoint["step"] for checkpoint in run.checkpoints] == [100, 200, 300, 400, 500, 600, 700, 800, 900, 1000]
+    assert {checkpoint["blocked_s"] for checkpoint in run.checkpoints} == {0.5}
+    assert [checkpoint["duration_s"] for checkpoint in run.checkpoints] == [3.2] * 9 + [None]
     assert run.event_counts == {"save": 10, "committed": 9, "resumed": 2}
     assert [event["fields"] for event in run.events if event["name"] == "resumed"] == [
         {"path": "checkpoints/step-00000300"},
@@ -139,7 +143,7 @@ def test_straggler_is_rank_with_least_waiting(tmp_path, ranks):
 def test_rank_count_can_change_between_attempts(tmp_path):
     parts = [Part(begin=0, end=100, ranks=4, reason=None), Part(begin=80, end=200, ranks=2, down_s=5.0)]
     run = read(write_run(tmp_path / "elastic", parts))
-    assert [each.world_size for each in run.attempts] == [4, 2]
+    assert [attempt.world_size for attempt in run.attempts] == [4, 2]
     assert [rank.by_span["step"][0] for rank in run.ranks] == [220, 220, 100, 100]
     assert sum(run.goodput.by_cause.values()) == pytest.approx(run.duration_s)
     assert run.missing == []
@@ -148,30 +152,46 @@ def test_rank_count_can_change_between_attempts(tmp_path):
 @pytest.mark.parametrize("says", ["an event", "nothing"])
 def test_resumed_attempt_may_open_before_loading_checkpoint(tmp_path, says):
     """As open_run writes it: the line ``open`` and the sums before the first step know of no step yet."""
-    folder, at = write_run(tmp_path / "gpt", [Part(begin=0, end=340, reason=None, ranks=1)]), runs_made.START + 200
+    folder, opened = write_run(tmp_path / "gpt", [Part(begin=0, end=340, reason=None, ranks=1)]), runs_made.START + 200
     done = {"kind": "sum", "attempt": 2, "tokens": 0}
     rows = [
-        {"kind": "open", "attempt": 2, "at": at, "rank": 0, "host": "a", "pid": 7, "version": "0", "setup_s": 2.0, "step": 0},
-        done | {"at": at + 4, "seconds": 4.0, "step": 0, "samples": 0, "spans": {"load": [1, 4.0]}},
-        {"kind": "event", "attempt": 2, "at": at + 4, "name": "resumed", "step": 300, "path": "x"},
-        done | {"at": at + 14, "seconds": 10.0, "step": 320, "samples": 3200, "spans": {"step": [20, 9.0]}},
-        done | {"at": at + 34, "seconds": 20.0, "step": 360, "samples": 3600, "spans": {"step": [40, 19.0]}},
+        {
+            "kind": "open",
+            "attempt": 2,
+            "at": opened,
+            "rank": 0,
+            "host": "a",
+            "pid": 7,
+            "version": "0",
+            "setup_s": 2.0,
+            "step": 0,
+        },
+        done | {"at": opened + 4, "seconds": 4.0, "step": 0, "samples": 0, "spans": {"load": [1, 4.0]}},
+        {"kind": "event", "attempt": 2, "at": opened + 4, "name": "resumed", "step": 300, "path": "x"},
+        done | {"at": opened + 14, "seconds": 10.0, "step": 320, "samples": 3200, "spans": {"step": [20, 9.0]}},
+        done | {"at": opened + 34, "seconds": 20.0, "step": 360, "samples": 3600, "spans": {"step": [40, 19.0]}},
     ]
     runs_made.append(folder / run_files.METRICS, [{"step": 310, "loss": 1.0}, {"step": 311, "loss": 2.0}])
     runs_made.append(ledger(folder), [row for row in rows if says == "an event" or row["kind"] != "event"])
     run = read(folder)
-    assert [(each.first_step, each.last_step, each.lost_steps) for each in run.attempts] == [(0, 340, 40), (300, 360, 0)]
+    assert [(attempt.first_step, attempt.last_step, attempt.lost_steps) for attempt in run.attempts] == [
+        (0, 340, 40),
+        (300, 360, 0),
+    ]
     assert run.attempts[0].lost_s == pytest.approx(20.0)
     assert run.timeline.samples[run.timeline.attempt == 2].sum() == pytest.approx(600)
     assert run.series["loss"].count == 302
 
 
 def test_first_sum_of_resumed_run_counts_no_steps(tmp_path):
-    """As open_run writes it: ``resumed`` has what passed before it written down first, with the step that was loaded."""
+    """As open_run writes it: ``resumed`` first writes down the sums so far, with the step that was loaded."""
     where = "/a/folder/with/a/name/that/is/longer/than/many/others/" * 4 + "step-00000300"
     folder = write_run(tmp_path / "gpt", [Part(begin=0, end=340, reason=None), Part(begin=300, end=400, resumed=where)])
     run = read(folder)
-    assert [(each.first_step, each.lost_steps, each.resumed_from) for each in run.attempts] == [(0, 40, None), (300, 0, where)]
+    assert [(attempt.first_step, attempt.lost_steps, attempt.resumed_from) for attempt in run.attempts] == [
+        (0, 40, None),
+        (300, 0, where),
+    ]
     assert run.series["loss"].count == 400
     assert run.timeline.samples[run.timeline.attempt == 2].sum() == pytest.approx(100 * 256)
 
@@ -189,8 +209,8 @@ def test_killed_rank_is_credited_with_steps_logged_in_metrics(tmp_path):
     assert (first.last_step, first.ended_at, first.lost_steps, second.down_s) == (356, 186.0, 56, 12.0)
     assert first.lost_s == pytest.approx(28.0)
     slices = run.timeline
-    known = (slices.attempt == 1) & np.isfinite(slices.steps)
-    assert (slices.at + slices.seconds)[known].max() == pytest.approx(178.0)
+    counted = (slices.attempt == 1) & np.isfinite(slices.steps)
+    assert (slices.at + slices.seconds)[counted].max() == pytest.approx(178.0)
     assert run.goodput.lost_s == pytest.approx(28.0)
     assert sum(run.goodput.by_cause.values()) == pytest.approx(run.goodput.total_s)
     assert sum(slices.by_cause.values()) == pytest.approx(slices.seconds)
@@ -199,8 +219,8 @@ def test_killed_rank_is_credited_with_steps_logged_in_metrics(tmp_path):
 def test_records_of_one_step_are_merged_by_name(tmp_path):
     rows = [{"step": 10, "time": 5.0, "loss": 2.0, "lr": 0.1}, {"step": 10, "time": 6.0, "eval/loss": 3.0, "lr": 0.2}]
     runs_made.append(tmp_path / run_files.METRICS, [*rows, {"step": 20, "time": 9.0, "loss": 1.0, "lr": 0.3}])
-    found = read(tmp_path).series
-    assert {name: (each.steps.tolist(), each.values.tolist()) for name, each in found.items()} == {
+    series = read(tmp_path).series
+    assert {name: (values.steps.tolist(), values.values.tolist()) for name, values in series.items()} == {
         "loss": ([10, 20], [2.0, 1.0]),
         "lr": ([10, 20], [0.2, 0.3]),
         "eval/loss": ([10], [3.0]),
@@ -215,7 +235,7 @@ def test_silent_run_is_killed_and_writing_run_is_running(tmp_path):
 
 
 def test_many_restarts_keep_report_size_bounded(tmp_path):
-    parts = [Part(begin=10 * at, end=10 * at + 12, reason=None, down_s=3.0) for at in range(210)]
+    parts = [Part(begin=10 * number, end=10 * number + 12, reason=None, down_s=3.0) for number in range(210)]
     run = read(write_run(tmp_path / "gpt", parts, per_line=5, save_every=1))
     assert len(run.attempts) == 210
     assert len(run.timeline.at) <= 400
@@ -329,7 +349,7 @@ def test_read_run_lists_damage_and_reads_the_rest(folder, damage):
     assert [line for line in run.missing if expected in line] != [], run.missing
     assert run.attempts or run.series
     if damage not in ("no ledger", "ledger of garbage"):
-        assert [each.number for each in run.attempts] == ([1, 3] if damage == "an attempt is lost" else [1, 2, 3])
+        assert [attempt.number for attempt in run.attempts] == ([1, 3] if damage == "an attempt is lost" else [1, 2, 3])
         assert 0.3 < run.goodput.share < 0.7
     if damage not in ("no metrics", "metrics of garbage"):
         assert run.series["loss"].count >= 990
@@ -359,7 +379,7 @@ def test_overlapping_attempts_have_nonnegative_time(folder):
     runs_made.append(ledger(folder), [*moved, *[row for row in lines if row["attempt"] == 1]])
     run = read(folder)
     assert run.goodput.total_s > 0
-    assert min(each.at for each in run.attempts) == 0
+    assert min(attempt.at for attempt in run.attempts) == 0
 
 
 def test_unknown_record_kind_is_ignored_and_reported(folder):
@@ -375,7 +395,10 @@ def test_clock_set_back_between_attempts_shifts_later_attempt(tmp_path):
             ledger(folder, rank), [row | {"attempt": 2, "at": row["at"] - 500, "step": row["step"] + 90} for row in lines]
         )
     run = read(folder)
-    assert [(each.at, each.ended_at, each.down_s) for each in run.attempts] == [(0.0, 58.0, 0.0), (58.0, 116.0, 0.0)]
+    assert [(attempt.at, attempt.ended_at, attempt.down_s) for attempt in run.attempts] == [
+        (0.0, 58.0, 0.0),
+        (58.0, 116.0, 0.0),
+    ]
     assert "the clock was put back by 558 s before attempt 2, which is moved to follow" in run.missing
 
 
@@ -391,9 +414,9 @@ def test_run_without_ledger_detects_restarts_from_metrics(folder):
 def test_rotated_metrics_are_read_oldest_first(folder):
     lines = (folder / run_files.METRICS).read_text().splitlines(keepends=True)
     third = len(lines) // 3
-    for name, part in (("metrics.jsonl.2", lines[:third]), ("metrics.jsonl.1", lines[third : 2 * third]),
+    for name, content in (("metrics.jsonl.2", lines[:third]), ("metrics.jsonl.1", lines[third : 2 * third]),
                        ("metrics.jsonl", lines[2 * third :])):  # fmt: skip
-        (folder / name).write_text("".join(part))
+        (folder / name).write_text("".join(content))
     (folder / "metrics-eval.jsonl").write_text('{"step": 5, "loss": 1.5}\n')
     run = read(folder)
     assert run.series["loss"].count == 1000

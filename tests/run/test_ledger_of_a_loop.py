@@ -1,4 +1,4 @@
-"""A loop as users write it: its ledger says where the time of each of its parts went, and what happened."""
+"""A loop as users write it: its ledger has the time of each of its parts, and its events."""
 
 import json
 from collections import Counter
@@ -44,7 +44,7 @@ def made():
 
 
 def loop(folder, steps=4):
-    """Everything once; then what the ledger has: how often each span was entered, and the events."""
+    """Run each part once; return the ledger's content: how often each span was entered, and the events."""
     spans._RECORDER = spans._SpanRecorder()
     run = open_run(f"{folder}/run", every=1)
     mesh = build_mesh()
@@ -90,7 +90,7 @@ def test_two_rank_loop_counts_waiting_between_ranks(ranks, tmp_path):
         assert [name for name, _ in events if name == "committed"] == ["committed"] * (rank == 0)
     resumed = ranks(2).run(loop, str(tmp_path))
     assert [events[:2] for _, _, events, _ in resumed] == [[["model", None], ["resumed", 4]]] * 2
-    assert [sums[:4] for _, _, _, sums in resumed] == [[4, 5, 6, 7]] * 2  # the first one tells of the load
+    assert [sums[:4] for _, _, _, sums in resumed] == [[4, 5, 6, 7]] * 2  # the first sum has the load
 
 
 def test_handwritten_step_counts_once():

@@ -1,4 +1,4 @@
-"""Nothing that looks like a secret is written down, and what only sounds like one stays readable."""
+"""Nothing that looks like a secret is written down, and text that only sounds like a secret stays readable."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The folder of a run, written by one process and by several: what is in it, and that it never stops training."""
+"""The folder of a run, written by one process and by several: its content, and that it never stops training."""
 
 import argparse
 import dataclasses
@@ -27,7 +27,7 @@ SECRET = "s3cr3t-Xq9-value-71"
 
 @pytest.fixture(autouse=True)
 def recorder(monkeypatch):
-    """A recorder of this test's own; whatever is open at the end is closed."""
+    """Yield a recorder of this test's own; close all open files at the end."""
     fresh = spans._SpanRecorder()
     monkeypatch.setattr(spans, "_RECORDER", fresh)
     yield fresh
@@ -230,19 +230,19 @@ def test_attempt_metadata_is_written_once_without_secrets(tmp_path, monkeypatch)
     monkeypatch.setattr(sys, "argv", ["train.py", "--hub-token", SECRET, "--lr", "0.1", "--note", f"x{SECRET}y"])
     run = open_run(tmp_path, redact="lab_*", settings={"lab_id": 9, "note": SECRET})
     text = (run.path / run_files.ATTEMPTS / run_files.attempt_name(1)).read_text()
-    found = json.loads(text)
+    content = json.loads(text)
     assert SECRET not in text
-    assert (found["format"], found["attempt"], found["world_size"]) == (run_files.FORMAT, 1, 1)
-    assert found["hosts"] == {os.uname().nodename: [0]}
-    assert found["devices"] == {"cpu": [0]}
-    assert found["command"] == ["train.py", "--hub-token", "[redacted]", "--lr", "0.1", "--note", "x[redacted]y"]
-    assert found["settings"] == {"lab_id": "[redacted]", "note": "[redacted]"}
-    assert found["environment"]["HF_TOKEN"] == "[redacted]"
-    assert found["environment"]["NCCL_DEBUG"] == "WARN"
-    assert "SHELL_HISTORY" not in found["environment"]
-    assert {"dtrain", "python", "torch"} <= set(found["versions"])
-    assert found["launch"] is None
-    assert set(found) == {
+    assert (content["format"], content["attempt"], content["world_size"]) == (run_files.FORMAT, 1, 1)
+    assert content["hosts"] == {os.uname().nodename: [0]}
+    assert content["devices"] == {"cpu": [0]}
+    assert content["command"] == ["train.py", "--hub-token", "[redacted]", "--lr", "0.1", "--note", "x[redacted]y"]
+    assert content["settings"] == {"lab_id": "[redacted]", "note": "[redacted]"}
+    assert content["environment"]["HF_TOKEN"] == "[redacted]"
+    assert content["environment"]["NCCL_DEBUG"] == "WARN"
+    assert "SHELL_HISTORY" not in content["environment"]
+    assert {"dtrain", "python", "torch"} <= set(content["versions"])
+    assert content["launch"] is None
+    assert set(content) == {
         "format", "attempt", "started_at", "world_size", "hosts", "devices", "command", "python", "folder", "settings", "git",
         "versions", "environment", "launch",
     }  # fmt: skip
@@ -431,9 +431,9 @@ def test_folder_unwritable_on_one_rank_is_refused_on_all_ranks(ranks, tmp_path):
 
 
 def test_different_folders_on_ranks_are_refused(ranks, tmp_path):
-    found = ranks(2).run(on_ranks, str(tmp_path / "a"), 1, str(tmp_path / "b"))
+    errors = ranks(2).run(on_ranks, str(tmp_path / "a"), 1, str(tmp_path / "b"))
     text = f"open_run: path must be equal on all ranks, got {tmp_path}/b on rank 1 and {tmp_path}/a on rank 0."
-    assert [error.startswith(text) for error in found] == [True] * 2
+    assert [error.startswith(text) for error in errors] == [True] * 2
 
 
 def test_upload_sends_changed_files_without_checkpoints(tmp_path):
@@ -458,10 +458,10 @@ def test_upload_tolerates_file_removed_meanwhile(tmp_path, monkeypatch):
         (run / name).write_text("x")
 
     def is_file(path):
-        found = os.path.isfile(path)
+        exists = os.path.isfile(path)
         if path.name == "a.json":
             path.unlink(missing_ok=True)
-        return found
+        return exists
 
     monkeypatch.setattr(Path, "is_file", is_file)
     upload_run(run, tmp_path / "root")

@@ -26,12 +26,12 @@ RUN = RunLength(total="6ep", steps_per_epoch=10)
 def rates(make, steps):
     """The rates of torch's scheduler for each step about to run, of a base rate of 1."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
-    scheduler, found = make(optimizer), []
+    scheduler, values = make(optimizer), []
     for _ in range(steps):
-        found.append(optimizer.param_groups[0]["lr"])
+        values.append(optimizer.param_groups[0]["lr"])
         optimizer.step()
         scheduler.step()
-    return found
+    return values
 
 
 def one_cycle_lr(**options):
@@ -106,5 +106,5 @@ def test_sequential_matches_torch():
 
 
 def test_comparison_detects_a_schedule_delayed_by_one_step():
-    found = rates(lambda o: peers.LinearLR(o, 1.0, 0.25, 50), 60)
-    assert [linear(1.0, 0.25, 50)(max(t - 1, 0)) for t in range(60)] != pytest.approx(found, rel=1e-11)
+    expected = rates(lambda o: peers.LinearLR(o, 1.0, 0.25, 50), 60)
+    assert [linear(1.0, 0.25, 50)(max(t - 1, 0)) for t in range(60)] != pytest.approx(expected, rel=1e-11)

@@ -61,31 +61,31 @@ def test_crossed_is_true_exactly_when_a_tick_passes_a_boundary(unit, value, tick
 @given(steps=st.integers(1, 400), hundredths=st.integers(1, 100))
 def test_run_fractions_are_crossed_at_the_exact_step(steps, hundredths):
     """A tenth of 1,000 steps is step 100, and not one beside it because 0.1 is no binary number."""
-    clock, found = Clock(run_length=RunLength(total=steps)), []
+    clock, crossed = Clock(run_length=RunLength(total=steps)), []
     for _ in range(steps):
         clock = clock.tick(samples=1, tokens=0, seconds=0.1)
         if clock.crossed(f"{hundredths / 100}dur"):
-            found.append(clock.step)
+            crossed.append(clock.step)
     share = Fraction(hundredths, 100) * steps
-    assert found == sorted({math.ceil(share * n) for n in range(1, steps * 100) if share * n <= steps})
+    assert crossed == sorted({math.ceil(share * n) for n in range(1, steps * 100) if share * n <= steps})
 
 
 def test_epoch_run_fraction_includes_steps_of_the_current_epoch():
-    clock, found = Clock(run_length=RunLength(total="2ep", steps_per_epoch=5)), []
+    clock, crossed = Clock(run_length=RunLength(total="2ep", steps_per_epoch=5)), []
     for step in range(10):
         clock = ticked(clock, end_of_epoch=step % 5 == 4)
         if clock.crossed("0.25dur"):
-            found.append(clock.step)
-    assert found == [3, 5, 8, 10]
+            crossed.append(clock.step)
+    assert crossed == [3, 5, 8, 10]
 
 
 def test_run_fraction_of_whole_epochs_needs_no_step_count():
-    clock, found = Clock(run_length=RunLength(total="4ep")), []
+    clock, crossed = Clock(run_length=RunLength(total="4ep")), []
     for step in range(12):
         clock = ticked(clock, end_of_epoch=step % 3 == 2)
         if clock.crossed("0.5dur"):
-            found.append(clock.step)
-    assert found == [6, 12]
+            crossed.append(clock.step)
+    assert crossed == [6, 12]
 
 
 @pytest.mark.parametrize(

@@ -109,12 +109,12 @@ def optimizer_of(*rates):
 
 
 def run(scheduler, optimizer, steps):
-    found = []
+    rates = []
     for _ in range(steps):
-        found.append([group["lr"] for group in optimizer.param_groups])
+        rates.append([group["lr"] for group in optimizer.param_groups])
         optimizer.step()
         scheduler.step()
-    return found
+    return rates
 
 
 def test_lambda_lr_gives_each_step_its_own_lr():
@@ -124,8 +124,8 @@ def test_lambda_lr_gives_each_step_its_own_lr():
 
 def test_groups_keep_their_lr_and_may_have_separate_schedules():
     optimizer = optimizer_of(1.0, 0.1)
-    found = run(to_lambda_lr([linear(1.0, 0.0, 4), constant(0.5)], optimizer), optimizer, 4)
-    assert found == [[1.0, 0.05], [0.75, 0.05], [0.5, 0.05], [0.25, 0.05]]
+    rates = run(to_lambda_lr([linear(1.0, 0.0, 4), constant(0.5)], optimizer), optimizer, 4)
+    assert rates == [[1.0, 0.05], [0.75, 0.05], [0.5, 0.05], [0.25, 0.05]]
 
 
 @pytest.mark.parametrize("schedule", [linear(1.0, 0.0, 10), with_unit("ba", linear(1.0, 0.0, 10))], ids=["plain", "of steps"])

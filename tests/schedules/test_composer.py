@@ -1,4 +1,4 @@
-"""Composer's form: its formulas over what durations come to, and the runs that it cannot be told for."""
+"""Composer's form: its formulas over converted durations, and the runs for which it cannot convert them."""
 
 import math
 
@@ -25,7 +25,7 @@ def _cosine(low, share):
     return low + (1 - low) * (1 + math.cos(math.pi * share)) / 2
 
 
-FORMULAS = {  # of t, warmup, low, high, power: what comes out and, once the warm-up is over, what is expected
+FORMULAS = {  # of t, warmup, low, high, power: the result and, once the warm-up is over, the expected value
     "linear": (lambda w, a, b, k: composer.linear(RUN, b, a), lambda t, w, a, b, k: b + (a - b) * min(1, t / 200)),
     "cosine": (lambda w, a, b, k: composer.cosine(RUN, alpha_f=a), lambda t, w, a, b, k: _cosine(a, min(1, t / 200))),
     "polynomial": (
@@ -143,7 +143,7 @@ def test_decay_may_end_before_the_run_if_intended():
     assert composer.linear(RUN, alpha_f=0.1, t_max="5ep")(150) == 0.1
     assert composer.linear(RUN, 0.0, 1.0, t_max="5ep")(150) == 1.0
     assert composer.linear(RunLength(steps_per_epoch=20), t_max="5ep")(150) == 0.0
-    assert composer.cosine(RunLength(total="1h", steps_per_epoch=20), t_max="5ep")(100) == 0.0  # nobody can compare them
+    assert composer.cosine(RunLength(total="1h", steps_per_epoch=20), t_max="5ep")(100) == 0.0  # the units cannot be compared
 
 
 def test_decay_may_end_after_the_run():

@@ -56,7 +56,7 @@ def test_every_composer_name_is_in_a_table():
 def test_table_maps_each_composer_name_to_existing_functions(name, cells):
     ours, rest = cells.split("|")[1:3]
     names = re.findall(r"`([\w.]+)`", f"{ours} {rest}")
-    assert [found for found in names if not here(found)] == []
+    assert [function for function in names if not here(function)] == []
     assert ours.strip() == "-" if name in DOES_NOT_APPLY else names
     assert ours.strip() != "-" or rest.strip()
 

@@ -21,8 +21,8 @@ SHAPES = ["linear", "cosine", "1-sqrt", "exponential"]
 def test_warmup_stable_decay_equals_its_trunk_before_the_decay(warmup, stable, decay, shape, t):
     trunk = warmup_stable_decay(0.3, warmup=warmup)
     fork = warmup_stable_decay(0.3, warmup=warmup, decay_start=warmup + stable, decay=decay, end=0.01, shape=shape)
-    assert [fork(at) for at in (-1, t * (warmup + stable), warmup + stable)] == [
-        trunk(at) for at in (-1, t * (warmup + stable), warmup + stable)
+    assert [fork(time) for time in (-1, t * (warmup + stable), warmup + stable)] == [
+        trunk(time) for time in (-1, t * (warmup + stable), warmup + stable)
     ]
     assert fork(warmup + stable + decay) == 0.01
 

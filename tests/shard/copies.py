@@ -90,13 +90,13 @@ def train(step: Step, state: TrainState, until: int, sizes: Sequence[int] = ()) 
 
 def numbers(state: TrainState) -> dict[str, list[float]]:
     """The parameters, and the optimizer's moments of each, as this rank's copy has them."""
-    found = {name: tensor.flatten().tolist() for name, tensor in full_params(state)}
+    values = {name: tensor.flatten().tolist() for name, tensor in full_params(state)}
     for name, param in state.params.items():
         for key, value in state.optimizer.state.get(param, {}).items():
             if isinstance(value, torch.Tensor) and key != "step":
                 whole = dict(full_params({"it": value}))["it"]
-                found[f"{name} {key}"] = whole.flatten().tolist()
-    return found
+                values[f"{name} {key}"] = whole.flatten().tolist()
+    return values
 
 
 def bits(state: TrainState) -> dict[str, Any]:
@@ -124,15 +124,15 @@ def simulated(
 ) -> tuple[list[Net], list[torch.optim.Optimizer]]:
     """Copies of the model in this process, each with its ranks' samples; torch alone."""
     nets = [net() for _ in range(copies)]
-    optimizers = [optimizer_of(kind, each) for each in nets]
+    optimizers = [optimizer_of(kind, model) for model in nets]
     wide = len(sizes) // copies
-    for at in range(steps):
-        for place, (each, optimizer) in enumerate(zip(nets, optimizers, strict=True)):
-            batch = part(at, sizes, place * wide, (place + 1) * wide)
+    for number in range(steps):
+        for place, (model, optimizer) in enumerate(zip(nets, optimizers, strict=True)):
+            batch = part(number, sizes, place * wide, (place + 1) * wide)
             optimizer.zero_grad()
-            (each(batch["x"]) - batch["y"]).square().mean().backward()
+            (model(batch["x"]) - batch["y"]).square().mean().backward()
             optimizer.step()
-        end_of_round(at + 1, nets, optimizers)
+        end_of_round(number + 1, nets, optimizers)
     return nets, optimizers
 
 
@@ -142,13 +142,13 @@ def mean_of(nets: Sequence[nn.Module]) -> list[torch.Tensor]:
 
 def put(nets: Sequence[nn.Module], values: Sequence[torch.Tensor]) -> None:
     with torch.no_grad():
-        for each in nets:
-            for param, value in zip(each.parameters(), values, strict=True):
+        for net in nets:
+            for param, value in zip(net.parameters(), values, strict=True):
                 param.copy_(value)
 
 
 def average_moments(nets: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    for params in zip(*(each.parameters() for each in nets), strict=True):
+    for params in zip(*(net.parameters() for net in nets), strict=True):
         contents = [optimizer.state[p] for optimizer, p in zip(optimizers, params, strict=True)]
         for key in (key for key, value in contents[0].items() if isinstance(value, torch.Tensor) and key != "step"):
             mean = torch.stack([content[key] for content in contents]).mean(0)
@@ -159,8 +159,8 @@ def average_moments(nets: Sequence[nn.Module], optimizers: Sequence[torch.optim.
 def averaging(interval: int, *, moments: bool = True) -> Callable[[int, list[Net], list[torch.optim.Optimizer]], None]:
     """The end of a round of local SGD, for ``simulated``."""
 
-    def end(at: int, nets: list, optimizers: list) -> None:
-        if at % interval == 0:
+    def end(step: int, nets: list, optimizers: list) -> None:
+        if step % interval == 0:
             put(nets, mean_of(nets))
             if moments:
                 average_moments(nets, optimizers)
@@ -171,12 +171,12 @@ def averaging(interval: int, *, moments: bool = True) -> Callable[[int, list[Net
 def expected(nets: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer], place: int) -> dict[str, list[float]]:
     """``numbers`` of one copy of a simulation."""
     names = {id(param): name for name, param in nets[place].named_parameters()}
-    found = {name: param.flatten().tolist() for name, param in nets[place].named_parameters()}
+    values = {name: param.flatten().tolist() for name, param in nets[place].named_parameters()}
     for param, content in optimizers[place].state.items():
         for key, value in content.items():
             if isinstance(value, torch.Tensor) and key != "step":
-                found[f"{names[id(param)]} {key}"] = value.flatten().tolist()
-    return copy.deepcopy(found)
+                values[f"{names[id(param)]} {key}"] = value.flatten().tolist()
+    return copy.deepcopy(values)
 
 
 def largest_difference(a: dict[str, list[float]], b: dict[str, list[float]]) -> float:

@@ -79,8 +79,8 @@ def share(data_rank: int, data_ranks: int) -> dict[str, Tensor]:
     return {key: value[mine] for key, value in batch().items()}
 
 
-def loss_fn(net: nn.Module, part: dict) -> LossSum:
-    return cross_entropy(net(part["inputs"]), part["targets"])
+def loss_fn(net: nn.Module, batch: dict) -> LossSum:
+    return cross_entropy(net(batch["inputs"]), batch["targets"])
 
 
 def reference(kind: type[GPT] = GPT) -> dict[str, Tensor | None]:

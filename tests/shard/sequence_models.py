@@ -136,7 +136,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """``kind`` names what is special about the model."""
+    """Return a model; ``kind`` names its special property."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()

@@ -72,7 +72,7 @@ def made(block: type[nn.Module]) -> Net:
 
 
 def moved(net: nn.Module) -> nn.Module:
-    """As ``offload_activations``, but also on the CPU, where there is nowhere to go: the copies are real ones."""
+    """As ``offload_activations``, but also on the CPU, where the copies are real copies in the same memory."""
     offloader = ActivationOffloader(min_bytes=0, copies_on_cpu=True)
     for module in net.modules():
         if isinstance(module, KINDS):
@@ -100,7 +100,7 @@ def compiled(net: nn.Module) -> nn.Module:
     return compile_blocks(net, blocks=KINDS[0] if isinstance(net.blocks[0], Noisy) else Quiet, backend="aot_eager")
 
 
-BEFORE = {  # what is done to the model before it is sharded
+BEFORE = {  # edits of the model before it is sharded
     "checkpointed": again,
     "every second": lambda net: again(net, every=2),
     "matmuls kept": lambda net: again(net, keep="matmuls"),
@@ -156,27 +156,29 @@ def trained(net: nn.Module):
     share = SAMPLES // get_dist_info().world_size
     data = torch.randn(SAMPLES, DIM, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     batch = {"x": data[get_dist_info().rank * share : (get_dist_info().rank + 1) * share]}
-    for _ in range(2):  # the second begins with what the first has left
+    for _ in range(2):  # the second begins with the state that the first has left
         microbatch_step(state, batch, loss_fn=loss_fn, microbatch_size=2 if get_dist_info().world_size > 2 else 4)
     return numbers(net)
 
 
 def sharded(strategy: str, names: list[str], cuts: list[str]) -> dict[str, list[bool]]:
-    found = {}
+    results = {}
     for block in KINDS:
         for cut in cuts:
             layout = {"blocks": (block,), "units inside": (block, nn.Linear), "some blocks": ("blocks.1", "head")}[cut]
             plain = stepped(made(block), strategy, blocks=layout)
             for kind in names:
                 net = BEFORE[kind](made(block))
-                found[f"{block.__name__}, {cut}, {kind}"] = equal(stepped(net, strategy, blocks=layout), plain)
-    return found
+                results[f"{block.__name__}, {cut}, {kind}"] = equal(stepped(net, strategy, blocks=layout), plain)
+    return results
 
 
 def check_sharded(ranks, strategy: str, names, cuts) -> None:
-    for found in ranks(4 if strategy == "hybrid_shard" else 2).run(sharded, strategy, list(names), list(cuts), timeout_s=600.0):
-        assert {kind: outcome for kind, outcome in found.items() if outcome != [True] * 3} == {}
-        assert len(found) == len(KINDS) * len(cuts) * len(names)
+    for results in ranks(4 if strategy == "hybrid_shard" else 2).run(
+        sharded, strategy, list(names), list(cuts), timeout_s=600.0
+    ):
+        assert {kind: outcome for kind, outcome in results.items() if outcome != [True] * 3} == {}
+        assert len(results) == len(KINDS) * len(cuts) * len(names)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -201,13 +203,13 @@ def refused_inside() -> str:
 
 
 def test_selective_checkpointing_around_sharded_units_is_refused(ranks):
-    for found in ranks(2).run(refused_inside):
-        assert "a FSDPQuiet with selective checkpointing contains a sharded unit" in found
+    for message in ranks(2).run(refused_inside):
+        assert "a FSDPQuiet with selective checkpointing contains a sharded unit" in message
 
 
 def awkward(strategy: str) -> dict[str, float]:
     """The models that are hard to cut, their blocks checkpointed: the error of the gradient."""
-    found = {}
+    errors = {}
     mesh = build_mesh()
     for name in ("called twice", "methods", "tied", "frozen", "left out", "some unused"):
         net = checkpoint_activations(models.make(name), blocks=models.Fork if name == "some unused" else models.Block)
@@ -217,17 +219,17 @@ def awkward(strategy: str) -> dict[str, float]:
         mine = slice(get_dist_info().rank * size, (get_dist_info().rank + 1) * size)
         batch = {key: value[mine] for key, value in models.batch(name, models.WEIGHTS).items()}
         microbatch_step(state, batch, loss_fn=models.CASES[name].loss, microbatch_size=2)
-        found[name] = models.difference(name, state.params)
-    return found
+        errors[name] = models.difference(name, state.params)
+    return errors
 
 
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
 def test_unusual_models_match_the_single_process_gradient(ranks, strategy):
-    for found in ranks(2).run(awkward, strategy):
-        assert max(found.values()) <= 1e-12, found
+    for errors in ranks(2).run(awkward, strategy):
+        assert max(errors.values()) <= 1e-12, errors
 
 
-# What is kept, and what it saves
+# Kept and saved memory
 
 
 def saved_bytes(net: nn.Module) -> int:
@@ -290,9 +292,9 @@ def test_checkpointed_eval_without_gradients_matches_the_plain_model():
 
 def test_retained_graph_recomputes_in_each_backward():
     net, plain = again(made(Noisy)), made(Noisy)
-    for each in (net, plain):
+    for model in (net, plain):
         torch.manual_seed(3)
-        out = each(torch.randn(4, DIM, dtype=torch.float64)).sum()
+        out = model(torch.randn(4, DIM, dtype=torch.float64)).sum()
         out.backward(retain_graph=True)
         out.backward()
     assert equal(numbers(net), numbers(plain)) == [True] * 3

@@ -16,8 +16,8 @@ DOCS = Path(__file__).parents[2] / "docs"
 PAGE = (DOCS / "memory.md").read_text()
 SHARDING_PAGES = PAGE + (DOCS / "from_composer.md").read_text().split("\n## parallelism_config\n")[1].split("\n## ")[0]
 FUNCTIONS = {
-    each.__name__: each
-    for each in (
+    function.__name__: function
+    for function in (
         build_mesh,
         checkpoint_activations,
         CommConfig,
@@ -32,14 +32,14 @@ FUNCTIONS = {
 def rows(heading: str) -> list[list[str]]:
     """The cells of the first table below a heading, without its head."""
     lines = PAGE.split(f"## {heading}\n")[1].split("\n## ")[0].splitlines()
-    found = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines if line.startswith("|")]
-    return found[2:]
+    cells = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines if line.startswith("|")]
+    return cells[2:]
 
 
 def calls(text: str) -> list[tuple[str, list[str]]]:
     """Calls of public functions in some text: name, and the arguments that it names."""
-    found = re.findall(r"(?:dt\.)?(\w+)\(([^()]*(?:\([^()]*\)[^()]*)*)\)", text)
-    return [(name, re.findall(r"(\w+)=", re.sub(r"\([^()]*\)", "", inside))) for name, inside in found if name in FUNCTIONS]
+    matches = re.findall(r"(?:dt\.)?(\w+)\(([^()]*(?:\([^()]*\)[^()]*)*)\)", text)
+    return [(name, re.findall(r"(\w+)=", re.sub(r"\([^()]*\)", "", inside))) for name, inside in matches if name in FUNCTIONS]
 
 
 @pytest.mark.parametrize(("name", "arguments"), calls(SHARDING_PAGES), ids=lambda value: str(value))
@@ -63,5 +63,5 @@ def test_comm_config_table_matches_fields_and_defaults():
 def test_documented_remedies_follow_the_oom_error_order():
     order = [cell for cell, *_ in rows("The order")]
     steps = ["auto_microbatch", "shard_grad_op", "full_shard", "checkpoint_activations", "offload", "smaller model"]
-    places = [next(at for at, cell in enumerate(order) if step in cell) for step in steps]
+    places = [next(place for place, cell in enumerate(order) if step in cell) for step in steps]
     assert places == sorted(places)

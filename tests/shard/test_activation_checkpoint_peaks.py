@@ -33,7 +33,7 @@ def loss_fn(model: nn.Module, batch: Tensor) -> LossSum:
 
 
 def peak(strategy: str, **options) -> tuple[int, float]:
-    """The most that tensors held in a step beyond what was there before it; and the norm of the gradient."""
+    """Return the most bytes that a step held beyond those before it; and the norm of the gradient."""
     torch.manual_seed(0)
     net = nn.Sequential(*(Block() for _ in range(BLOCKS)))
     if options:
@@ -53,17 +53,17 @@ ACTIVATION = SAMPLES * DIM * 4
 
 
 def measured() -> dict[str, list[int | bool]]:
-    found = {}
+    peaks = {}
     for strategy in ("full_shard", "replicate"):
         none, norm = peak(strategy)
         again = [peak(strategy, every=2), peak(strategy, keep="matmuls"), peak(strategy, every=1)]
-        found[strategy] = [none, *(bytes_ for bytes_, _ in again), all(other == norm for _, other in again)]
-    return found
+        peaks[strategy] = [none, *(bytes_ for bytes_, _ in again), all(other == norm for _, other in again)]
+    return peaks
 
 
 def test_peak_memory_drops_by_the_recomputed_activations(ranks):
-    for found in ranks(2).run(measured):
-        for none, second, matmuls, every, same in found.values():
+    for peaks in ranks(2).run(measured):
+        for none, second, matmuls, every, same in peaks.values():
             assert same
             assert every < second < none
             assert every < matmuls < none

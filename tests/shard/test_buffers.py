@@ -22,7 +22,7 @@ from dtrain.typing import LossSum
 
 
 class Odd(nn.Module):
-    """A buffer that is replaced, not written into, one that is never touched, and one that no state dict holds."""
+    """A model with a replaced buffer, an untouched buffer, and a buffer that no state dict holds."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,8 +60,8 @@ def trained(buffers: str, samples: list, size: int) -> dict[str, list]:
 
 def alone(rank: int, size: int = 4, samples: int = 4) -> dict[str, list]:
     net = Odd()
-    for part in data(rank)[:samples].split(size) if samples else ():
-        net(part)
+    for microbatch in data(rank)[:samples].split(size) if samples else ():
+        net(microbatch)
     return values(net)
 
 
@@ -154,11 +154,11 @@ class Twice(nn.Module):
 def replaced_twice() -> list:
     net = shard_model(Twice(), build_mesh())
     state = init_state(net, torch.optim.SGD(net.parameters(), lr=0.1))
-    found = []
+    values = []
     for _ in range(3):
         microbatch_step(state, {"x": data(0)}, loss_fn=loss_fn)
-        found.append(net.seen[0].item())
-    return found
+        values.append(net.seen[0].item())
+    return values
 
 
 def test_repeatedly_replaced_buffer_is_detected_as_changed(ranks):
@@ -215,7 +215,7 @@ def test_sync_batch_norm_trains_on_a_gpu(ranks):
 
 
 class Router(nn.Module):
-    """Counts what its forwards have seen, in buffers of both kinds, and shifts its choice by a bias that an update writes."""
+    """A module that counts its forwards in buffers of both kinds, and shifts its choice by a bias that an update writes."""
 
     def __init__(self, strays: bool = True) -> None:
         super().__init__()
@@ -268,8 +268,8 @@ def routed(strategy: str | None, buffers=COUNTS, *, tp: int = 1, sizes: list | N
     )
     state = step.init(model, torch.optim.SGD(model.parameters(), lr=0.1), allow_equal_batches=True)
     rank, ranks = state.spec.data_rank, state.spec.data_ranks
-    for at in range(3):
-        whole = X[16 * at : 16 * at + 16]
+    for index in range(3):
+        whole = X[16 * index : 16 * index + 16]
         begin, end = (
             (16 * rank // ranks, 16 * (rank + 1) // ranks) if sizes is None else (sum(sizes[:rank]), sum(sizes[: rank + 1]))
         )
@@ -278,18 +278,18 @@ def routed(strategy: str | None, buffers=COUNTS, *, tp: int = 1, sizes: list | N
 
 
 def routed_all(tp: bool) -> list:
-    found = [routed(strategy) for strategy in ("replicate", "full_shard", "shard_grad_op", "hybrid_shard")]
+    results = [routed(strategy) for strategy in ("replicate", "full_shard", "shard_grad_op", "hybrid_shard")]
     if get_dist_info().world_size == 2:
-        found.append(routed("full_shard", sizes=[16, 0]))
-    return [*found, routed("full_shard", tp=2)] if tp else found
+        results.append(routed("full_shard", sizes=[16, 0]))
+    return [*results, routed("full_shard", tp=2)] if tp else results
 
 
 @pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_summed_counters_are_those_of_one_process(ranks, world):
     expected = routed(None)
     assert expected["seen"] == 48
-    for found in ranks(world).run(routed_all, world > 1):
-        for result in found:
+    for results in ranks(world).run(routed_all, world > 1):
+        for result in results:
             assert result["seen"] == 48
             torch.testing.assert_close(result["bias"], expected["bias"], rtol=0, atol=1e-15)
 
@@ -368,7 +368,7 @@ def warned(model: nn.Module, buffers, steps: int, samples: list) -> dict:
                 records.append(seen.count(group="control"))
         except StepError as error:
             said = str(error)
-    texts = [str(each.message) for each in caught if "changed the buffer" in str(each.message)]
+    texts = [str(warning.message) for warning in caught if "changed the buffer" in str(warning.message)]
     return {"warnings": texts, "error": said, "buffers": values(net), "records": records}
 
 
@@ -398,7 +398,7 @@ def warnings_of_two() -> dict:
 
 def test_buffers_that_ranks_change_differently_are_named_once_on_rank_0(ranks):
     first, second = ranks(2).run(warnings_of_two)
-    assert all(found["warnings"] == [] for found in second.values())
+    assert all(result["warnings"] == [] for result in second.values())
     start = "step: the ranks changed the buffer {0!r} differently in forward, and {1}. Choose: shard_model(buffers={{{0!r}: {2}"
     same, own = (
         ("all ranks get the value of rank 0", "'sum'}) for a counter"),
@@ -411,9 +411,9 @@ def test_buffers_that_ranks_change_differently_are_named_once_on_rank_0(ranks):
         "memory of one length": ("last", *same),
         "whole, not saved": ("calls", *same),
     }
-    for case, found in first.items():
+    for case, result in first.items():
         expected = [start.format(*named[case])] if case in named else []
-        assert [text[: len(expected[0]) if expected else None] for text in found["warnings"]] == expected, case
+        assert [text[: len(expected[0]) if expected else None] for text in result["warnings"]] == expected, case
     for case in ("growing, saved", "growing on one rank"):
         for rank, lengths in ((first, "[4] on rank 0 and"), (second, "[4] on rank 0 and")):
             assert rank[case]["error"].startswith(
@@ -502,13 +502,13 @@ def rotated(rope: str, strategy: str | None, rank: int | None = None) -> dict:
             state, metrics = microbatch_step(state, {"x": tokens(lengths[rank])}, loss_fn=loss_fn)
             state, _ = dt.optimizer_step(state, metrics)
             frequencies.append(model.model.rotary_emb.inv_freq.tolist())
-    texts = [str(each.message) for each in caught if "changed the buffer" in str(each.message)]
+    texts = [str(warning.message) for warning in caught if "changed the buffer" in str(warning.message)]
     return {"losses": losses, "frequencies": frequencies, "warnings": texts}
 
 
 def rotated_all() -> dict:
     return {
-        "dynamic": [rotated("dynamic", each) for each in ("replicate", "full_shard", "shard_grad_op", "hybrid_shard")],
+        "dynamic": [rotated("dynamic", strategy) for strategy in ("replicate", "full_shard", "shard_grad_op", "hybrid_shard")],
         "longrope": [rotated("longrope", "replicate")],
     }
 
@@ -519,10 +519,10 @@ def test_rotary_frequencies_are_those_of_each_ranks_own_sequences(ranks):
         for rank in (0, 1):
             expected = rotated(rope, None, rank)
             assert expected["frequencies"][0] != rotated(rope, None, 1 - rank)["frequencies"][0], "the lengths matter"
-            for found in both[rank][rope]:
-                torch.testing.assert_close(found["losses"], expected["losses"], rtol=1e-5, atol=1e-6)
-                assert found["frequencies"] == expected["frequencies"]
-    assert all(found["warnings"] == [] for rank in both for found in rank["dynamic"])
+            for result in both[rank][rope]:
+                torch.testing.assert_close(result["losses"], expected["losses"], rtol=1e-5, atol=1e-6)
+                assert result["frequencies"] == expected["frequencies"]
+    assert all(result["warnings"] == [] for rank in both for result in rank["dynamic"])
     # In place, longrope looks like an average: dtrain cannot know that each forward computes it anew.
     (text,) = both[0]["longrope"][0]["warnings"]
     assert "shard_model(buffers={'model.rotary_emb.inv_freq': 'own'}) for a cache" in text
@@ -534,15 +534,15 @@ EMPTY = {2: [[0, 4], [4, 0], [0, 4], [4, 4]], 3: [[0, 4, 4], [0, 0, 4], [4, 0, 4
 
 def normalized(buffers: str | None) -> list:
     """Statistics after each step of a BatchNorm whose ranks have samples in some steps only."""
-    info, found = get_dist_info(), []
+    info, statistics = get_dist_info(), []
     model = shard_model(nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 3)).double(), build_mesh(), buffers=buffers)
     state = init_state(model, torch.optim.SGD(model.parameters(), lr=0.1))
     for step, sizes in enumerate(EMPTY[info.world_size]):
         batch = {"x": data(10 * step + info.rank)[: sizes[info.rank]].double()}
         state, metrics = microbatch_step(state, batch, loss_fn=loss_fn)
         state, _ = dt.optimizer_step(state, metrics)
-        found.append({name: buffer.double().tolist() for name, buffer in model.named_buffers()})
-    return found
+        statistics.append({name: buffer.double().tolist() for name, buffer in model.named_buffers()})
+    return statistics
 
 
 def normalized_both() -> dict:
@@ -562,8 +562,8 @@ def test_statistics_are_those_of_the_ranks_with_samples(ranks, world):
                 norm.load_state_dict(start := {name: value.clone() for name, value in start.items()})
                 norm(data(10 * step + rank).double())
                 parts.append({name: buffer.clone().double() for name, buffer in norm.named_buffers()})
-            expected = {name: sum(part[name] for part in parts) / len(parts) for name in parts[0]}
+            expected = {name: sum(statistics[name] for statistics in parts) / len(parts) for name in parts[0]}
             norm.load_state_dict({**start, **expected})
-            for found in by_rank:
+            for buffers in by_rank:
                 for name, value in expected.items():
-                    torch.testing.assert_close(found[choice][step][f"0.{name}"], value.tolist(), rtol=0, atol=1e-12)
+                    torch.testing.assert_close(buffers[choice][step][f"0.{name}"], value.tolist(), rtol=0, atol=1e-12)

@@ -27,7 +27,7 @@ OPTIONS = {
     "own group": {"reduce_group": "own"},
     "buffers": {"reduce_buffers": 3},
 }
-MISSING = {  # what torch before 2.13 lacks, and what dtrain says of it
+MISSING = {  # fields that torch before 2.13 lacks, and dtrain's message
     case: f"shard_model: {option} needs torch 2.13, got {torch.__version__}. Leave {option} out."
     for case, option in (("own group", "reduce_group='own'"), ("buffers", "reduce_buffers"))
     if torch_before("2.13")
@@ -51,26 +51,26 @@ def stepped(strategy: str, communication: CommConfig | None) -> tuple[list[torch
 
 def same(strategy: str) -> dict[str, list]:
     grads, kinds = stepped(strategy, None)
-    found = {}
+    results = {}
     for name, options in OPTIONS.items():
         try:
             others, counted = stepped(strategy, CommConfig(**options))
         except ConfigError as refused:
-            found[name] = str(refused)
+            results[name] = str(refused)
             continue
-        found[name] = [all(map(torch.equal, grads, others)), dict(counted - kinds), dict(kinds - counted)]
-    return found
+        results[name] = [all(map(torch.equal, grads, others)), dict(counted - kinds), dict(kinds - counted)]
+    return results
 
 
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "hybrid_shard", "replicate"])
 def test_comm_options_keep_gradients_and_collective_counts(ranks, strategy):
     expected = {name: MISSING.get(name, [True, {}, {}]) for name in OPTIONS}
-    for found in ranks(4 if strategy == "hybrid_shard" else 2).run(same, strategy):
-        assert found == expected
+    for results in ranks(4 if strategy == "hybrid_shard" else 2).run(same, strategy):
+        assert results == expected
 
 
 class Unit(FSDPModule, nn.Module):
-    """Stands for a unit of FSDP2, and writes down what it is told."""
+    """Stand for a unit of FSDP2, and record the calls."""
 
     def __new__(cls, *args):
         return object.__new__(cls)
@@ -78,8 +78,8 @@ class Unit(FSDPModule, nn.Module):
     def __init__(self, *children: nn.Module) -> None:
         nn.Module.__init__(self)
         self.told: dict[str, list] = {}
-        for at, child in enumerate(children):
-            self.add_module(str(at), child)
+        for index, child in enumerate(children):
+            self.add_module(str(index), child)
 
     def set_modules_to_forward_prefetch(self, modules):
         self.told["forward"] = modules
@@ -108,7 +108,9 @@ def test_units_prefetch_their_neighbors(options, forward, backward):
     units = [model, *blocks]
     for kind, expected in (("forward", forward), ("backward", backward)):
         told = [unit.told.get(kind) for unit in units]
-        assert [None if each is None else [units.index(u) for u in each] for each in told] == (expected or [None] * 4)
+        assert [None if neighbors is None else [units.index(u) for u in neighbors] for neighbors in told] == (
+            expected or [None] * 4
+        )
 
 
 @pytest.mark.parametrize(

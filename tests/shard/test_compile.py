@@ -1,4 +1,4 @@
-"""Blocks compiled one by one: the same gradients, with every strategy and with activations computed again."""
+"""Blocks compiled one by one: the same gradients, with every strategy and with recomputed activations."""
 
 import copy
 import os
@@ -18,14 +18,14 @@ from shard import test_activation_checkpoint as memory
 from shard.test_activation_checkpoint import Noisy, Quiet, made, same
 
 pytestmark = [
-    # dynamo looks at .grad of whatever a frame is given, and means to hide what torch then says of it
+    # dynamo looks at .grad of every value in a frame, and means to hide torch's warning about it
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
     # importing the compiler makes old modules of torch's own
     pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated"),
 ]
 
 TOLERANCE = 1e-12  # float64; a compiler may add in another order
-ROUTES = {  # what is done before sharding, and after it
+ROUTES = {  # functions to apply before sharding, and after it
     "compiled before": (lambda net: compiled(net), same),
     "compiled after": (same, lambda net: compiled(net)),
     "checkpointed": (memory.again, lambda net: compiled(net)),
@@ -62,9 +62,9 @@ def alone(net: nn.Module) -> list[Tensor]:
     return [*grads, *buffers]
 
 
-def error(found: list[Tensor], expected: list[Tensor]) -> float:
-    assert len(found) == len(expected) > 0
-    return max((a - b).abs().max().item() for a, b in zip(found, expected, strict=True))
+def error(computed: list[Tensor], expected: list[Tensor]) -> float:
+    assert len(computed) == len(expected) > 0
+    return max((a - b).abs().max().item() for a, b in zip(computed, expected, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_kept_matmuls_are_not_recomputed():
 
 
 def sharded(strategy: str, routes: list[str]) -> dict[str, float]:
-    found = {}
+    errors = {}
     for block in memory.KINDS:
         expected = memory.stepped(made(block), strategy, blocks=(block,))
         for route in routes:
@@ -102,8 +102,8 @@ def sharded(strategy: str, routes: list[str]) -> dict[str, float]:
             before, after = ROUTES[route]
             net = shard_model(before(made(block)), mesh_for(strategy), strategy=strategy, blocks=(block,))
             grads, buffers, _ = memory.trained(after(net))
-            found[f"{block.__name__} {route}"] = error([*grads, *buffers], [*expected[0], *expected[1]])
-    return found
+            errors[f"{block.__name__} {route}"] = error([*grads, *buffers], [*expected[0], *expected[1]])
+    return errors
 
 
 def mesh_for(strategy: str):
@@ -112,15 +112,15 @@ def mesh_for(strategy: str):
 
 @pytest.mark.slow
 def test_compiled_sharded_model_matches_gradients_and_buffers(ranks):
-    for found in ranks(2).run(sharded, "full_shard", ["checkpointed"]):
-        assert max(found.values()) <= TOLERANCE, found
+    for errors in ranks(2).run(sharded, "full_shard", ["checkpointed"]):
+        assert max(errors.values()) <= TOLERANCE, errors
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", memory.STRATEGIES)
 def test_compiled_sharded_model_matches_for_every_strategy_and_order(ranks, strategy):
-    for found in ranks(4 if strategy == "hybrid_shard" else 2).run(sharded, strategy, list(ROUTES), timeout_s=600.0):
-        assert max(found.values()) <= TOLERANCE, found
+    for errors in ranks(4 if strategy == "hybrid_shard" else 2).run(sharded, strategy, list(ROUTES), timeout_s=600.0):
+        assert max(errors.values()) <= TOLERANCE, errors
 
 
 def test_compiled_model_keeps_state_dict_names():
@@ -169,7 +169,7 @@ def test_smaller_activation_budget_saves_fewer_bytes():
     assert torch._functorch.config.activation_memory_budget == 1.0, "the process's own setting is untouched"
 
 
-# Where compiled code is kept
+# Places of compiled code
 
 
 @pytest.mark.parametrize(("own", "expected"), [(None, "compiled"), ("mine", "mine")], ids=["not set", "the user's own"])

@@ -1,4 +1,4 @@
-"""Sequences sharded over ``cp``: attention, counts, gradients, and what is whole again afterwards."""
+"""Sequences sharded over ``cp``: attention, counts, gradients, and the tensors that are whole again afterwards."""
 
 from functools import partial
 
@@ -54,8 +54,8 @@ def make() -> nn.Module:
     return Net().double()
 
 
-def loss_fn(net: nn.Module, part: dict) -> LossSum:
-    return cross_entropy(net(part["inputs"]), part["targets"])
+def loss_fn(net: nn.Module, batch: dict) -> LossSum:
+    return cross_entropy(net(batch["inputs"]), batch["targets"])
 
 
 class Samples:
@@ -63,7 +63,7 @@ class Samples:
         return SAMPLES
 
     def __getitem__(self, index: int) -> dict:
-        return {key: value[-1 - index] for key, value in batch().items()}  # the first one has no target that counts
+        return {key: value[-1 - index] for key, value in batch().items()}  # the first batch has no target that counts
 
 
 def stepped(degrees: dict, strategy: str, global_batch_size: int) -> list:
@@ -219,6 +219,6 @@ def step_with_each(arguments: dict[str, dict]) -> list[str]:
 def test_attention_that_the_ring_cannot_compute_is_refused(ranks):
     start = "context_parallel: scaled_dot_product_attention"
     end = "Use causal self-attention without a mask and without dropout; for transformers see docs/parallelism.md."
-    for found in ranks(2).run(step_with_each, ATTENTION):
+    for messages in ranks(2).run(step_with_each, ATTENTION):
         expected = [f"{start}: {message}. {end}" for message in ATTENTION]
-        assert found == [message for message in expected for _ in range(2)]
+        assert messages == [message for message in expected for _ in range(2)]

@@ -113,27 +113,27 @@ CASES = {
 
 
 def differences(cases: dict[str, dict]) -> dict[str, float]:
-    found = {}
+    largest = {}
     for name, options in cases.items():
         losses, params = trained("causal_sdpa", **options)
         expected_losses, expected = one_process(options.get("kv_heads", 4))
         pairs = zip(losses, expected_losses, strict=True)
-        found[name] = max((params - expected).abs().max().item(), *(abs(loss - value) for loss, value in pairs))
-    return found
+        largest[name] = max((params - expected).abs().max().item(), *(abs(loss - value) for loss, value in pairs))
+    return largest
 
 
 def test_llama_in_parts_equals_one_process(ranks):
-    for found in ranks(2).run(differences, CASES):
-        assert found.keys() == CASES.keys()
-        assert max(found.values()) <= TOLERANCE, found
+    for largest in ranks(2).run(differences, CASES):
+        assert largest.keys() == CASES.keys()
+        assert max(largest.values()) <= TOLERANCE, largest
 
 
 def test_llama_in_parts_on_data_parallel_ranks_equals_one_process(ranks):
     grouped = {"kv_heads": 2, "degrees": {"cp": 2}}
     cases = {strategy: {**grouped, "strategy": strategy} for strategy in ("full_shard", "replicate")}
     cases["hybrid_shard"] = {**grouped, "strategy": "hybrid_shard", "degrees": {"cp": 2, "dp_replicate": 2}}
-    for found in ranks(4).run(differences, cases):
-        assert max(found.values()) <= TOLERANCE, found
+    for largest in ranks(4).run(differences, cases):
+        assert max(largest.values()) <= TOLERANCE, largest
 
 
 REFUSED = {
@@ -149,16 +149,16 @@ REFUSED = {
 
 
 def refusals(cases: list[dict]) -> list[str]:
-    found = []
+    messages = []
     for options in cases:
         try:
             trained(**options)
         # A mask that only rank 0 needs fails on rank 0 only.
         except (ConfigError, PeerError) as error:
-            found.append(str(error))
+            messages.append(str(error))
         else:
-            found.append("taken")
-    return found
+            messages.append("taken")
+    return messages
 
 
 def test_ways_of_llama_that_are_not_exact_in_parts_are_refused(ranks):

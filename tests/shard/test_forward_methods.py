@@ -93,5 +93,5 @@ def refused(methods) -> str:
     ],
 )
 def test_invalid_forward_method_is_refused_on_all_ranks(ranks, methods, message):
-    for found in ranks(2).run(refused, methods):
-        assert message in found
+    for error in ranks(2).run(refused, methods):
+        assert message in error

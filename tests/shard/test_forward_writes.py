@@ -100,12 +100,12 @@ DIFFERENT = ("samples", "samples data", "one rank")
 
 
 def outcomes() -> dict:
-    found = {}
+    by_case = {}
     for strategy in strategies():
         for kind in (*SAME_ON_ALL_RANKS, *DIFFERENT, "scalar", "none"):
             for options in ({}, {"blocks": (Writer,)}) if strategy == "full_shard" else ({},):
-                found[f"{kind}:{strategy} {len(options)}"] = outcome(kind, strategy, **options)
-    return found
+                by_case[f"{kind}:{strategy} {len(options)}"] = outcome(kind, strategy, **options)
+    return by_case
 
 
 LOST = "step: the forward must not write the parameter '0.inner.weight' in place, because {strategy!r} computes with a copy"
@@ -115,7 +115,7 @@ APART = "step: the forward must not write the parameter '0.inner.weight' in plac
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_write_of_a_forward_is_kept_or_refused_by_name(ranks, world_size):
     results = ranks(world_size).run(outcomes)
-    assert all(found == results[0] for found in results)
+    assert all(result == results[0] for result in results)
     for case, line in results[0].items():
         kind, _, layout = case.partition(":")
         strategy = layout.split()[0]
@@ -178,12 +178,12 @@ def uneven_steps() -> dict:
 def test_step_with_fewer_forwards_on_a_rank_is_refused_where_a_forward_writes(ranks):
     first, second = ranks(2).run(uneven_steps)
     assert first == second
-    for case, found in first.items():
+    for case, outcome in first.items():
         kind, last, _ = case.split(", ")
         if last == "even" or kind == "none" or (kind == "clamp" and last == "one microbatch short"):
-            assert len(found) == 16, (case, found)
+            assert len(outcome) == 16, (case, outcome)
             continue
-        index, message, unchanged = found
+        index, message, unchanged = outcome
         assert (index, unchanged) == (3, True), case
         assert "step: the forward wrote the parameter 'target.weight' in place, and ranks ran different numbers of" in message
         assert "Pass last_batch='drop'" in message

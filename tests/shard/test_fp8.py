@@ -72,7 +72,7 @@ def test_fp8_sharded_gradients_are_close_to_the_original_model(ranks):
     assert low["names"] == ["blocks.0.0", "blocks.1.0"]
     assert low["dtypes"] == ["torch.float32"]
     assert list(low["grads"]) == list(plain["grads"])
-    here, there = (torch.cat([torch.tensor(values) for values in found["grads"].values()]) for found in (low, plain))
+    here, there = (torch.cat([torch.tensor(values) for values in run["grads"].values()]) for run in (low, plain))
     apart = ((here - there).norm() / there.norm()).item()
     assert 1e-4 < apart < 0.2  # 3 bits of mantissa: it must differ, and not by much
 

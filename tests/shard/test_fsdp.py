@@ -271,7 +271,7 @@ def gathered_after_forward(strategy: str) -> list[bool]:
     """Return True for a block and for the root that hold gathered parameters after a forward."""
     net = shard_model(model(), build_mesh(), strategy=strategy, blocks=(Block,))
     net(torch.ones(2, 5))
-    return [not hasattr(net[at].inner.weight if at == 1 else net[at].weight, "full_tensor") for at in (1, 0)]
+    return [not hasattr(net[index].inner.weight if index == 1 else net[index].weight, "full_tensor") for index in (1, 0)]
 
 
 @pytest.mark.parametrize(

@@ -42,15 +42,15 @@ def step(state: TrainState) -> TrainState:
 
 def plain_outputs(steps: int) -> list[torch.Tensor]:
     """Return the outputs of plain torch after each step."""
-    net, whole, found = make(NAME), batch(NAME, WEIGHTS), []
+    net, whole, outputs = make(NAME), batch(NAME, WEIGHTS), []
     optimizer = torch.optim.SGD(net.parameters(), lr=LR)
     for _ in range(steps):
         optimizer.zero_grad()
         loss = squared(net, whole)
         (loss.total / loss.weight).backward()
         optimizer.step()
-        found.append(net(whole["x"]).detach())
-    return found
+        outputs.append(net(whole["x"]).detach())
+    return outputs
 
 
 def with_a_look_in_between(strategy: str, grad: bool, by_hand: bool) -> list[float]:
@@ -126,7 +126,7 @@ def test_init_with_gathered_parameter_copies_is_refused(ranks, strategy, before_
 
 
 def one_rank_alone(strategy: str) -> float:
-    """Rank 0 runs a block alone, whose record would make its next backward gather what the other ranks do not."""
+    """Rank 0 runs a block alone, whose record would make its next backward gather a unit that other ranks do not gather."""
     state = state_of(sharded(strategy, blocks=(Block, nn.Linear)))
     with unshard_params(state.model):
         if get_dist_info().rank == 0:
@@ -180,4 +180,4 @@ def skipped_update() -> list[bool]:
 
 
 def test_model_is_resharded_after_an_update(ranks):
-    assert all(all(found) for found in ranks(2).run(skipped_update))
+    assert all(all(flags) for flags in ranks(2).run(skipped_update))

@@ -119,12 +119,12 @@ def expected(strategy: str, accumulate: str, microbatches: int) -> dict[str, lis
 @pytest.mark.parametrize("accumulate", ["local", "sharded"])
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "hybrid_shard", "replicate"])
 def test_step_issues_the_collectives_of_its_strategy_only(ranks, strategy, accumulate, microbatches):
-    for found in ranks(4).run(traffic, strategy, accumulate, microbatches):
-        assert found == expected(strategy, accumulate, microbatches)
+    for counts in ranks(4).run(traffic, strategy, accumulate, microbatches):
+        assert counts == expected(strategy, accumulate, microbatches)
 
 
 def uneven(fill: bool) -> list:
-    """Ranks use different branches inside a unit; without zeros in place of what is missing, gradients do not fit together."""
+    """Ranks use different branches inside a unit; without zeros for missing gradients, the shapes do not fit together."""
     if not fill:
         grad_sync.zero_fill_missing_grads = lambda group: ([], [])
     try:
@@ -147,7 +147,7 @@ def test_parameters_unused_on_some_ranks_are_reduced_correctly(ranks):
 
 
 def late_branch(accumulate: str) -> float:
-    """In the wider dtype of reductions: a parameter that is used in the last microbatch only meets sums of earlier ones."""
+    """In the wider dtype of reductions: a parameter used in the last microbatch only meets sums of earlier microbatches."""
     net = shard_model(
         make("some unused").float(),
         build_mesh(),
@@ -171,8 +171,8 @@ class Skipping(Stack):
 
     def forward(self, x):
         order = (0, 1, 2) if get_dist_info().rank == 0 else (0, 2, 1)
-        for at in order:
-            x = self.blocks[at](x)
+        for index in order:
+            x = self.blocks[index](x)
         return self.head(x)
 
 
@@ -207,7 +207,7 @@ def test_parameter_unused_on_all_ranks_has_no_gradient(ranks):
 
 
 class Choosing(nn.Module):
-    """Three units of different sizes, of which each rank runs those that its samples name."""
+    """Three units of different sizes; each rank runs the units that its samples name."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -249,8 +249,8 @@ WHOLE = [[3, 3], [3, 3]]  # where parameters are cut, the first step learns whic
 
 
 def skipping(strategy: str, accumulate: str) -> dict[str, float]:
-    """The largest error of any step's gradients, relative to one process; of parameters that nobody used there are none."""
-    found, world = {}, get_dist_info().world_size
+    """Return the largest error of any step's gradients, relative to one process; unused parameters have no gradient."""
+    largest, world = {}, get_dist_info().world_size
     grad = partial(microbatch_step, microbatch_size=1)
     for name, steps in SKIPS.items():
         net = shard_model(choosing(), mesh_of(strategy), strategy=strategy, blocks=BLOCKS_OF_CHOOSING, accumulate=accumulate)
@@ -259,8 +259,8 @@ def skipping(strategy: str, accumulate: str) -> dict[str, float]:
             x = torch.randn(world, 2, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
             x[..., -1] = torch.tensor(kinds).repeat(world // 2, 1)
             alone.zero_grad()
-            for part in x.flatten(0, 1).split(1):
-                (chosen_loss(alone, part).total / (2 * world)).backward()
+            for sample in x.flatten(0, 1).split(1):
+                (chosen_loss(alone, sample).total / (2 * world)).backward()
             grad(state, x[get_dist_info().rank], loss_fn=chosen_loss)
             theirs = dict(alone.named_parameters())
             for key, param in state.params.items():
@@ -268,8 +268,8 @@ def skipping(strategy: str, accumulate: str) -> dict[str, float]:
                 assert (param.grad is None) == (expected is None), (name, key)
                 if expected is not None:
                     errors.append((full_tensor(param.grad) - expected).abs().max().item())
-        found[name] = max(errors)
-    return found
+        largest[name] = max(errors)
+    return largest
 
 
 def mesh_of(strategy: str):
@@ -291,8 +291,8 @@ SKIPPED_QUICKLY = {("replicate", "local"), ("full_shard", "sharded"), ("shard_gr
     ],
 )
 def test_units_skipped_on_one_rank_count_as_zero(ranks, strategy, accumulate):
-    for found in ranks(4 if strategy == "hybrid_shard" else 2).run(skipping, strategy, accumulate):
-        assert {name: error for name, error in found.items() if error > 1e-12} == {}
+    for largest in ranks(4 if strategy == "hybrid_shard" else 2).run(skipping, strategy, accumulate):
+        assert {name: error for name, error in largest.items() if error > 1e-12} == {}
 
 
 def skipped_in_the_first_step(strategy: str) -> str:
@@ -309,5 +309,5 @@ def skipped_in_the_first_step(strategy: str) -> str:
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "hybrid_shard"])
 def test_unit_skipped_in_the_first_step_raises_with_auto_microbatch(ranks, strategy):
     world_size = 4 if strategy == "hybrid_shard" else 2
-    for found in ranks(world_size).run(skipped_in_the_first_step, strategy):
-        assert found == "step Run the same modules in the same order on all ranks."
+    for message in ranks(world_size).run(skipped_in_the_first_step, strategy):
+        assert message == "step Run the same modules in the same order on all ranks."

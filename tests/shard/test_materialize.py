@@ -170,7 +170,7 @@ class Junk(nn.Module):
 
 
 class Scales(nn.Module):
-    """An initialiser that changes what its child drew."""
+    """An initialiser that changes the draws of its child."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -195,7 +195,7 @@ class Forgetful(nn.Module):
 
 
 class Misleading(nn.Module):
-    """An attribute of the argument's name that holds something else."""
+    """An attribute of the argument's name that holds another object."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -303,11 +303,11 @@ def adapters(kind: object, strategy: str) -> dict[str, float]:
 
 @pytest.mark.parametrize(("kind", "norm"), [(True, 4 / 3**0.5), ("gaussian", 2.0)])  # of 1,024 elements
 def test_peft_adapters_get_peft_initial_values(ranks, kind, norm):
-    found = adapters(kind, "")
-    assert found["adapted.lora_B.default.weight"] == 0.0
-    assert found["adapted.lora_A.default.weight"] == pytest.approx(norm, rel=0.1)
-    assert found["adapted.base_layer.weight"] == pytest.approx(5.0 * 64, rel=0.1)
-    assert ranks(2).run(adapters, kind, "full_shard") == [pytest.approx(found)] * 2
+    norms = adapters(kind, "")
+    assert norms["adapted.lora_B.default.weight"] == 0.0
+    assert norms["adapted.lora_A.default.weight"] == pytest.approx(norm, rel=0.1)
+    assert norms["adapted.base_layer.weight"] == pytest.approx(5.0 * 64, rel=0.1)
+    assert ranks(2).run(adapters, kind, "full_shard") == [pytest.approx(norms)] * 2
 
 
 @pytest.mark.parametrize(
@@ -437,9 +437,9 @@ def test_initializer_method_writes_tensors_of_descendants(ranks):
     two, one = ranks(2).run(scaled)[0], ranks(1).run(scaled)[0]
     assert two == one
     for name, value in two.items():
-        found = torch.tensor(value)
+        tensor = torch.tensor(value)
         expected = (1.0, 1.0) if "bias" in name else (0.005, 0.02) if "out" in name else (50.0, 200.0)
-        assert expected[0] <= found.square().mean().sqrt() <= expected[1], name
+        assert expected[0] <= tensor.square().mean().sqrt() <= expected[1], name
 
 
 def test_initializer_keeps_descendant_tensors_that_are_off_meta():

@@ -28,19 +28,19 @@ def share(whole: dict) -> dict:
 
 def compare(name: str, strategies: list) -> dict[str, list]:
     """By strategy and mode: units, error, and which parameters have a gradient where the reference has none or the reverse."""
-    found = {}
+    results = {}
     expected = reference(name, WEIGHTS)
     for strategy in strategies:
         for accumulate in ("local", "sharded"):
             net = shard_model(make(name), mesh_for(strategy), strategy=strategy, accumulate=accumulate, **CASES[name].options)
             state = init_state(net, torch.optim.AdamW(net.parameters(), lr=0.1))
-            for size in (2, None):  # the second time with what the first one left in FSDP2
+            for size in (2, None):  # the second time with the state that the first has left in FSDP2
                 state, _ = microbatch_step(state, share(batch(name, WEIGHTS)), loss_fn=CASES[name].loss, microbatch_size=size)
             odd = [key for key, p in state.params.items() if (p.grad is None) != (expected[key] is None)]
             names_fit = sorted(state.params) == sorted(expected)
-            found[f"{strategy} {accumulate}"] = [len(fsdp_param_groups(net)), difference(name, state.params), odd, names_fit]
+            results[f"{strategy} {accumulate}"] = [len(fsdp_param_groups(net)), difference(name, state.params), odd, names_fit]
             optimizer_step(state, {})
-    return found
+    return results
 
 
 OTHERS = [strategy for strategy in STRATEGIES if strategy != "hybrid_shard"]

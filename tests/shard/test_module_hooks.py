@@ -42,7 +42,7 @@ class Slotted:
 
 
 class Node:
-    """One of several objects that all know each other."""
+    """One of several objects that all refer to each other."""
 
     def __init__(self, hidden: Any) -> None:
         self.hidden, self.others = hidden, list[Any]()
@@ -57,7 +57,7 @@ def linked(y: torch.Tensor) -> Node:
 
 
 class Cache:
-    """Travels through the blocks, and collects what each computes."""
+    """A value that travels through the blocks, and collects the output of each."""
 
     def __init__(self, hidden: torch.Tensor) -> None:
         self.hidden, self.past = hidden, list[torch.Tensor]()
@@ -182,7 +182,7 @@ def one_process(kind: str) -> dict:
 
 
 def errors() -> dict:
-    info, found = get_dist_info(), {}
+    info, largest = get_dist_info(), {}
     size = 8 // info.world_size
     for kind in KINDS:
         expected = one_process(kind)
@@ -194,25 +194,25 @@ def errors() -> dict:
                 for _ in range(STEPS):
                     state, _ = step(state, whole()[info.rank * size :][:size])
                 pairs = ((full_tensor(p.detach()), expected[name]) for name, p in state.params.items())
-                found[f"{kind} {strategy} {microbatch_size}"] = max((a - b).abs().max().item() for a, b in pairs)
-    return found
+                largest[f"{kind} {strategy} {microbatch_size}"] = max((a - b).abs().max().item() for a, b in pairs)
+    return largest
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_unusual_modules_train_as_in_one_process(ranks, world_size):
-    for found in ranks(world_size).run(errors):
-        assert {case: error for case, error in found.items() if not error <= 1e-12} == {}
+    for largest in ranks(world_size).run(errors):
+        assert {case: error for case, error in largest.items() if not error <= 1e-12} == {}
 
 
 def gathers_with_cache() -> list[int]:
     """Return the numbers of all-gathers of a forward and a backward, with and without a cache."""
-    found = []
+    totals = []
     for kind in ("cache", "box"):
         model = shard_model(make(kind), mesh_for("full_shard"), strategy="full_shard", blocks=(Block,))
         with CommDebugMode() as counts:
             model(whole()).sum().backward()
-        found.append(sum(n for name, n in counts.get_comm_counts().items() if "gather" in str(name)))
-    return found
+        totals.append(sum(n for name, n in counts.get_comm_counts().items() if "gather" in str(name)))
+    return totals
 
 
 def test_tensors_of_earlier_units_in_a_cache_gather_no_later_unit_again(ranks):
@@ -248,7 +248,7 @@ def warnings_about_views() -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model(whole().float()).sum().backward()
-    return [str(each.message) for each in caught if "view" in str(each.message)]
+    return [str(warning.message) for warning in caught if "view" in str(warning.message)]
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -257,11 +257,11 @@ def test_views_warn_of_nothing(ranks, world_size):
 
 
 def strides_after_sharding() -> list:
-    found = []
+    strides = []
     for ignored in ((), ("head.weight",)):
         model = shard_model(make("transposed"), mesh_for("full_shard"), strategy="full_shard", ignored_params=ignored)
-        found.append(list(model.head.weight.stride()))
-    return found
+        strides.append(list(model.head.weight.stride()))
+    return strides
 
 
 def test_ignored_parameter_keeps_its_strides(ranks):
@@ -269,7 +269,7 @@ def test_ignored_parameter_keeps_its_strides(ranks):
 
 
 def state_dict_hooks() -> list:
-    found = []
+    called = []
     for strategy in strategies():
         model, calls = make("view"), []
         model.register_state_dict_pre_hook(lambda *_, calls=calls: calls.append("before save"))
@@ -278,13 +278,13 @@ def state_dict_hooks() -> list:
         model.register_load_state_dict_post_hook(lambda *_, calls=calls: calls.append("after load"))
         model = shard_model(model, mesh_for(strategy), strategy=strategy, blocks=(Block,))
         model.load_state_dict(model.state_dict())
-        found.append(calls)
-    return found
+        called.append(calls)
+    return called
 
 
 def test_state_dict_hooks_run_around_units(ranks):
-    for found in ranks(2).run(state_dict_hooks):
-        assert found == [["before save", "after load"]] * len(found)
+    for called in ranks(2).run(state_dict_hooks):
+        assert called == [["before save", "after load"]] * len(called)
 
 
 class Sparse(nn.Module):
@@ -321,7 +321,7 @@ REFUSED: dict = {
 
 
 def refusals() -> dict:
-    found = {}
+    messages = {}
     for case, (kind, loss, _) in REFUSED.items():
         for strategy in strategies():
             model = shard_model(kind(), mesh_for(strategy), strategy=strategy, blocks=(Block,) if case == "outside" else ())
@@ -329,10 +329,10 @@ def refusals() -> dict:
             state = step.init(model, torch.optim.SGD(model.parameters(), lr=0.1))
             try:
                 step(state, torch.tensor([[0, 1, 2, 3]]))
-                found[f"{case} {strategy}"] = "no error"
+                messages[f"{case} {strategy}"] = "no error"
             except StepError as error:
-                found[f"{case} {strategy}"] = str(error)
-    return found
+                messages[f"{case} {strategy}"] = str(error)
+    return messages
 
 
 def test_clipping_of_a_sparse_gradient_is_refused_by_name_in_one_process():
@@ -346,8 +346,8 @@ def test_clipping_of_a_sparse_gradient_is_refused_by_name_in_one_process():
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_use_of_a_parameter_that_units_cannot_serve_is_one_line(ranks, world_size):
-    for found in ranks(world_size).run(refusals):
-        for case, line in found.items():
+    for messages in ranks(world_size).run(refusals):
+        for case, line in messages.items():
             name, strategy = case.split()
             # Plain parameters, or parameters that stay gathered from the forward on, can be used anywhere.
             fine = strategy == "replicate" and not (name == "sparse" and world_size > 1)

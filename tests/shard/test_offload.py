@@ -29,36 +29,36 @@ X = torch.randn(4, 8)
 
 def taken(offloader: ActivationOffloader, module: nn.Module, run) -> tuple[list[bool], Tensor]:
     """Return True for each tensor saved by ``run`` that was offloaded, in order; and the result of ``run``."""
-    found: list[bool] = []
+    offloaded: list[bool] = []
     put = offloader._pack
 
     def watched(tensor, stays):
         offloaded_tensor = put(tensor, stays)
-        found.append(offloaded_tensor is not tensor)
+        offloaded.append(offloaded_tensor is not tensor)
         return offloaded_tensor
 
     offloader._pack = watched  # type: ignore[method-assign]
     with offloader.offload_saved_tensors(module):
         out = run()
-    return found, out
+    return offloaded, out
 
 
 def test_parameters_views_and_small_tensors_are_not_offloaded():
     layer = nn.Linear(8, 8)
     offloader = ActivationOffloader(min_bytes=X.nbytes, copies_on_cpu=True)
-    found, out = taken(offloader, layer, lambda: layer(X.clone().requires_grad_()))
-    assert sorted(found) == [False, True], "the weight's view, and the input"
-    found, out = taken(
+    offloaded, out = taken(offloader, layer, lambda: layer(X.clone().requires_grad_()))
+    assert sorted(offloaded) == [False, True], "the weight's view, and the input"
+    offloaded, out = taken(
         ActivationOffloader(min_bytes=X.nbytes + 1, copies_on_cpu=True), layer, lambda: layer(X.clone().requires_grad_())
     )
-    assert found == [False, False]
+    assert offloaded == [False, False]
     assert out.requires_grad
 
 
 def test_cpu_tensors_are_not_offloaded():
     layer = nn.Linear(8, 8)
-    found, _ = taken(ActivationOffloader(min_bytes=0), layer, lambda: layer(X.clone().requires_grad_()))
-    assert found == [False, False]
+    offloaded, _ = taken(ActivationOffloader(min_bytes=0), layer, lambda: layer(X.clone().requires_grad_()))
+    assert offloaded == [False, False]
 
 
 def test_tensor_saved_by_several_operators_is_offloaded_once():
@@ -89,7 +89,7 @@ def test_fetched_tensor_equals_the_offloaded_tensor(make):
 
 def test_previously_offloaded_tensors_are_fetched_ahead():
     offloader = ActivationOffloader(min_bytes=0, copies_on_cpu=True)
-    tensors = [offloader._pack(torch.full((4,), float(at)), set()) for at in range(6)]
+    tensors = [offloader._pack(torch.full((4,), float(number)), set()) for number in range(6)]
     tensors[5].fetch()
     assert [offloaded_tensor._fetched is not None for offloaded_tensor in tensors] == [False, False, False, True, True, False]
     assert [offloaded_tensor.fetch()[0].item() for offloaded_tensor in reversed(tensors)] == [5, 4, 3, 2, 1, 0]
@@ -107,8 +107,8 @@ def test_in_place_change_of_a_saved_tensor_raises():
 
 def test_in_flight_originals_are_bounded_and_freed_with_the_graph():
     offloader = ActivationOffloader(min_bytes=0, copies_on_cpu=True)
-    tensors = [offloader._pack(torch.full((4,), float(at)), set()) for at in range(50)]
-    assert [at for at, offloaded_tensor in enumerate(tensors) if offloaded_tensor.is_in_flight] == [46, 47, 48, 49]
+    tensors = [offloader._pack(torch.full((4,), float(number)), set()) for number in range(50)]
+    assert [number for number, offloaded_tensor in enumerate(tensors) if offloaded_tensor.is_in_flight] == [46, 47, 48, 49]
     streams = offloader._streams[torch.device("cpu")]
     del tensors
     gc.collect()
@@ -120,8 +120,8 @@ def test_activation_offload_on_cpu_keeps_gradients():
     plain, net = (nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2)) for _ in range(2))
     net.load_state_dict(plain.state_dict())
     offload_activations(net, blocks=nn.Linear, min_bytes=0)
-    for each in (plain, net):
-        each(X).sum().backward()
+    for model in (plain, net):
+        model(X).sum().backward()
     assert all(torch.equal(p.grad, q.grad) for p, q in zip(plain.parameters(), net.parameters(), strict=True))
 
 
@@ -157,21 +157,21 @@ def trained(name: str, strategy: str, offload: str | None, meta: bool) -> list[T
 
 def offloaded(strategy: str) -> dict[str, bool]:
     cases = [("called twice", False), ("called twice", True), ("left out", False), ("tied across blocks", False)]
-    found = {}
+    equal = {}
     for name, meta in cases:
         pairs = zip(trained(name, strategy, "params", meta), trained(name, strategy, None, meta), strict=True)
-        found[f"{name} {meta}"] = all(torch.equal(a, b) for a, b in pairs)
-    return found
+        equal[f"{name} {meta}"] = all(torch.equal(a, b) for a, b in pairs)
+    return equal
 
 
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "hybrid_shard", "replicate"])
 def test_parameter_offload_training_matches_bit_for_bit(ranks, strategy):
-    for found in ranks(4 if strategy == "hybrid_shard" else 2).run(offloaded, strategy):
-        assert all(found.values()), found
+    for equal in ranks(4 if strategy == "hybrid_shard" else 2).run(offloaded, strategy):
+        assert all(equal.values()), equal
 
 
 def moved_through_a_checkpoint(folder: str, there: str | None, here: str | None) -> bool:
-    """A state saved with its shards in one place, and loaded with them in another."""
+    """Save a state with its shards in one place, and load it with its shards in another place."""
     made = {}
     for key, offload in (("saved", there), ("loaded", here)):
         net = shard_model(models.make("left out"), build_mesh(), offload=offload, **models.CASES["left out"].options)
@@ -203,8 +203,8 @@ def refused() -> str:
 
 
 def test_unknown_offload_option_is_refused_on_all_ranks(ranks):
-    for found in ranks(2).run(refused):
-        assert "offload must be 'params' or None, got 'optimizer'." in found
+    for error in ranks(2).run(refused):
+        assert "offload must be 'params' or None, got 'optimizer'." in error
 
 
 def described() -> list[str]:

@@ -86,11 +86,11 @@ def check_exact(
     """Compare parameters and buffers with those of plain torch."""
     state = trained(strategy, make, before, after, loss_fn, batch, options)
     one = plain(make, lambda model: (before(model), after(model)), loss_fn, batch)
-    found = {**dict(dt.full_params(state)), **dict(state.model.named_buffers())}
+    tensors = {**dict(dt.full_params(state)), **dict(state.model.named_buffers())}
     expected = {**dict(one.named_parameters()), **dict(one.named_buffers())}
-    assert found.keys() == expected.keys()
+    assert tensors.keys() == expected.keys()
     for name, value in expected.items():
-        torch.testing.assert_close(full_tensor(found[name]).detach(), value.detach(), rtol=1e-12, atol=1e-12, msg=name)
+        torch.testing.assert_close(full_tensor(tensors[name]).detach(), value.detach(), rtol=1e-12, atol=1e-12, msg=name)
 
 
 def check_refused(
@@ -401,11 +401,11 @@ def random_numbers(strategy: str) -> None:
 
         return noisy
 
-    def run(model: nn.Module, part: slice) -> list[torch.Tensor]:
+    def run(model: nn.Module, rows: slice) -> list[torch.Tensor]:
         step = dt.compose_step(squares, [dt.Transform(name="noise", update=update)])
         state = step.init(model, torch.optim.SGD(model.parameters(), lr=0.1), seed=3)
         for number in range(STEPS):
-            state, _ = step(state, batch_of(number)[part])
+            state, _ = step(state, batch_of(number)[rows])
         return [full_tensor(value).detach() for _, value in dt.full_params(state)]
 
     info = get_dist_info()
@@ -462,5 +462,5 @@ def test_the_table_has_these_rows():
     section = PAGE.read_text().split("### Ordinary PyTorch code")[1].split("\n#")[0]
     table = section.split("| your code |")[1].split("\n\n")[0]
     cells = [line.split("|")[1].strip() for line in table.splitlines()[2:] if line.startswith("|")]
-    found = [next((name for name in ROWS if cell.startswith(name)), cell) for cell in cells]
-    assert found == list(ROWS)
+    named = [next((name for name in ROWS if cell.startswith(name)), cell) for cell in cells]
+    assert named == list(ROWS)

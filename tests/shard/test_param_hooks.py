@@ -116,20 +116,20 @@ def train(strategy: str, when: str, grad: str, **options) -> tuple[float, bool]:
 
 
 def all_trainings() -> dict:
-    found = {}
+    results = {}
     for strategy in [*strategies(), *(["none"] if get_dist_info().world_size == 1 else [])]:
         for grad in GRADS:
             for when in ("before", "after") if grad == "whole" else ("before",):
                 for accumulate in ("local", "sharded") if strategy != "none" and grad == "microbatches" else (None,):
                     options = {} if accumulate is None else {"accumulate": accumulate, "blocks": (nn.Linear,)}
-                    found[f"{strategy} {when} {grad} {accumulate}"] = train(strategy, when, grad, **options)
-    return found
+                    results[f"{strategy} {when} {grad} {accumulate}"] = train(strategy, when, grad, **options)
+    return results
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_hooks_see_the_gradient_of_the_whole_batch_once_a_step(ranks, world_size):
-    for found in ranks(world_size).run(all_trainings):
-        for case, (error, same_calls) in found.items():
+    for results in ranks(world_size).run(all_trainings):
+        for case, (error, same_calls) in results.items():
             assert same_calls, case
             assert error <= 1e-12, (case, error)
 
@@ -155,7 +155,7 @@ def run_once(handles: list, calls: list, grad: torch.Tensor) -> None:
 
 
 def removed_and_added() -> list:
-    found = []
+    results = []
     for strategy in strategies():
         model, calls = make(), []
         handles = add_hooks(model, calls)
@@ -169,18 +169,18 @@ def removed_and_added() -> list:
         handles.append(model.out.weight.register_hook(partial(run_once, handles, once)))
         for index in range(2):
             state, _ = step(state, share(batch(index)))
-        found.append([calls, once])
-    return found
+        results.append([calls, once])
+    return results
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_handles_remove_hooks_before_and_during_a_step(ranks, world_size):
-    for found in ranks(world_size).run(removed_and_added):
-        assert found == [[[], [[2, 4]]]] * len(found)
+    for results in ranks(world_size).run(removed_and_added):
+        assert results == [[[], [[2, 4]]]] * len(results)
 
 
 def noisy() -> list:
-    found = []
+    weights = []
     for strategy in strategies():
         model = make()
         model = shard_model(model, mesh_for(strategy), strategy=strategy)
@@ -190,8 +190,8 @@ def noisy() -> list:
         torch.manual_seed(get_dist_info().rank)
         for index in range(2):
             state, _ = step(state, share(batch(index)))
-        found.append(full_tensor(state.params["out.weight"].detach()).flatten().tolist())
-    return found
+        weights.append(full_tensor(state.params["out.weight"].detach()).flatten().tolist())
+    return weights
 
 
 def test_noise_in_a_hook_is_equal_on_all_ranks_and_layouts(ranks):
@@ -202,7 +202,7 @@ def test_noise_in_a_hook_is_equal_on_all_ranks_and_layouts(ranks):
 
 
 def refused() -> dict:
-    found: dict = {}
+    messages: dict = {}
     for strategy in strategies():
         for case in ("one rank alone", "wrong shape", "in backward"):
             model = shard_model(make(), mesh_for(strategy), strategy=strategy)
@@ -217,11 +217,11 @@ def refused() -> dict:
             before = full_tensor(state.params["out.bias"].detach()).clone()
             try:
                 step(state, share(batch(0)))
-                found[f"{strategy} {case}"] = "no error"
+                messages[f"{strategy} {case}"] = "no error"
             except (StepError, ConfigError) as error:
                 unchanged = torch.equal(before, full_tensor(model.out.bias.detach()))
-                found[f"{strategy} {case}"] = f"{error}" if unchanged else "the parameters changed"
-    return found
+                messages[f"{strategy} {case}"] = f"{error}" if unchanged else "the parameters changed"
+    return messages
 
 
 def test_hooks_that_cannot_run_are_refused_by_name(ranks):
@@ -238,7 +238,7 @@ def test_hooks_that_cannot_run_are_refused_by_name(ranks):
 
 
 def cast_copies() -> list:
-    found = []
+    grads = []
     for strategy in strategies():
         model, seen = make(torch.float32), []
         model.out.weight.register_hook(lambda grad, seen=seen: seen.append([str(grad.dtype), list(grad.shape)]))
@@ -246,27 +246,27 @@ def cast_copies() -> list:
         step = compose_step(squares)
         state = step.init(model, torch.optim.SGD(model.parameters(), lr=0.1))
         step(state, share(batch(0)).float())
-        found.append(seen)
-    return found
+        grads.append(seen)
+    return grads
 
 
 def test_hook_sees_the_stored_dtype_under_a_cast(ranks):
-    for found in ranks(2).run(cast_copies):
-        assert found == [[["torch.float32", [2, 4]]]] * len(found)
+    for grads in ranks(2).run(cast_copies):
+        assert grads == [[["torch.float32", [2, 4]]]] * len(grads)
 
 
 def local_backward() -> list:
-    found = []
+    outcomes = []
     for strategy in strategies():
         model, calls = make(), []
         model = shard_model(model, mesh_for(strategy), strategy=strategy)
         model.out.weight.register_hook(lambda grad, calls=calls: calls.append(1))
         try:
             model(share(batch(0))).sum().backward()
-            found.append(f"called {len(calls)}")
+            outcomes.append(f"called {len(calls)}")
         except StepError as error:
-            found.append(str(error))
-    return found
+            outcomes.append(str(error))
+    return outcomes
 
 
 def test_backward_outside_of_a_step_runs_or_refuses_hooks(ranks):
@@ -287,7 +287,7 @@ def copied() -> bool:
 
 def removed_within_a_step() -> dict:
     """Return how often a hook ran whose handle is removed in the forward or the backward of the second of three steps."""
-    found = {}
+    called = {}
     for strategy in [*strategies(), *(["none"] if get_dist_info().world_size == 1 else [])]:
         for where in ("forward", "backward"):
             model, calls, forwards = make(), [], []
@@ -313,14 +313,14 @@ def removed_within_a_step() -> dict:
             state = step.init(model, torch.optim.SGD(model.parameters(), lr=0.1))
             for index in range(3):
                 state, _ = step(state, share(batch(index)))
-            found[f"{strategy} {where}"] = sorted(calls)
-    return found
+            called[f"{strategy} {where}"] = sorted(calls)
+    return called
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_handle_removes_its_hook_during_a_forward_and_a_backward(ranks, world_size):
-    for found in ranks(world_size).run(removed_within_a_step):
-        assert found == {case: ["after", "before", "kept", "kept", "kept"] for case in found}
+    for called in ranks(world_size).run(removed_within_a_step):
+        assert called == {case: ["after", "before", "kept", "kept", "kept"] for case in called}
 
 
 def test_hooks_come_back_if_the_start_of_a_step_fails(monkeypatch):

@@ -55,7 +55,7 @@ def describe_attributes(model: nn.Module) -> list:
 
 
 def attributes_after_a_step() -> list:
-    found = []
+    descriptions = []
     for strategy in strategies():
         for options in ({}, {"precision": Precision(param="bf16", buffer="bf16")}, {"blocks": (nn.Linear,)}):
             for meta in (False, True) if options else (True,):
@@ -64,13 +64,13 @@ def attributes_after_a_step() -> list:
                     model = Tagged()
                 model = shard_model(model, mesh_for(strategy), strategy=strategy, **options)
                 model = materialize(model, seed=0, init=fill) if meta else model
-                found.append([strategy, len(options), meta, *describe_attributes(model)])
+                descriptions.append([strategy, len(options), meta, *describe_attributes(model)])
                 model.out.weight.late = 5  # after shard_model; a forward sees it
                 step = compose_step(squares)
                 state = step.init(model, torch.optim.SGD(model.parameters(), lr=0.1))
                 state, _ = step(state, torch.ones(2, 4))
-                found.append([model.first.weight.calls, state.params["out.weight"].late])
-    return found
+                descriptions.append([model.first.weight.calls, state.params["out.weight"].late])
+    return descriptions
 
 
 def fill(module: nn.Module) -> None:
@@ -80,8 +80,8 @@ def fill(module: nn.Module) -> None:
 
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_attributes_of_parameters_and_buffers_are_kept(ranks, world_size):
-    for found in ranks(world_size).run(attributes_after_a_step):
-        for before, after in zip(found[::2], found[1::2], strict=True):
+    for descriptions in ranks(world_size).run(attributes_after_a_step):
+        for before, after in zip(descriptions[::2], descriptions[1::2], strict=True):
             assert before[3:] == [3.0, 0, True, True, "mask"], before
             assert after == [1, 5], before
 
@@ -121,15 +121,15 @@ def make_refused(case: str) -> nn.Module:
 
 
 def told(cases: list) -> dict[str, dict]:
-    found: dict = {case: {} for case in cases}
+    messages: dict = {case: {} for case in cases}
     for case in cases:
         for strategy in strategies():
             try:
                 shard_model(make_refused(case), mesh_for(strategy), strategy=strategy)
-                found[case][strategy] = "taken"
+                messages[case][strategy] = "taken"
             except ConfigError as error:
-                found[case][strategy] = str(error)
-    return found
+                messages[case][strategy] = str(error)
+    return messages
 
 
 REFUSED = {
@@ -145,8 +145,8 @@ REFUSED = {
 
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_parameters_that_would_train_otherwise_are_refused_by_name(ranks, world_size):
-    for found in ranks(world_size).run(told, [*REFUSED, "columns", "rows", "none"]):
-        for case, lines in found.items():
+    for messages in ranks(world_size).run(told, [*REFUSED, "columns", "rows", "none"]):
+        for case, lines in messages.items():
             if world_size == 1 and case in ("max_norm", "sparse"):  # whole on the only rank, as in one process
                 assert lines.pop("replicate") == "taken"
             assert all(REFUSED.get(case, "taken") in line and "\n" not in line for line in lines.values()), lines

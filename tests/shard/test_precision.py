@@ -1,4 +1,4 @@
-"""Each field of ``Precision`` has its effect under every strategy, and no other."""
+"""Each field of ``Precision`` has its own effect under every strategy, and no other effect."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def all_seen(strategy: str) -> dict[str, dict[str, str]]:
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_each_precision_field_changes_only_its_own_dtype(ranks, strategy):
-    found = ranks(4 if strategy == "hybrid_shard" else 2).run(all_seen, strategy)
+    seen = ranks(4 if strategy == "hybrid_shard" else 2).run(all_seen, strategy)
     for name, (precision, (param, reduce, buffer, output)) in FIELDS.items():
         expected = {
             "param": param,
@@ -127,7 +127,7 @@ def test_each_precision_field_changes_only_its_own_dtype(ranks, strategy):
             "grad": "float32",
         }
         for accumulate in ("local", "sharded"):
-            assert found[0][f"{name} {accumulate}"] == expected, (name, accumulate, precision)
+            assert seen[0][f"{name} {accumulate}"] == expected, (name, accumulate, precision)
 
 
 def test_presets_match_their_documented_fields():
@@ -165,8 +165,8 @@ def with_statistics(strategy: str, low: str) -> dict[str, object]:
     microbatch_step(state, x, loss_fn=loss, microbatch_size=2)
     torch.manual_seed(0)
     plain = Net(nn.BatchNorm1d(DIM))
-    for part in x.split(2):
-        plain(part)
+    for microbatch in x.split(2):
+        plain(microbatch)
     error = (net.middle.running_mean - plain.middle.running_mean).abs().max().item()
     grad = state.params["middle.weight"].grad.dtype
     return {**seen, "statistics": short(net.middle.running_mean.dtype), "near": error < 0.01, "grad": short(grad)}
@@ -211,7 +211,7 @@ DTYPES_OF_SUMS = {
 
 
 class Halves(nn.Module):
-    """A gradient of 1 for each sample, of a parameter in a unit and of one that is left out of sharding."""
+    """Check a gradient of 1 for each sample, of a parameter in a unit and of a parameter outside of sharding."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -239,7 +239,7 @@ def mean_of_ones(net: nn.Module, how: str) -> list[float]:
 
 
 def means(strategies: list[str], named: list[str], hows: list[str]) -> dict[str, list[float]]:
-    found = {}
+    by_case = {}
     for strategy in strategies:
         mesh = build_mesh(dp_replicate=2) if strategy == "hybrid_shard" else build_mesh()
         for name in named:
@@ -255,8 +255,8 @@ def means(strategies: list[str], named: list[str], hows: list[str]) -> dict[str,
                         accumulate=accumulate,
                         ignored_params="whole.weight",
                     )
-                    found[f"{strategy}, {name}, {accumulate}, {how}"] = mean_of_ones(net, how)
-    return found
+                    by_case[f"{strategy}, {name}, {accumulate}, {how}"] = mean_of_ones(net, how)
+    return by_case
 
 
 def zeroed(net: nn.Module) -> nn.Module:
@@ -266,8 +266,8 @@ def zeroed(net: nn.Module) -> nn.Module:
     return net
 
 
-def assert_all_one(found: dict[str, list[float]]) -> None:
-    assert {name: value for name, value in found.items() if value != [1.0, 1.0]} == {}
+def assert_all_one(by_case: dict[str, list[float]]) -> None:
+    assert {name: value for name, value in by_case.items() if value != [1.0, 1.0]} == {}
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Draws of ``random_like`` are those of one process, whatever the layout; resumes draw on."""
+"""Draws of ``random_like`` are those of one process, in every layout; resumed runs continue the draws."""
 
 from functools import partial
 
@@ -78,11 +78,11 @@ def weights(state):
 
 def differences(cases, path):
     """The largest difference of each case to the weights of one process, relative to the largest weight."""
-    one, found = torch.load(path), []
+    one, largest = torch.load(path), []
     for case in cases:
         own = weights(train(*begin(*case), 2))
-        found.append(max(float((own[name] - one[name]).abs().max() / one[name].abs().max()) for name in one))
-    return found
+        largest.append(max(float((own[name] - one[name]).abs().max() / one[name].abs().max()) for name in one))
+    return largest
 
 
 @pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
@@ -92,9 +92,9 @@ def test_draws_are_those_of_one_process(ranks, world, tmp_path):
     expected, plain = weights(train(*begin(None), 2)), weights(begin(None)[1])
     assert all(not expected[name].equal(plain[name]) for name in plain), "the noise reaches every parameter"
     torch.save(expected, tmp_path / "weights")
-    for found in ranks(world).run(differences, cases, str(tmp_path / "weights")):
+    for largest in ranks(world).run(differences, cases, str(tmp_path / "weights")):
         # Ranks add the gradients in another order.
-        assert dict(zip(cases, found, strict=True)) == dict.fromkeys(cases, pytest.approx(0.0, abs=1e-13))
+        assert dict(zip(cases, largest, strict=True)) == dict.fromkeys(cases, pytest.approx(0.0, abs=1e-13))
 
 
 def resumed(root, steps):

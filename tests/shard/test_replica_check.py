@@ -1,4 +1,4 @@
-"""Replicas that differ are found by the step itself, whoever holds them; replicas that may differ are left alone."""
+"""The step itself detects replicas that differ, on any rank; replicas that may differ are ignored."""
 
 import pytest
 import torch
@@ -14,8 +14,8 @@ from dtrain.testing import count_collectives, count_host_syncs
 from shard.copies import ADAMW, begin, part
 
 
-def trained(strategy, spoil=None, *, steps=3, transforms=(), interval=100, at=1, tp=1, root=None, dtype=None):
-    """A run of some steps, in which ``spoil`` changes the parameters before the step ``at``, and what the run says."""
+def trained(strategy, spoil=None, *, steps=3, transforms=(), interval=100, spoiled_step=1, tp=1, root=None, dtype=None):
+    """Run some steps; ``spoil`` changes the parameters before the step ``spoiled_step``. Return the last step and the error."""
     info = get_dist_info()
     # The plan cuts one layer, and the other layer is whole along tp.
     plan = {"tp_plan": {"first": ColwiseParallel(output_layouts=Replicate())}} if tp > 1 else {}
@@ -26,7 +26,7 @@ def trained(strategy, spoil=None, *, steps=3, transforms=(), interval=100, at=1,
     said = "nothing"
     try:
         while state.step < steps:
-            if spoil is not None and state.step == at:
+            if spoil is not None and state.step == spoiled_step:
                 with torch.no_grad():
                     spoil(state, info.rank)
             state, _ = step(state, part(state.step, sizes, rank, rank + 1))
@@ -62,9 +62,9 @@ def cases_of_two(folder):
         "hybrid_shard": trained("hybrid_shard", add_on([0], "last.weight")),
         "tp": trained("full_shard", add_on([1], "last.bias"), tp=2),
         "off": trained("replicate", add_on([1], "first.weight"), interval=0),
-        "late": trained("replicate", add_on([1], "first.weight"), steps=9, at=5, interval=7),
-        "save": trained("replicate", add_on([1], "first.weight"), steps=6, at=5, root=folder + "/a"),
-        "save, off": trained("replicate", add_on([1], "first.weight"), steps=6, at=5, interval=0, root=folder + "/b"),
+        "late": trained("replicate", add_on([1], "first.weight"), steps=9, spoiled_step=5, interval=7),
+        "save": trained("replicate", add_on([1], "first.weight"), steps=6, spoiled_step=5, root=folder + "/a"),
+        "save, off": trained("replicate", add_on([1], "first.weight"), steps=6, spoiled_step=5, interval=0, root=folder + "/b"),
         "equal": trained("replicate", add_on([0, 1], "first.weight"), steps=6, interval=1, root=folder + "/c"),
         "nan": trained("replicate", nan, steps=6, interval=1),
         "nan with two signs": trained("replicate", other_nan, steps=6, interval=1),
@@ -73,7 +73,7 @@ def cases_of_two(folder):
 
 
 def test_replicas_that_differ_raise_in_the_next_step_or_at_the_save(ranks, tmp_path):
-    for found in ranks(2).run(cases_of_two, str(tmp_path)):
+    for outcomes in ranks(2).run(cases_of_two, str(tmp_path)):
         text = "{}: step {}: '{}' must be equal on all ranks, got a different value on rank 1 than on rank 0. "
         for case, caller, step, name in (
             ("replicate", "step", 1, "first.weight"),
@@ -84,17 +84,17 @@ def test_replicas_that_differ_raise_in_the_next_step_or_at_the_save(ranks, tmp_p
             ("late", "step", 7, "first.weight"),
             ("save", "save_sharded", 6, "first.weight"),
         ):
-            stopped, message = found[case]
+            stopped, message = outcomes[case]
             assert message.startswith(text.format(caller, step, name)), case
             assert stopped == step, "the step that raises is not made"
         for case in ("full_shard, shard", "off", "save, off", "equal", "nan", "nan with two signs", "local"):
-            assert found[case][1] == "nothing", case
+            assert outcomes[case][1] == "nothing", case
     assert not list((tmp_path / "a").glob("step*")), "a save that raises commits nothing"
 
 
 def cases_of_four():
     return {
-        **{f"replicate {at}": trained("replicate", add_on(at, "last.bias")) for at in ([3], [2, 3], [1, 2])},
+        **{f"replicate {spoiled}": trained("replicate", add_on(spoiled, "last.bias")) for spoiled in ([3], [2, 3], [1, 2])},
         "hybrid_shard": trained("hybrid_shard", add_on([3], "first.weight")),
         "hybrid_shard, whole": trained("hybrid_shard", add_on([1], "temperature")),
         "tp": trained("full_shard", add_on([3], "last.bias"), tp=2),
@@ -104,7 +104,7 @@ def cases_of_four():
 
 
 def test_four_ranks_name_the_ranks_that_differ(ranks):
-    for found in ranks(4).run(cases_of_four):
+    for outcomes in ranks(4).run(cases_of_four):
         for case, where in (
             ("replicate [3]", "'last.bias' must be equal on all ranks, got a different value on rank 3 than on ranks 0..2"),
             ("replicate [2, 3]", "got a different value on ranks 2..3 than on ranks 0..1"),
@@ -113,8 +113,8 @@ def test_four_ranks_name_the_ranks_that_differ(ranks):
             ("hybrid_shard, whole", "'temperature' must be equal on all ranks, got a different value on rank 1 than on"),
             ("tp", "'last.bias' must be equal on all ranks, got a different value on rank 3 than on rank 2"),
         ):
-            assert where in found[case][1], (case, found[case])
-        assert found["equal"] == found["tp, equal"] == [6, "nothing"]
+            assert where in outcomes[case][1], (case, outcomes[case])
+        assert outcomes["equal"] == outcomes["tp, equal"] == [6, "nothing"]
 
 
 def costs():

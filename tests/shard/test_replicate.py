@@ -32,7 +32,7 @@ SAMPLES, DIM = 8, 6
 
 
 class Net(nn.Module):
-    """Layers of several sizes, a branch that samples choose, a shared layer and a frozen one."""
+    """Layers of several sizes, a branch that samples choose, a shared layer and a frozen layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -164,8 +164,8 @@ def through_gradients(size: int | None) -> float:
 
 def largest_error_of_penalty(net: nn.Module, size: int | None) -> float:
     reference = make()
-    for part in whole_batch().split(size or SAMPLES // get_dist_info().world_size):
-        (penalty(reference, part).total / SAMPLES).backward()
+    for batch in whole_batch().split(size or SAMPLES // get_dist_info().world_size):
+        (penalty(reference, batch).total / SAMPLES).backward()
     return largest_error(net, reference)
 
 
@@ -206,7 +206,7 @@ def when_reduced(limit: int) -> list[list[int]]:
     """By step, the number of all-reduces of gradients before the first layer's backward, and of all."""
     net = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(5)))
     with buckets_of(limit):
-        net, found = replicated(net), []
+        net, counts = replicated(net), []
     state = state_of(net)
     for _ in range(3):
         early: list[int] = []
@@ -217,9 +217,9 @@ def when_reduced(limit: int) -> list[list[int]]:
             handle.remove()
             state, _ = optimizer_step(state, metrics)
         total = [r for r in seen.records if r.group == "training" and r.dtype == "float32"]
-        found.append([early[-1], len(total)])
+        counts.append([early[-1], len(total)])
         assert early[:-1] == [0] * 3  # earlier microbatches reduce nothing
-    return found
+    return counts
 
 
 def test_buckets_are_reduced_during_the_last_backward(ranks):

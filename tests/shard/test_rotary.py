@@ -33,17 +33,17 @@ def divergences() -> dict[str, tuple[float, str]]:
         "buffers named": Precision(param="bf16", buffer="bf16"),
     }
     exact, _ = llama(None)
-    found = {}
+    by_preset = {}
     for name, precision in kinds.items():
         logits, dtype = llama(precision)
-        found[name] = ((exact.exp() * (exact - logits)).sum(-1).mean().item(), dtype)
-    return found
+        by_preset[name] = ((exact.exp() * (exact - logits)).sum(-1).mean().item(), dtype)
+    return by_preset
 
 
 def test_precision_presets_keep_llama_rotary_frequencies_in_float32(ranks):
-    found = ranks(2).run(divergences)[0]
-    assert found["DEFAULT"][0] < 0.02  # what bfloat16 does to the layers themselves
-    assert found["DEFAULT"][1] == found["PURE"][1] == "torch.float32"
-    assert found["PURE"] == found["DEFAULT"]
-    assert found["buffers named"][1] == "torch.bfloat16"
-    assert found["buffers named"][0] > 10 * found["DEFAULT"][0]  # the same test sees what a preset once did
+    by_preset = ranks(2).run(divergences)[0]
+    assert by_preset["DEFAULT"][0] < 0.02  # the effect of bfloat16 on the layers themselves
+    assert by_preset["DEFAULT"][1] == by_preset["PURE"][1] == "torch.float32"
+    assert by_preset["PURE"] == by_preset["DEFAULT"]
+    assert by_preset["buffers named"][1] == "torch.bfloat16"
+    assert by_preset["buffers named"][0] > 10 * by_preset["DEFAULT"][0]  # the test detects a fault that a preset once had

@@ -1,4 +1,4 @@
-"""The first step under ``context_parallel``: models that are exact in parts train as whole, and all others are refused."""
+"""The first step under ``context_parallel``: models that are exact in parts train as whole, and other models are refused."""
 
 import warnings
 
@@ -77,22 +77,22 @@ REFUSED = {
 
 
 def differences(kinds: list[str]) -> dict[str, float]:
-    found = {}
+    largest = {}
     for kind in kinds:
         (losses, params), (expected, whole) = train(kind), plain(kind)
         errors = [abs(loss - value) for loss, value in zip(losses, expected, strict=True)]
-        found[kind] = max(*errors, (params - whole).abs().max().item())
-    return found
+        largest[kind] = max(*errors, (params - whole).abs().max().item())
+    return largest
 
 
 def test_models_that_are_exact_in_parts_train_as_in_one_process(ranks):
-    for found in ranks(2).run(differences, EXACT):
-        assert found.keys() == set(EXACT)
-        assert max(found.values()) <= 1e-12, found
+    for largest in ranks(2).run(differences, EXACT):
+        assert largest.keys() == set(EXACT)
+        assert max(largest.values()) <= 1e-12, largest
 
 
 def outcomes(kinds: list[str]) -> dict[str, str]:
-    found = {}
+    messages = {}
     for kind in kinds:
         try:
             with warnings.catch_warnings():
@@ -100,10 +100,10 @@ def outcomes(kinds: list[str]) -> dict[str, str]:
                 warnings.simplefilter("ignore")
                 train(kind)
         except ConfigError as error:
-            found[kind] = str(error)
+            messages[kind] = str(error)
         else:
-            found[kind] = "taken"
-    return found
+            messages[kind] = "taken"
+    return messages
 
 
 def test_models_that_are_not_exact_in_parts_are_refused_on_all_ranks(ranks):

@@ -46,7 +46,7 @@ class Nest(nn.Module):
 
 
 class Net(nn.Module):
-    """Units of different sizes: tables with whole numbers as input, a nest, one that runs twice, one without a graph."""
+    """Units of different sizes: tables with whole numbers as input, a nest, a unit that runs twice, a unit without a graph."""
 
     def __init__(self, root: bool) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ def error_of(state: dt.TrainState, alone: Net, plans: list[set[str]]) -> float:
 
 
 def swept(root: bool, strategy: str, steps: int, special: str) -> float:
-    """The largest error in steps of which each rank skips parts at random, after a whole one."""
+    """Return the largest error in steps of which each rank skips parts at random, after a whole step."""
     world, rng = get_dist_info().world_size, random.Random(7)
     mesh = dt.build_mesh(dp_replicate=2) if strategy == "hybrid_shard" else dt.build_mesh()
     net = make(root)
@@ -120,7 +120,7 @@ def swept(root: bool, strategy: str, steps: int, special: str) -> float:
     state = dt.compose_step(loss_of).init(net, torch.optim.SGD(net.parameters(), lr=0.01))
     alone, worst = make(root), 0.0
     for step in range(steps):
-        plans = [set(PARTS) if step == 0 else {part for part in PARTS if rng.random() < 0.6} for _ in range(world)]
+        plans = [set(PARTS) if step == 0 else {unit for unit in PARTS if rng.random() < 0.6} for _ in range(world)]
         if step == steps - 1:
             plans[0] = set()
         if step and not any(plan & {"first", "nest", "last", "table"} for plan in plans):
@@ -146,11 +146,11 @@ def test_skipped_units_count_as_zero_with_checkpointing_and_bf16(ranks, special,
 
 
 def collectives_by_part(root: bool, strategy: str, most: int) -> list[list[str]]:
-    """The subsets of at most ``most`` parts for which a step that skips them issues other collectives than a whole one."""
+    """Return the subsets of at most ``most`` parts whose omission changes the collectives of a step."""
     net = dt.shard_model(make(root), dt.build_mesh(), strategy=strategy, blocks=BLOCKS)
     state = dt.compose_step(loss_of).init(net, torch.optim.SGD(net.parameters(), lr=0.0))
     subsets = [set(subset) for size in range(most + 1) for subset in itertools.combinations(PARTS, size)]
-    whole, found = [], []
+    whole, names = [], []
     for missing in [set(), *subsets]:  # the first step is lazy about some of its set-up
         net.plan = set(PARTS) - missing
         with count_collectives() as seen:
@@ -158,8 +158,8 @@ def collectives_by_part(root: bool, strategy: str, most: int) -> list[list[str]]
         issued = [(record.op, record.bytes) for record in seen.records if record.group != "control"]
         whole = whole if missing else issued
         if issued != whole:
-            found.append(sorted(missing))
-    return found
+            names.append(sorted(missing))
+    return names
 
 
 @pytest.mark.parametrize(
@@ -177,7 +177,7 @@ def test_step_issues_equal_collectives_for_any_skipped_units(ranks, strategy, ro
 
 
 class Generating(nn.Module):
-    """Runs its blocks without a graph ``tokens`` times, the first time but for those in ``without``, and then with a graph."""
+    """A model that runs its blocks without a graph ``tokens`` times, first without those in ``without``, then with a graph."""
 
     def __init__(self, root: bool) -> None:
         super().__init__()
@@ -213,7 +213,7 @@ def test_no_grad_forwards_gather_once_per_loss_forward(ranks, root):
     first, second = ranks(2).run(generated, root, [9, 1, 3, 12, 2], [[], [], [], [], [1]], timeout_s=CAP_S)
     assert first == second
     per_token = (first[3] - first[1]) / 11
-    assert per_token >= 3  # three blocks, and what backward gathers ahead of them
+    assert per_token >= 3  # three blocks, and the units that backward gathers ahead of them
     assert first[2] - first[1] == 2 * per_token
     assert first[4] - first[1] == per_token
 
@@ -261,7 +261,7 @@ def under_auto() -> float:
     alone, worst = make(True), 0.0
     rng = random.Random(3)
     for index in range(10):
-        plans = [set(PARTS) if index == 0 else {part for part in PARTS if rng.random() < 0.6} | {"last"} for _ in range(2)]
+        plans = [set(PARTS) if index == 0 else {unit for unit in PARTS if rng.random() < 0.6} | {"last"} for _ in range(2)]
         net.plan = plans[get_dist_info().rank]
         kept: dict[str, Tensor | None] = {}
 

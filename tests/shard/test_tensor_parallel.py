@@ -1,4 +1,4 @@
-"""Tensor parallelism beside sharding: gradients, counts, weights at the start, training, and what is refused."""
+"""Tensor parallelism beside sharding: gradients, counts, weights at the start, training, and refused plans."""
 
 import math
 
@@ -44,16 +44,16 @@ def laid_out(kind: str, plan: str, strategy: str, tp: int, **options) -> nn.Modu
 def gradient(kind: str, plan: str, strategy: str, tp: int, microbatch_size: int | None, options: dict, weighed: bool) -> list:
     net = laid_out(kind, plan, strategy, tp, **options)
     state = init_state(net, torch.optim.SGD([p for p in net.parameters() if p.requires_grad], lr=0.1))
-    weigh = (lambda part: (part["targets"] != -100).sum()) if weighed else None
+    weigh = (lambda batch: (batch["targets"] != -100).sum()) if weighed else None
     mine = share(state.spec.data_rank, state.spec.data_ranks)
-    found = []
+    errors = []
     for _ in range(2):  # twice: nothing of the first must be left
         state, metrics = microbatch_step(
             state, mine, loss_fn=loss_fn, microbatch_size=microbatch_size, batch_spec=batch_spec(weight=weigh)
         )
-        found.append(difference(state.params, reference(KINDS[kind])))
+        errors.append(difference(state.params, reference(KINDS[kind])))
     state, _ = optimizer_step(state, metrics)
-    return [max(found), state.clock.samples, reduce_metrics(metrics)["loss"]]
+    return [max(errors), state.clock.samples, reduce_metrics(metrics)["loss"]]
 
 
 def mean_loss(kind: str) -> float:
@@ -73,7 +73,9 @@ CASES = [  # kind, plan, strategy, tp, microbatch_size, options, weighed: the fi
     ("gpt", "sequence", "full_shard", 2, 2, {}, False),
     ("tied", "vocabulary", "full_shard", 2, 2, {}, False),
 ]
-TOGETHER = [pytest.param(case, marks=() if at < 5 else SLOW, id="-".join(map(str, case[:5]))) for at, case in enumerate(CASES)]
+TOGETHER = [
+    pytest.param(case, marks=() if number < 5 else SLOW, id="-".join(map(str, case[:5]))) for number, case in enumerate(CASES)
+]
 
 
 @pytest.mark.parametrize("case", TOGETHER)
@@ -126,14 +128,14 @@ def trained(plan: str, form: dict) -> list:
     for _ in range(3):
         state, _ = step(state, share(state.spec.data_rank, state.spec.data_ranks))
     params, averages = by_hand()
-    found = [evaluate(net, [share(state.spec.data_rank, state.spec.data_ranks)], loss_fn)]
+    evaluations = [evaluate(net, [share(state.spec.data_rank, state.spec.data_ranks)], loss_fn)]
     return [
         max((tensor - params[name]).abs().max().item() for name, tensor in full_params(state)),
         max(
             (tensor - averages[name]).abs().max().item()
             for name, tensor in full_params(state.transform_states["ema"]["params"])
         ),
-        [reduce_metrics(metrics)["loss"] for metrics in found],
+        [reduce_metrics(metrics)["loss"] for metrics in evaluations],
         sorted(name for name, p in net.named_parameters() if not p.requires_grad),
     ]
 
@@ -184,7 +186,7 @@ def uneven_boxes() -> list:
     right = []
     for name, p in net.named_parameters():
         box = shard_box(p)
-        piece = expected[name][tuple(slice(at, at + n) for at, n in zip(box.offset, box.size, strict=True))]
+        piece = expected[name][tuple(slice(begin, begin + n) for begin, n in zip(box.offset, box.size, strict=True))]
         right += [torch.equal(piece, to_local(p.detach())), torch.equal(full_tensor(p.detach()), expected[name])]
     boxes = {
         name: [shard_box(p).offset, shard_box(p).size, shard_box(p).replica, shard_box(p).num_replicas]
@@ -194,13 +196,23 @@ def uneven_boxes() -> list:
 
 
 def test_uneven_shard_boxes_match_the_local_shards(ranks):
-    found = ranks(4).run(uneven_boxes)
-    assert all(right for right, _ in found)
-    boxes = [boxes for _, boxes in found]
-    assert [each["0.weight"][:2] for each in boxes] == [[[0, 0], [2, 5]], [[3, 0], [2, 5]], [[2, 0], [1, 5]], [[5, 0], [1, 5]]]
+    results = ranks(4).run(uneven_boxes)
+    assert all(right for right, _ in results)
+    boxes = [boxes for _, boxes in results]
+    assert [by_name["0.weight"][:2] for by_name in boxes] == [
+        [[0, 0], [2, 5]],
+        [[3, 0], [2, 5]],
+        [[2, 0], [1, 5]],
+        [[5, 0], [1, 5]],
+    ]
     # The bias of a row-cut layer is whole along tp, as torch says; a norm is, because only FSDP2 knows of it.
-    assert [each["1.bias"] for each in boxes] == [[[0], [3], 0, 2], [[0], [3], 1, 2], [[3], [2], 0, 2], [[3], [2], 1, 2]]
-    assert [each["2.weight"] for each in boxes] == [[[0], [3], 0, 2], [[0], [3], 1, 2], [[3], [2], 0, 2], [[3], [2], 1, 2]]
+    assert [by_name["1.bias"] for by_name in boxes] == [[[0], [3], 0, 2], [[0], [3], 1, 2], [[3], [2], 0, 2], [[3], [2], 1, 2]]
+    assert [by_name["2.weight"] for by_name in boxes] == [
+        [[0], [3], 0, 2],
+        [[0], [3], 1, 2],
+        [[3], [2], 0, 2],
+        [[3], [2], 1, 2],
+    ]
 
 
 def dropped(seeds: str) -> list:
@@ -232,15 +244,15 @@ def dropped(seeds: str) -> list:
 
 
 def test_tp_ranks_may_have_different_seeds_without_dropout(ranks):
-    found = ranks(4).run(dropped, "no matter")
-    assert all(gradient == found[0][0] for gradient, _ in found)
+    results = ranks(4).run(dropped, "no matter")
+    assert all(gradient == results[0][0] for gradient, _ in results)
 
 
 def test_tp_ranks_with_data_rank_seeds_share_dropout_masks(ranks):
-    found = ranks(4).run(dropped, "data")
-    assert found[0] == found[1]
-    assert found[2] == found[3]
-    assert found[0][1] != found[2][1]
+    results = ranks(4).run(dropped, "data")
+    assert results[0] == results[1]
+    assert results[2] == results[3]
+    assert results[0][1] != results[2][1]
 
 
 @pytest.mark.parametrize(
@@ -254,8 +266,8 @@ def test_tp_ranks_with_data_rank_seeds_share_dropout_masks(ranks):
     ],
 )
 def test_tp_ranks_with_different_seeds_or_batches_are_refused(ranks, seeds, message):
-    for (found,) in ranks(4).run(dropped, seeds):
-        assert found.startswith(f"step: ranks 0 and 1 work on one batch together (cp, tp), {message}")
+    for (error,) in ranks(4).run(dropped, seeds):
+        assert error.startswith(f"step: ranks 0 and 1 work on one batch together (cp, tp), {message}")
 
 
 class Buffered(nn.LayerNorm):
@@ -331,8 +343,8 @@ REFUSED = [
 
 @pytest.mark.parametrize(("case", "message"), REFUSED, ids=[case for case, _ in REFUSED])
 def test_invalid_tp_plans_are_refused_on_all_ranks(ranks, case, message):
-    for found in ranks(2).run(refused, case):
-        assert found.partition(": ")[2].startswith(message)
+    for error in ranks(2).run(refused, case):
+        assert error.partition(": ")[2].startswith(message)
 
 
 def with_own_style() -> bool:
@@ -365,7 +377,7 @@ def test_tp_plan_trains_with_low_precision(ranks):
 
 
 def cross_entropies() -> list:
-    """Of logits that are cut, against torch's, with a target left out; then of what cannot be taken."""
+    """Compare losses of sharded logits with torch's, with an ignored target; then the error of unsupported logits."""
     mesh = init_device_mesh("cpu", (2,))
     logits = torch.randn(2, 3, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * 50
     targets = torch.tensor([[0, 5, 2], [-100, 3, 1]])
@@ -373,8 +385,8 @@ def cross_entropies() -> list:
     expected = cross_entropy(plain, targets)
     expected.total.backward()
     placed = distribute_tensor(logits, mesh, [Shard(2)]).requires_grad_()
-    found = cross_entropy(placed, targets)
-    (found.total * 1.0).backward()
+    sharded = cross_entropy(placed, targets)
+    (sharded.total * 1.0).backward()
     copied = cross_entropy(distribute_tensor(logits, mesh, [Replicate()]), targets)
     stray = cross_entropy(distribute_tensor(logits, mesh, [Shard(2)]), torch.full((2, 3), 6))
     try:
@@ -383,8 +395,8 @@ def cross_entropies() -> list:
     except ConfigError as error:
         said = str(error)
     apart = (full_tensor(placed.grad) - plain.grad).abs().max().item()
-    totals = max((each.total - expected.total).abs().item() for each in (found, copied))
-    return [totals, apart, int(found.weight), math.isnan(float(stray.total)), said]
+    totals = max((loss.total - expected.total).abs().item() for loss in (sharded, copied))
+    return [totals, apart, int(sharded.weight), math.isnan(float(stray.total)), said]
 
 
 def test_cross_entropy_with_sharded_vocabulary_equals_unsharded(ranks):

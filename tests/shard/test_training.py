@@ -72,12 +72,12 @@ def trained(name: str, strategy: str) -> list[float]:
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "hybrid_shard", "replicate"])
 @pytest.mark.parametrize("name", NAMES)
 def test_sharded_training_matches_plain_torch(ranks, name, strategy):
-    for found in ranks(4).run(trained, name, strategy):
-        assert max(found) <= TOLERANCE
+    for errors in ranks(4).run(trained, name, strategy):
+        assert max(errors) <= TOLERANCE
 
 
 def norms() -> list[float]:
-    """Two models on different meshes, and whole parameters beside cut ones, under one clipping."""
+    """Clip two models on different meshes, and whole parameters beside cut parameters, together."""
     two = build_mesh(dp_replicate=2)
     nets = {
         "a": shard_model(make("left out"), build_mesh(), **CASES["left out"].options),

@@ -60,9 +60,9 @@ def trained(kind: str, strategy: str) -> list:
 @pytest.mark.parametrize("strategy", ["full_shard", "hybrid_shard", "replicate"])
 @pytest.mark.parametrize("kind", WRAPPED)
 def test_wrapped_model_training_matches_the_plain_model(ranks, kind, strategy):
-    for error, known, steered in ranks(2).run(trained, kind, strategy):
+    for error, recognized, steered in ranks(2).run(trained, kind, strategy):
         assert error <= 1e-12
-        assert (known, steered) == (True, True)
+        assert (recognized, steered) == (True, True)
 
 
 def test_unwrap_module_removes_all_outer_wrappers():

@@ -30,16 +30,16 @@ def units(model: nn.Module, blocks) -> list[str]:
     ids=["none", "class", "bare class", "name", "both", "predicate", "nested", "the model itself"],
 )
 def test_blocks_are_selected_by_class_name_or_predicate(blocks, expected):
-    found = units(Stack(), blocks)
-    assert sorted(found) == sorted(expected)
-    assert found[-1] == "model"
-    assert all(found.index(inner) < found.index(outer) for inner in found for outer in found if inner.startswith(f"{outer}."))
+    names = units(Stack(), blocks)
+    assert sorted(names) == sorted(expected)
+    assert names[-1] == "model"
+    assert all(names.index(inner) < names.index(outer) for inner in names for outer in names if inner.startswith(f"{outer}."))
 
 
 def test_tied_parameters_across_units_form_an_earlier_unit():
-    found = units(Tied(), ("first", "last"))
-    assert found.index("first.0 last.1") < found.index("first")
-    assert sorted(found) == ["first", "first.0 last.1", "last", "model"]
+    names = units(Tied(), ("first", "last"))
+    assert names.index("first.0 last.1") < names.index("first")
+    assert sorted(names) == ["first", "first.0 last.1", "last", "model"]
     assert units(Tied(), (Block,)) == ["first.1", "last.0", "model"], "both in the model's own unit: nothing to do"
 
 
@@ -69,8 +69,8 @@ def test_scalar_and_named_parameters_are_not_sharded():
     ids=["none", "around", "leaves", "one leaf"],
 )
 def test_nested_ties_across_units_form_one_outermost_unit(blocks, expected):
-    found = {" ".join(sorted(name.split(), reverse=True)) for name in units(Masked(), blocks)}
-    assert found == expected
+    names = {" ".join(sorted(name.split(), reverse=True)) for name in units(Masked(), blocks)}
+    assert names == expected
 
 
 def test_empty_parameters_are_not_sharded():

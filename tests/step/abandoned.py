@@ -1,4 +1,4 @@
-"""A small run with everything that a failed try could leave a mark on, and faults at every point of its steps."""
+"""A small run with all the state that a failed try could change, and faults at every point of its steps."""
 
 from __future__ import annotations
 
@@ -99,27 +99,27 @@ def fingerprint(state: TrainState) -> list:
 BUCKETS = 2 * 4 + 1 + 2
 
 
-def compare(strategy: str, at: str, call: int, rank: int, when: int) -> dict:
+def compare(strategy: str, where: str, call: int, rank: int, when: int) -> dict:
     """Compare as ``compare_sizes``; under ``replicate`` each parameter is a bucket."""
     with patch.multiple(replicate, _FIRST_BUCKET_BYTES=1, _BUCKET_BYTES=1):
-        return compare_sizes(strategy, at, call, rank, when)
+        return compare_sizes(strategy, where, call, rank, when)
 
 
-def compare_sizes(strategy: str, at: str, call: int, rank: int, when: int) -> dict:
+def compare_sizes(strategy: str, where: str, call: int, rank: int, when: int) -> dict:
     """Run with one fault in step ``when``, then again with the sizes that the first run ended up with."""
     auto = auto_microbatch(initial_size=4, min_size=2, divisor=2, grow_every=None)
     step, state = start(strategy, auto)
     updates, sizes = [], []
     state.optimizer.register_step_post_hook(lambda *_: updates.append(1))
-    at = f"{__name__}.{at}" if at in globals() else at
+    where = f"{__name__}.{where}" if where in globals() else where
     error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB.")
     for index, batch in enumerate(batches(3)):
-        with inject_fault("raise", at=at, call=call, rank=rank, error=error) if index == when else nullcontext():
+        with inject_fault("raise", at=where, call=call, rank=rank, error=error) if index == when else nullcontext():
             state, _ = step(state, batch)
         sizes.append(state.transform_states["auto_microbatch"]["size"])
-    found = fingerprint(state)
+    before = fingerprint(state)
     by_hand = {size: start(strategy, size=size)[0] for size in set(sizes)}
     _, state = start(strategy)
     for size, batch in zip(sizes, batches(3), strict=True):
         state, _ = by_hand[size](state, batch)
-    return {"updates": len(updates), "sizes": sizes, "equal": found == fingerprint(state)}
+    return {"updates": len(updates), "sizes": sizes, "equal": before == fingerprint(state)}

@@ -1,4 +1,4 @@
-"""Ranks that are told to stop: forked processes of which the test sees how they ended."""
+"""Ranks that get a stop signal: forked processes whose ends the test sees."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Body = Callable[[int], Any]
 def endings(
     body: Body, world_size: int, folder: Path, *, meanwhile: Callable[[list[int]], None] | None = None, **env: str
 ) -> tuple[list[int], list[Any]]:
-    """Run ``body(rank)`` on each rank; return the exit codes (negative: by a signal), and what the bodies returned.
+    """Run ``body(rank)`` on each rank; return the exit codes (negative: by a signal), and the returned values.
 
     A body may call ``say`` before it ends otherwise; None stands for a rank that has said nothing. ``meanwhile`` gets the pids.
     """

@@ -1,4 +1,4 @@
-"""A batch whose samples weigh differently, and its loss: what the tests of the gradient and of its step share."""
+"""A batch whose samples weigh differently, and its loss, for the tests of the gradient and of its step."""
 
 import torch
 from torch import nn

@@ -26,7 +26,7 @@ LENGTHS = [[3, 1, 2, 5, 1, 4, 1], [2, 2], [6, 1, 1]]  # sequences of each rank
 
 @dataclass
 class Sequences:
-    """Sequences of different lengths one after the other: no axis of any tensor counts them."""
+    """Sequences of different lengths, joined: no axis of any tensor counts them."""
 
     tokens: Tensor
     lengths: list[int]
@@ -38,8 +38,8 @@ def count(batch: Sequences) -> int:
 
 def split(batch: Sequences, size: int) -> list[Sequences]:
     pieces, parts = batch.tokens.split(batch.lengths), []
-    for at in range(0, len(pieces), size):
-        parts.append(Sequences(torch.cat(pieces[at : at + size]), batch.lengths[at : at + size]))
+    for start in range(0, len(pieces), size):
+        parts.append(Sequences(torch.cat(pieces[start : start + size]), batch.lengths[start : start + size]))
     return parts
 
 
@@ -60,7 +60,7 @@ def loss(net: nn.Module, batch: Sequences) -> LossSum:
 def expected() -> float:
     net = model()
     sums = [loss(net, made(rank)) for rank in range(3)]
-    return sum(each.total.item() for each in sums) / sum(map(len, LENGTHS))
+    return sum(total.total.item() for total in sums) / sum(map(len, LENGTHS))
 
 
 def on_ranks(size: int | str) -> float:
@@ -79,16 +79,16 @@ def test_custom_split_counts_each_sample_once(ranks, size):
 def test_microbatch_is_halved_after_out_of_memory(fits, sizes):
     """A size is halved when it does not fit: 7, 3, 1."""
 
-    def forward(net: nn.Module, part: Sequences) -> Sequences:
-        if count(part) > fits:
+    def forward(net: nn.Module, piece: Sequences) -> Sequences:
+        if count(piece) > fits:
             raise OUT_OF_MEMORY
-        return part
+        return piece
 
     run = auto_batch_eval(forward, batch_spec=batch_spec(count=count, split=split))
     parts = run(model(), made(0))
-    assert [count(part) for part in parts] == sizes
-    assert torch.cat([part.tokens for part in parts]).equal(made(0).tokens)
-    assert [count(part) for part in run(model(), made(1))] == ([2] if fits > 2 else [1, 1]), "the size that fits is kept"
+    assert [count(piece) for piece in parts] == sizes
+    assert torch.cat([piece.tokens for piece in parts]).equal(made(0).tokens)
+    assert [count(piece) for piece in run(model(), made(1))] == ([2] if fits > 2 else [1, 1]), "the size that fits is kept"
 
 
 def test_batch_that_fits_needs_no_split_function():
@@ -142,7 +142,7 @@ class Switched(nn.Module):
 def evaluations(changes_at: int, fails_at: int, message: str) -> list:
     """Exchanges of five calls, and whether the results are right. A call has another order of layers, one fails on rank 1."""
     net = shard_model(Switched(), build_mesh(), blocks=(nn.Linear,))
-    run = auto_batch_eval(lambda model, part: model(part), initial_size=4)
+    run = auto_batch_eval(lambda model, inputs: model(inputs), initial_size=4)
     rows = torch.arange(8.0, dtype=torch.float64).view(4, 2) + get_dist_info().rank
     exchanged, right, raised = [], [], ""
     for call in range(5):
@@ -164,10 +164,10 @@ def evaluations(changes_at: int, fails_at: int, message: str) -> list:
 def test_parts_exchange_three_records_once_their_collectives_are_known(ranks):
     # The count of a batch, the size of the next part twice, and the status of a part that compares with a trace.
     for exchanged, right, _ in ranks(2).run(evaluations, 3, 100, ""):
-        first, second, third, changed, known = exchanged
-        assert second == third == known == 4
+        first, second, third, changed, settled = exchanged
+        assert second == third == settled == 4
         assert first == 3 + 3
-        assert changed > known
+        assert changed > settled
         assert right == [True] * 5
 
 
@@ -188,7 +188,7 @@ def test_error_of_one_rank_is_raised_on_all_ranks(ranks, fails_at):
 def plain_model() -> str:
     """Only rank 1 evaluates a model that is on no mesh, and its function fails."""
 
-    def fails(net: nn.Module, part: Tensor) -> Tensor:
+    def fails(net: nn.Module, inputs: Tensor) -> Tensor:
         raise ValueError("of rank 1")
 
     if get_dist_info().rank == 0:

@@ -1,4 +1,4 @@
-"""Memory runs out on one rank, at every point of a step: nobody hangs, and the step is as if begun with the size found."""
+"""Memory runs out on one rank, at every point of a step: no rank hangs, and the step equals one begun with the final size."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import pytest
 
 from step.abandoned import BUCKETS, STRATEGIES, compare
 
-CAP_S = 60.0  # nobody waits for a peer: a hang would take the groups' timeout, of many minutes
+CAP_S = 60.0  # no rank waits for a peer: a hang would take the groups' timeout, of many minutes
 
-# Where, and at which of the calls there: two microbatches have two of each forward, backward, and so on.
+# The place of the fault, and the number of the call: two microbatches have two forwards, two backwards, and so on.
 FORWARD, RECOMPUTED, INSIDE = "forward", "recomputed", "inside_backward"
 POINTS = {
     "first-forward": (FORWARD, 1),
@@ -38,8 +38,8 @@ def points(strategy: str) -> dict[str, tuple[str, int]]:
 
 
 def check(ranks, world_size: int, strategy: str, name: str, rank: int, when: int) -> None:
-    at, call = points(strategy)[name]
-    results = ranks(world_size).run(compare, strategy, at, call, rank, when, timeout_s=CAP_S)
+    point, call = points(strategy)[name]
+    results = ranks(world_size).run(compare, strategy, point, call, rank, when, timeout_s=CAP_S)
     assert results == [{"updates": 3, "sizes": [4] * when + [2] * (3 - when), "equal": True}] * world_size
 
 
@@ -56,7 +56,7 @@ IN_THIRD = {
 }
 
 
-# The first step warns before each collective, the third one knows them by heart. Each strategy and each point is quick in one.
+# The first step warns before each collective, the third step has recorded them. Each strategy and each point is quick in one.
 @pytest.mark.parametrize(
     ("strategy", "name", "when"),
     [
@@ -84,6 +84,6 @@ def test_oom_at_every_point_on_every_rank_recovers(ranks, strategy, name, world_
 
 @pytest.mark.parametrize("name", ["inside-the-first-forward", "recomputation-in-the-second-backward"])
 def test_oom_in_one_unsharded_process_is_retried(ranks, name):
-    at, call = POINTS[name]
-    (result,) = ranks(1).run(compare, "none", at, call, 0, 1, timeout_s=CAP_S)
+    point, call = POINTS[name]
+    (result,) = ranks(1).run(compare, "none", point, call, 0, 1, timeout_s=CAP_S)
     assert result == {"updates": 3, "sizes": [4, 2, 2], "equal": True}

@@ -53,8 +53,8 @@ def test_step_after_gpu_oom_equals_step_with_the_found_size():
         state = step.init(net, torch.optim.SGD(net.parameters(), lr=1e-6, momentum=0.9))
         batch = torch.randn(SAMPLES, 256, WIDTH, generator=torch.Generator().manual_seed(1))
         state, _ = step(state, batch)
-        found = state.transform_states.get("auto_microbatch", {}).get("size", 0)
-        return [param.detach().clone() for param in state.params.values()], found
+        searched = state.transform_states.get("auto_microbatch", {}).get("size", 0)
+        return [param.detach().clone() for param in state.params.values()], searched
 
     tried, size = run(auto_microbatch(initial_size=SAMPLES))
     assert 0 < size < SAMPLES

@@ -1,4 +1,4 @@
-"""``auto_microbatch`` with budgets of memory: the size it finds, how it follows them, what it costs, and what it refuses."""
+"""``auto_microbatch`` with budgets of memory: the size it finds, how it follows them, its cost, and its refusals."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def by_budget(strategy: str) -> dict:
             sizes.append(size_of(state))
             peaks.append(held.peak <= held.limit)
     by_hand, low, high = [], 1, SAMPLES
-    while low < high:  # what an exhaustive search by hand finds, in a process of its own each time
+    while low < high:  # an exhaustive search by hand, in a process of its own each time
         middle = (low + high + 1) // 2
         by_hand.append(middle)
         _, state = wide(strategy, auto_microbatch(initial_size=middle, min_size=middle, grow_every=None))
@@ -97,7 +97,7 @@ def test_microbatch_size_follows_the_smallest_rank_budget(ranks, strategy):
 
 
 def ragged(strategy: str) -> list:
-    """Sequences of changing length under one budget; the run is the same as one with the sizes found."""
+    """Sequences of changing length under one budget; the run equals a run with the same sizes."""
     step, state = wide(strategy, auto_microbatch(grow_every=3))
     generator = torch.Generator().manual_seed(get_dist_info().rank)
     data = [torch.randn(48, length, WIDTH, generator=generator) for length in (4, 8, 16, 16, 4, 4, 4, 4)]
@@ -106,12 +106,12 @@ def ragged(strategy: str) -> list:
         for batch in data:
             state, _ = step(state, batch)
             sizes.append(size_of(state))
-    found, refused = fingerprint(state), held.refused
+    before, refused = fingerprint(state), held.refused
     steps = {size: compose_step(loss_fn, grad=partial(microbatch_step, microbatch_size=size)) for size in range(1, 49)}
     _, state = wide(strategy)
     for size, batch in zip(sizes, data, strict=True):
         state, _ = steps[48 if size == "whole" else size](state, batch)
-    return [sizes, refused > 0, fingerprint(state) == found]
+    return [sizes, refused > 0, fingerprint(state) == before]
 
 
 def test_ragged_lengths_shrink_and_grow_the_size(ranks):
@@ -155,7 +155,7 @@ def test_infeasible_microbatch_raises_one_line_error_on_all_ranks(ranks):
 
 
 def leaks(rounds: int) -> list[int]:
-    """Tries that fail in turn at other places, and what is alive after each."""
+    """Fail in turn at several places, and return the live tensors after each try."""
     step, state = start("full_shard", auto_microbatch(initial_size=4, min_size=4, grow_every=None))
     data = batches(1)[0]
     live = []
@@ -164,8 +164,8 @@ def leaks(rounds: int) -> list[int]:
         state, _ = step(state, data)
         for round_ in range(rounds):
             kept = state._run_context.transform_cache["auto_microbatch"]
-            at, call = (("forward", 3), ("backward", 2), ("reduce", 2))[round_ % 3]
-            with inject_fault("raise", at=at, call=call, rank=round_ % 2, error=OUT_OF_MEMORY):
+            point, call = (("forward", 3), ("backward", 2), ("reduce", 2))[round_ % 3]
+            with inject_fault("raise", at=point, call=call, rank=round_ % 2, error=OUT_OF_MEMORY):
                 trial = kept.prober.run_guarded(step_of(state), state, data, 4)
             assert trial.output is None
             del trial
@@ -273,9 +273,9 @@ def resumed(folder: str) -> list:
 def test_resumed_run_reuses_microbatch_size_only_for_the_same_layout(ranks, tmp_path):
     first, second = ranks(2).run(resumed, str(tmp_path))
     assert first == second
-    (found, searched), (again, not_searched), (other, searched_again) = first
-    assert again == found
-    assert other != found
+    (size, searched), (again, not_searched), (other, searched_again) = first
+    assert again == size
+    assert other != size
     assert (searched > 0, not_searched, searched_again > 0) == (True, 0, True)
 
 
@@ -335,15 +335,15 @@ def in_parts(sizes: list[int]) -> list:
     data = [torch.randn(size + 3 * get_dist_info().rank, WIDTH, generator=generator) for size in sizes]
     calls: list[int] = []
 
-    def forward(net: nn.Module, part: torch.Tensor) -> torch.Tensor:
-        out = net(part)
-        calls.append(len(part))
+    def forward(net: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
+        out = net(inputs)
+        calls.append(len(inputs))
         return out
 
     run = auto_batch_eval(forward)
     with memory_budget(MIB, existing=state.params.values()) as held:
         outputs = [torch.cat(run(state.model, batch)) for batch in data]
-    whole = auto_batch_eval(lambda net, part: net(part))
+    whole = auto_batch_eval(lambda net, inputs: net(inputs))
     expected = [whole(state.model, batch)[0] for batch in data]
     with memory_budget(MIB, existing=state.params.values()):
         metrics = evaluate(state.model, data, loss_fn, microbatch_size="auto")
@@ -351,7 +351,7 @@ def in_parts(sizes: list[int]) -> list:
     return [
         held.refused > 0,
         all(torch.allclose(a, b, atol=1e-6) for a, b in zip(outputs, expected, strict=True)),
-        [float(each["loss"].weight) for each in (metrics, exact)],
+        [float(means["loss"].weight) for means in (metrics, exact)],
         abs(float(metrics["loss"].total / exact["loss"].total) - 1) < 1e-5,
         len(calls),
     ]

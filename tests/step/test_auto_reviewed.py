@@ -1,4 +1,4 @@
-"""Ways in which ``auto_microbatch`` was once seen to hang, to say something wrong, or to keep what it should give back."""
+"""Faults that reviews found in ``auto_microbatch``: hangs, wrong messages, and memory that it did not free."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_loaded_size_from_another_layout_is_ignored(ranks):
 
 
 def collective_of_its_own() -> list:
-    """The loss gathers what the others have: as many numbers as the microbatch has samples."""
+    """A loss that gathers as many numbers from the other ranks as the microbatch has samples."""
 
     def loss(net: nn.Module, batch: torch.Tensor) -> LossSum:
         out = net(batch)
@@ -152,7 +152,7 @@ def test_loss_with_size_dependent_collectives_records_no_trace(ranks):
     assert ranks(2).run(collective_of_its_own, timeout_s=CAP_S) == [[4, 2, 0]] * 2
 
 
-def with_a_critic(at: str, call: int) -> dict:
+def with_a_critic(point: str, call: int) -> dict:
     """A loss through a second sharded model, frozen; memory runs out in the fourth step, when collectives are known."""
 
     def run(sizes: list[int], failing: bool) -> tuple[list, list]:
@@ -163,7 +163,7 @@ def with_a_critic(at: str, call: int) -> dict:
 
         auto = [auto_microbatch(initial_size=4, min_size=2, divisor=2, grow_every=None)] if failing else []
         state = compose_step(loss, auto).init(net, torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9))
-        generator, found = torch.Generator().manual_seed(get_dist_info().rank), []
+        generator, searched = torch.Generator().manual_seed(get_dist_info().rank), []
         for index in range(4):
             batch = torch.randn(8, WIDTH, generator=generator)
             if not failing:
@@ -173,19 +173,19 @@ def with_a_critic(at: str, call: int) -> dict:
             if index < 3:
                 state, _ = step(state, batch)
             else:
-                with inject_fault("raise", at=at, call=call, rank=1, error=OUT_OF_MEMORY):
+                with inject_fault("raise", at=point, call=call, rank=1, error=OUT_OF_MEMORY):
                     state, _ = step(state, batch)
-            found.append(size_of(state))
-        return found, [to_local(param).detach().flatten().tolist() for param in state.params.values()]
+            searched.append(size_of(state))
+        return searched, [to_local(param).detach().flatten().tolist() for param in state.params.values()]
 
     sizes, params = run([], True)
     return {"sizes": sizes, "equal": run(sizes, False)[1] == params}
 
 
-@pytest.mark.parametrize(("at", "call"), [("forward", 14), ("gather", 6), ("backward", 1)])
-def test_second_sharded_model_in_the_loss_is_reset_after_oom(ranks, at, call):
+@pytest.mark.parametrize(("point", "call"), [("forward", 14), ("gather", 6), ("backward", 1)])
+def test_second_sharded_model_in_the_loss_is_reset_after_oom(ranks, point, call):
     expected = {"sizes": [4, 4, 4, 2], "equal": True}
-    assert ranks(2).run(with_a_critic, at, call, timeout_s=CAP_S) == [expected] * 2
+    assert ranks(2).run(with_a_critic, point, call, timeout_s=CAP_S) == [expected] * 2
 
 
 def searched_alone() -> list:
@@ -204,8 +204,8 @@ def searched_alone() -> list:
 def test_standalone_search_reserves_optimizer_state_memory(ranks):
     first, second = ranks(2).run(searched_alone)
     assert first == second
-    alone, found, said = first
-    assert 0.9 * found <= alone <= 1.1 * found
+    alone, searched, said = first
+    assert 0.9 * searched <= alone <= 1.1 * searched
     assert said.startswith("find_microbatch_size: step 1:")
 
 
@@ -213,7 +213,7 @@ def uncountable() -> str:
     _, state = start()
     batch = {"ids": "none"} if get_dist_info().rank == 1 else torch.randn(8, WIDTH)
     with pytest.raises((ConfigError, PeerError)) as error:
-        auto_batch_eval(lambda net, part: net(part))(state.model, batch)
+        auto_batch_eval(lambda net, inputs: net(inputs))(state.model, batch)
     return f"{type(error.value).__name__}: {error.value}"
 
 

@@ -86,7 +86,7 @@ def bits(state: TrainState) -> list[Tensor]:
 
 
 class Pair:
-    """A run in which memory runs out, and beside it one with the sizes that the first run found, in which none does."""
+    """A run in which memory runs out, beside a run with the sizes of the first run, in which memory suffices."""
 
     def __init__(self, architecture: str, strategy: str, size: int) -> None:
         self.size = size
@@ -99,14 +99,14 @@ class Pair:
         self.by_hand = {size: compose_step(loss_fn, grad=partial(microbatch_step, microbatch_size=size)) for size in SIZES}
         self.generator = torch.Generator().manual_seed(get_dist_info().rank)
 
-    def step(self, *, at: str = "", call: int = 0, rank: int = 0, checked: bool = False) -> int:
+    def step(self, *, where: str = "", call: int = 0, rank: int = 0, checked: bool = False) -> int:
         """One step of both, in the first run with a fault; the size that it found. 0: the parameters differ."""
         batch = torch.randn(SAMPLES, 6, generator=self.generator)
         self.begin_large()
         if checked:
             self.state._run_context.transform_cache["auto_microbatch"].prober.traces.clear()
-        if at:
-            with inject_fault("raise", at=at, call=call, rank=rank, error=OUT_OF_MEMORY):
+        if where:
+            with inject_fault("raise", at=where, call=call, rank=rank, error=OUT_OF_MEMORY):
                 self.state, _ = self.auto(self.state, batch)
         else:
             self.state, _ = self.auto(self.state, batch)
@@ -123,24 +123,24 @@ class Pair:
                 "auto_microbatch", {"size": self.size, "whole": 0, "found_on": found_on}
             )
 
-    def calls(self, at: str) -> int:
-        """Return the number of times that a step reaches ``at``."""
+    def calls(self, where: str) -> int:
+        """Return the number of times that a step reaches ``where``."""
         self.begin_large()
-        with inject_fault("delay", at=at, call=None, seconds=0) as point:
+        with inject_fault("delay", at=where, call=None, seconds=0) as point:
             self.state, _ = self.auto(self.state, torch.zeros(SAMPLES, 6))
         self.other, _ = self.by_hand[self.size](self.other, torch.zeros(SAMPLES, 6))
         return point.calls
 
 
 def sweep(architecture: str, strategy: str, size: int, every: int) -> dict:
-    """Faults at every ``every``-th call of each point, in checked and in traced steps, on one rank after the other."""
+    """Inject faults at every ``every``-th call of each point, in checked and in traced steps, on each rank in turn."""
     pair = Pair(architecture, strategy, size)
     wrong = [] if pair.step() == pair.step() == size else ["without a fault"]
     cases = 0
-    for at, (first, after) in POINTS.items():
-        if at in (("gather", "reduce") if strategy == "replicate" else ("reduce_bucket",)):
-            continue  # FSDP2 gathers and reduces what is cut, and nothing else
-        total = pair.calls(at) - after
+    for where, (first, after) in POINTS.items():
+        if where in (("gather", "reduce") if strategy == "replicate" else ("reduce_bucket",)):
+            continue  # FSDP2 gathers and reduces cut tensors, and nothing else
+        total = pair.calls(where) - after
         for call in range(first, total + 1):
             for checked in (False, True):
                 if checked and first > 1:
@@ -149,9 +149,9 @@ def sweep(architecture: str, strategy: str, size: int, every: int) -> dict:
                     continue
                 cases += 1
                 rank = (call + checked) % get_dist_info().world_size
-                found = pair.step(at=at, call=call, rank=rank, checked=checked)
-                if not 0 < found < size:
-                    wrong.append(f"{at} {call} of {total}, rank {rank}, {checked=}: {found}")
+                microbatch = pair.step(where=where, call=call, rank=rank, checked=checked)
+                if not 0 < microbatch < size:
+                    wrong.append(f"{where} {call} of {total}, rank {rank}, {checked=}: {microbatch}")
     return {"cases": cases, "wrong": wrong}
 
 

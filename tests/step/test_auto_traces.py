@@ -185,7 +185,7 @@ def test_missing_trace_on_one_rank_restarts_the_check(ranks):
 
 
 def refuses_zeros() -> list:
-    """While rank 1 stands in with zeros, rank 0 computes with them, and its loss refuses what comes out."""
+    """While rank 1 stands in with zeros, rank 0 computes with them, and its loss refuses the result."""
 
     def loss(model: nn.Module, batch: Tensor) -> LossSum:
         out = model(batch)
@@ -209,8 +209,8 @@ def test_errors_caused_by_a_peers_zero_filled_tensors_are_ignored(ranks):
     assert ranks(2).run(refuses_zeros, timeout_s=CAP_S) == [[True, "PeerError"], [True, "KeyError"]]
 
 
-def catches_everything(at: str, steps: int) -> list:
-    """A loss that makes an error of its own of whatever the model raises."""
+def catches_everything(point: str, steps: int) -> list:
+    """A loss that replaces each error of the model by an error of its own."""
 
     def loss(model: nn.Module, batch: Tensor) -> LossSum:
         try:
@@ -223,14 +223,14 @@ def catches_everything(at: str, steps: int) -> list:
     step, state = start(auto(), loss=loss)
     for batch in batches(steps):
         state, _ = step(state, batch)
-    with inject_fault("raise", at=at, call=2, rank=1, error=OUT_OF_MEMORY):
+    with inject_fault("raise", at=point, call=2, rank=1, error=OUT_OF_MEMORY):
         state, _ = step(state, batches(1)[0])
     return [0 < state.transform_states["auto_microbatch"]["size"] < 4, state.step]
 
 
-@pytest.mark.parametrize(("at", "steps"), [("forward", 0), ("gather", 0), ("gather", 2)])
-def test_oom_retry_works_when_the_loss_catches_exceptions(ranks, at, steps):
-    assert ranks(2).run(catches_everything, at, steps, timeout_s=CAP_S) == [[True, steps + 1]] * 2
+@pytest.mark.parametrize(("point", "steps"), [("forward", 0), ("gather", 0), ("gather", 2)])
+def test_oom_retry_works_when_the_loss_catches_exceptions(ranks, point, steps):
+    assert ranks(2).run(catches_everything, point, steps, timeout_s=CAP_S) == [[True, steps + 1]] * 2
 
 
 def start_tensor_parallel(*transforms, **options) -> tuple[Step, TrainState]:

@@ -1,4 +1,4 @@
-"""One description of a batch for every function that counts, splits or weighs one."""
+"""One description of a batch for every function that counts, splits or weighs a batch."""
 
 import inspect
 import re
@@ -34,7 +34,7 @@ def tensors(samples: int = SAMPLES) -> dict[str, Tensor]:
 def split(batch, size: int) -> list:
     x, y = columns(batch)
     parts = zip(x.split(size), y.split(size), strict=True)
-    return [Rows(*part) if isinstance(batch, Rows) else dict(zip("xy", part, strict=True)) for part in parts]
+    return [Rows(*pair) if isinstance(batch, Rows) else dict(zip("xy", pair, strict=True)) for pair in parts]
 
 
 FUNCTIONS = {
@@ -69,7 +69,7 @@ def state() -> dt.TrainState:
 
 
 def after_a_step(step: dt.step.Step, batch: object) -> tuple:
-    """The loss, the weights, and what the clock has counted."""
+    """Return the loss, the weights, and the counts of the clock."""
     after, metrics = step(start(step), batch)
     weights = torch.cat([param.detach().flatten() for param in after.params.values()])
     return dt.reduce_metrics(metrics)["loss"], weights, after.clock.samples
@@ -90,14 +90,14 @@ USES: dict[str, Callable] = {
     ),
     "dtrain.evaluate": lambda spec, batch: dt.evaluate(net(), [batch], loss_fn, microbatch_size=2, batch_spec=spec),
     "dtrain.step.auto_batch_eval": lambda spec, batch: torch.cat(
-        dt.step.auto_batch_eval(lambda model, part: model(columns(part)[0]), initial_size=2, batch_spec=spec)(net(), batch)
+        dt.step.auto_batch_eval(lambda model, inputs: model(columns(inputs)[0]), initial_size=2, batch_spec=spec)(net(), batch)
     ),
     "dtrain.data.split_batch": lambda spec, batch: [
-        len(columns(part)[1]) for part in dt.data.split_batch(batch, 2, batch_spec=spec)
+        len(columns(piece)[1]) for piece in dt.data.split_batch(batch, 2, batch_spec=spec)
     ],
     "dtrain.build_loader": lambda spec, batch: [
-        len(columns(part)[1])
-        for part in dt.build_loader([batch] * 4, global_batch_size=2, seed=0, collate=lambda two: two[0], batch_spec=spec)
+        len(columns(piece)[1])
+        for piece in dt.build_loader([batch] * 4, global_batch_size=2, seed=0, collate=lambda two: two[0], batch_spec=spec)
     ],
     "dtrain.step.find_microbatch_size": lambda spec, batch: (
         dt.step.find_microbatch_size(state(), batch, loss_fn=loss_fn, batch_spec=spec).largest_batch
@@ -122,7 +122,7 @@ USES: dict[str, Callable] = {
     "dtrain.transforms.selective_backprop": lambda spec, batch: after_a_step(
         dt.compose_step(
             loss_fn,
-            [dt.transforms.selective_backprop(lambda model, part: model(columns(part)[0])[:, 0], batch_spec=spec)],
+            [dt.transforms.selective_backprop(lambda model, inputs: model(columns(inputs)[0])[:, 0], batch_spec=spec)],
             batch_spec=spec,
         ),
         batch,
@@ -139,17 +139,17 @@ def test_one_spec_works_in_every_function(name, kind):
         with pytest.raises(ConfigError, match="found no tensor to split in a Rows"):
             USES[name](spec, make())
         return
-    found, expected = USES[name](spec, make()), USES[name](SPECS["axes"][0], tensors())
-    torch.testing.assert_close(found, expected)
+    result, expected = USES[name](spec, make()), USES[name](SPECS["axes"][0], tensors())
+    torch.testing.assert_close(result, expected)
 
 
 def test_every_function_of_batches_takes_only_a_spec():
     functions = [name for name in public.all_names() if inspect.isfunction(public.value(name))]
     parameters = {name: inspect.signature(public.value(name)).parameters for name in functions}
-    with_spec = {name for name, found in parameters.items() if "batch_spec" in found}
+    with_spec = {name for name, annotations in parameters.items() if "batch_spec" in annotations}
     assert with_spec | {"dtrain.planning.Workload"} == set(USES)
     kinds = re.compile("CountFn|SplitFn|WeightFn")
-    assert [name for name, found in parameters.items() if kinds.search(str(found))] == ["dtrain.batch_spec"]
+    assert [name for name, annotations in parameters.items() if kinds.search(str(annotations))] == ["dtrain.batch_spec"]
 
 
 @pytest.mark.parametrize("name", sorted(BY_ROW))

@@ -148,7 +148,7 @@ def test_each_data_parallel_rank_has_its_own_generator(ranks):
 
 
 def failing(name: str, where: str, *, after: bool) -> Transform:
-    """A transform that raises before or after what it wraps."""
+    """A transform that raises before or after it calls the wrapped function."""
 
     def half(inner):
         def broken(state, *given, **options):
@@ -204,10 +204,10 @@ def test_invalid_compose_step_arguments_are_refused(given, message):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("part", ["grad", "update"])
-def test_non_callable_grad_or_update_is_refused(part):
-    with pytest.raises(ConfigError, match=f"compose_step: {part} must be a function .*, got 8. Write"):
-        dt.compose_step(LOSS, **{part: 8})
+@pytest.mark.parametrize("argument", ["grad", "update"])
+def test_non_callable_grad_or_update_is_refused(argument):
+    with pytest.raises(ConfigError, match=f"compose_step: {argument} must be a function .*, got 8. Write"):
+        dt.compose_step(LOSS, **{argument: 8})
 
 
 class Counted:
@@ -335,7 +335,7 @@ def test_tied_parameters_are_captured_once():
 
 
 class Hurried:
-    """``time`` in which every reading is an hour times the rank after the last one, and a second more."""
+    """``time`` in which every reading is later than the last by an hour times the rank, and a second more."""
 
     def __init__(self, rank: int) -> None:
         self.rank, self.now = rank, 0.0
@@ -359,18 +359,18 @@ def crossed_by_the_wall_clock() -> list[list[bool]]:
     state = step.init(model, torch.optim.SGD(model.parameters(), lr=0.1))
     real = gradient_run.time
     gradient_run.time = Hurried(get_dist_info().rank)
-    found = []
+    crossings = []
     try:
         for _ in range(8):
             state, _ = step(state, BATCH)
-            found.append([state.crossed("3sec"), state.crossed("1h"), state.reached("5sec")])
+            crossings.append([state.crossed("3sec"), state.crossed("1h"), state.reached("5sec")])
     finally:
         gradient_run.time = real
-    return [*found, seen]
+    return [*crossings, seen]
 
 
 def test_wall_clock_intervals_follow_rank_0_on_all_ranks(ranks):
-    """Rank 1's clock is an hour a step ahead: by its own it would save, and wait for the others, where they do not."""
+    """Rank 1's clock is an hour a step ahead: by its own clock it would save, and wait for ranks that do not save."""
     one, two = ranks(2).run(crossed_by_the_wall_clock)
     assert one == two
     seconds = [0, 1, 2, 3, 4, 5, 6, 7]  # of rank 0; the first step has nothing to count from

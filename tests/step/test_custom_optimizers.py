@@ -60,8 +60,8 @@ def trained(make: Callable[[Any], torch.optim.Optimizer], strategy: str | None, 
     return [value for _, param in dt.full_params(state) for value in param.flatten().tolist()]
 
 
-def distance(found: Sequence[float], expected: Sequence[float]) -> float:
-    here, there = torch.tensor(found, dtype=torch.float64), torch.tensor(expected, dtype=torch.float64)
+def distance(values: Sequence[float], expected: Sequence[float]) -> float:
+    here, there = torch.tensor(values, dtype=torch.float64), torch.tensor(expected, dtype=torch.float64)
     return ((here - there).norm() / there.norm()).item()
 
 
@@ -111,21 +111,21 @@ READS: dict[str, Callable[[Tensor, Tensor], float]] = {
 
 
 def found_in(strategy: str) -> dict[str, list[float]]:
-    found = {name: trained(lambda params, rate=rate: Numbers(params, rate), strategy) for name, rate in READS.items()}
-    return {**found, "adapted": trained(Adapted, strategy)}
+    by_name = {name: trained(lambda params, rate=rate: Numbers(params, rate), strategy) for name, rate in READS.items()}
+    return {**by_name, "adapted": trained(Adapted, strategy)}
 
 
 @each_layout
 def test_a_number_read_in_a_step_is_that_of_the_whole_parameter(ranks, strategy, world):
     expected = {name: trained(lambda params, rate=rate: Numbers(params, rate), None) for name, rate in READS.items()}
     expected["adapted"] = trained(Adapted, None)
-    for found in ranks(world).run(found_in, strategy):
-        apart = {name: distance(found[name], expected[name]) for name in expected}
+    for by_name in ranks(world).run(found_in, strategy):
+        apart = {name: distance(by_name[name], expected[name]) for name in expected}
         assert {name: error for name, error in apart.items() if error > ROUNDING} == {}
 
 
 def numbers_after_a_step() -> list[float]:
-    """A number outside of the step is torch's again: a read on one rank alone must not wait for the others."""
+    """A number outside of the step is torch's again: a read on one rank alone must not wait for the other ranks."""
     model = laid_out("full_shard")
     state = STEP.init(model, Numbers(model.parameters(), READS["lars"]))
     STEP(state, own_batch("full_shard"))
@@ -134,8 +134,8 @@ def numbers_after_a_step() -> list[float]:
 
 
 def test_numbers_outside_of_a_step_need_no_other_rank(ranks):
-    (found, own), _ = ranks(2).run(numbers_after_a_step)
-    assert found == own
+    (read, own), _ = ranks(2).run(numbers_after_a_step)
+    assert read == own
 
 
 class Ahead(torch.optim.Optimizer):
@@ -185,7 +185,7 @@ NEEDS_RANKS = {"zero", "postponed"}
 
 
 def refusals_at_init(strategy: str | None) -> dict[str, str]:
-    found = {}
+    messages = {}
     for name, (make, _) in REFUSED_AT_INIT.items():
         if strategy is None and name in NEEDS_RANKS:
             continue
@@ -193,18 +193,18 @@ def refusals_at_init(strategy: str | None) -> dict[str, str]:
         model = laid_out("replicate" if name in NEEDS_RANKS else strategy)
         with pytest.raises(ConfigError) as refused:
             STEP.init(model, make(model.parameters()))
-        found[name] = str(refused.value)
-    return found
+        messages[name] = str(refused.value)
+    return messages
 
 
-def refused_as_told(found: dict[str, str], cases: dict[str, tuple[Any, str]]) -> bool:
-    assert {name: line for name, line in found.items() if not line.startswith(cases[name][1]) or "\n" in line} == {}
-    return len(found) > 0
+def refused_as_told(messages: dict[str, str], cases: dict[str, tuple[Any, str]]) -> bool:
+    assert {name: line for name, line in messages.items() if not line.startswith(cases[name][1]) or "\n" in line} == {}
+    return len(messages) > 0
 
 
 @each_layout
 def test_optimizers_with_a_closure_or_a_hidden_state_are_refused_at_init(ranks, strategy, world):
-    assert all(refused_as_told(found, REFUSED_AT_INIT) for found in ranks(world).run(refusals_at_init, strategy))
+    assert all(refused_as_told(messages, REFUSED_AT_INIT) for messages in ranks(world).run(refusals_at_init, strategy))
 
 
 def test_optimizers_with_a_closure_or_a_hidden_state_are_refused_at_init_of_a_plain_model():
@@ -326,7 +326,7 @@ KEPT: dict[str, Callable[[Any], Custom]] = {
 
 def kept(strategy: str | None, root: str, begin: bool) -> dict[str, list[float]]:
     """Parameters after three steps, which are saved, or after three more of the saved run."""
-    found = {}
+    params = {}
     for name, make in KEPT.items():
         model = laid_out(strategy)
         state = STEP.init(model, make(model.parameters()))
@@ -336,8 +336,8 @@ def kept(strategy: str | None, root: str, begin: bool) -> dict[str, list[float]]
             state, _ = STEP(state, own_batch(strategy))
         if begin:
             dt.save_sharded(f"{root}/{name}", state)
-        found[name] = [value for _, param in dt.full_params(state) for value in param.flatten().tolist()]
-    return found
+        params[name] = [value for _, param in dt.full_params(state) for value in param.flatten().tolist()]
+    return params
 
 
 @each_layout
@@ -348,8 +348,8 @@ def test_state_of_any_shape_goes_on_after_a_resume(ranks, tmp_path, strategy, wo
     again = [ranks(world).run(kept, strategy, str(tmp_path), False)]
     if world > 1:
         again.append(ranks(1).run(kept, "full_shard", str(tmp_path), False))
-    for found in (each for run in again for each in run):
-        apart = {name: distance(found[name], expected[name]) for name in KEPT}
+    for params in (params for run in again for params in run):
+        apart = {name: distance(params[name], expected[name]) for name in KEPT}
         assert {name: error for name, error in apart.items() if error > ROUNDING} == {}
 
 
@@ -415,32 +415,32 @@ UNSTORABLE = {
 
 def first_steps(strategy: str) -> dict[str, str]:
     """The error of the first step of each optimizer, on this rank."""
-    found = {}
+    messages = {}
     for one in (*ON_RANKS, fails_on_one_rank):
         model = laid_out(strategy)
         state = STEP.init(model, Custom(model.parameters(), one))
         try:
             STEP(state, own_batch(strategy))
-            found[one.__name__] = ""
+            messages[one.__name__] = ""
         except (ConfigError, DistError) as error:
-            found[one.__name__] = f"{type(error).__name__}: {error}"
-    return found
+            messages[one.__name__] = f"{type(error).__name__}: {error}"
+    return messages
 
 
 @each_layout
 def test_state_that_differs_between_ranks_is_refused_in_the_first_step(ranks, strategy, world):
-    for rank, found in enumerate(ranks(world).run(first_steps, strategy)):
+    for rank, messages in enumerate(ranks(world).run(first_steps, strategy)):
         for one, line in ON_RANKS.items():
-            told, expected = found[one.__name__], line if world > 1 else ""
+            told, expected = messages[one.__name__], line if world > 1 else ""
             assert told[: len(expected) or None] == expected
             assert "\n" not in told
         if world > 1:
-            read = re.search(r"rank 1 has read (\S+) and rank 0 (\S+) \(number 1 of the step\)", found["reads_own_part"])
+            read = re.search(r"rank 1 has read (\S+) and rank 0 (\S+) \(number 1 of the step\)", messages["reads_own_part"])
             assert read is not None
             assert float(read[1]) != float(read[2])
         last = world - 1
         named = f"PeerError: apply_gradients: rank {last} failed (1 of {world} ranks did): ConfigError: no rows"
-        assert found["fails_on_one_rank"] == ("ConfigError: no rows" if rank == last else named)
+        assert messages["fails_on_one_rank"] == ("ConfigError: no rows" if rank == last else named)
 
 
 class Packed(Tensor):
@@ -466,7 +466,7 @@ class Packed(Tensor):
 
 
 def packs(own: Custom, group: dict[str, Any], p: Tensor, g: Tensor, state: dict[str, Any]) -> None:
-    """Momentum in tensors that wrap others, as torchao's optimizers of 8 bits have: of a shard in a DTensor."""
+    """Momentum in tensors that wrap other tensors, as in torchao's optimizers of 8 bits: of a shard in a DTensor."""
     from torch.distributed.tensor import DTensor
 
     if "momentum" not in state:
@@ -490,7 +490,7 @@ PARTIAL = "ConfigError: Custom: state 'sum' of 0.bias must hold values, not part
 
 def unstorable(strategy: str | None, root: str) -> dict[str, tuple[list[str], str, int]]:
     """The warnings of two steps of each optimizer, the error of the save, and the number of steps."""
-    found = {}
+    reports = {}
     for one in (*UNSTORABLE, *([partial_sum] if strategy == "full_shard" else [])):
         model = laid_out(strategy)
         state = STEP.init(model, Custom(model.parameters(), one))
@@ -503,25 +503,29 @@ def unstorable(strategy: str | None, root: str) -> dict[str, tuple[list[str], st
             refused = ""
         except (ConfigError, DistError) as error:
             refused = f"{type(error).__name__}: {error}"
-        found[one.__name__] = ([str(each.message) for each in seen if "save_sharded" in str(each.message)], refused, state.step)
-    return found
+        reports[one.__name__] = (
+            [str(warning.message) for warning in seen if "save_sharded" in str(warning.message)],
+            refused,
+            state.step,
+        )
+    return reports
 
 
-def warned_and_refused(found: dict[str, tuple[list[str], str, int]], rank: int = 0) -> bool:
-    for one, line in {**UNSTORABLE, **({partial_sum: PARTIAL} if "partial_sum" in found else {})}.items():
-        warned, refused, steps = found[one.__name__]
+def warned_and_refused(reports: dict[str, tuple[list[str], str, int]], rank: int = 0) -> bool:
+    for one, line in {**UNSTORABLE, **({partial_sum: PARTIAL} if "partial_sum" in reports else {})}.items():
+        warned, refused, steps = reports[one.__name__]
         assert refused.startswith(line)
         assert "\n" not in refused
         assert len(warned) == (rank == 0)
-        assert all(each.startswith(line.removeprefix("ConfigError: ")) and "save_sharded refuses" in each for each in warned)
+        assert all(text.startswith(line.removeprefix("ConfigError: ")) and "save_sharded refuses" in text for text in warned)
         assert steps == 2
-    return len(found) >= len(UNSTORABLE)
+    return len(reports) >= len(UNSTORABLE)
 
 
 @each_layout
 def test_state_that_no_checkpoint_can_hold_trains_and_is_refused_at_the_save(ranks, tmp_path, strategy, world):
-    for rank, found in enumerate(ranks(world).run(unstorable, strategy, str(tmp_path))):
-        assert warned_and_refused(found, rank)
+    for rank, reports in enumerate(ranks(world).run(unstorable, strategy, str(tmp_path))):
+        assert warned_and_refused(reports, rank)
 
 
 def test_state_that_no_checkpoint_can_hold_trains_and_is_refused_at_the_save_of_a_plain_model(tmp_path):

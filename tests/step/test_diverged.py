@@ -30,7 +30,7 @@ def run(step: dt.step.Step, state: dt.TrainState, values: list[float]) -> dt.Tra
 
 
 def stopped_at(step: dt.step.Step, state: dt.TrainState, values: list[float]) -> tuple[int, str]:
-    """The step that raised, -1 if none did, and what it said."""
+    """Return the step that raised (-1 if none did) and its message."""
     for value in values:
         try:
             state, _ = step(state, torch.full((2, 1), value))
@@ -41,8 +41,8 @@ def stopped_at(step: dt.step.Step, state: dt.TrainState, values: list[float]) ->
 
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])
 def test_ten_nonfinite_losses_in_a_row_raise(bad):
-    at, said = stopped_at(*begin(), [FINE] * 3 + [bad] * 20)
-    assert at == 13
+    last, said = stopped_at(*begin(), [FINE] * 3 + [bad] * 20)
+    assert last == 13
     assert said == (
         "step: the loss was infinite or NaN in 10 steps in a row, from step 3 on. The updates have spoiled the "
         "parameters, so load a checkpoint of step 2 or before, then lower the learning rate, clip, or look at the batches. "
@@ -69,8 +69,8 @@ def spoiled_once() -> dt.Transform:
 
 
 def test_nan_gradient_is_detected_from_later_losses():
-    at, said = stopped_at(*begin(spoiled_once()), [FINE] * 20)
-    assert at == 13
+    last, said = stopped_at(*begin(spoiled_once()), [FINE] * 20)
+    assert last == 13
     assert "from step 3 on" in said
     assert "a checkpoint of step 2 or before" in said  # that of step 3 has the NaN already
 
@@ -101,8 +101,8 @@ def test_allow_mode_sets_or_disables_the_nonfinite_limit():
 
 
 def test_skip_mode_stops_after_the_nonfinite_limit():
-    at, said = stopped_at(*begin(dt.transforms.nonfinite("skip")), [FINE] + [NAN] * 20)
-    assert (at, said[:72]) == (10, "nonfinite: step 10: a gradient is not finite, 10 steps in a row (on this")
+    last, said = stopped_at(*begin(dt.transforms.nonfinite("skip")), [FINE] + [NAN] * 20)
+    assert (last, said[:72]) == (10, "nonfinite: step 10: a gradient is not finite, 10 steps in a row (on this")
     assert stopped_at(*begin(dt.transforms.nonfinite("skip", in_a_row=None)), [NAN] * 40)[0] == -1
 
 
@@ -118,8 +118,8 @@ def test_skipped_updates_stop_on_nonfinite_gradients_with_finite_losses():
         return dt.apply_gradients(state, metrics, nonfinite="skip")
 
     step, state = begin(dt.Transform(name="spoil", update=spoil), update=update)
-    at, said = stopped_at(step, state, [FINE] * 20)
-    assert at == 9
+    last, said = stopped_at(step, state, [FINE] * 20)
+    assert last == 9
     assert "apply_gradients: step 9: a gradient is not finite, 10 steps in a row (on this rank: weight)" in said
     assert "so the parameters are intact" in said
     assert state.model.weight.isfinite().all()
@@ -184,14 +184,14 @@ class OnDevice(Tensor):
 def test_delayed_device_results_are_all_counted():
     watch = NonfiniteLossCounter(limit=10)
     watch._host = Late(torch.device("cpu"))
-    found = []
+    failures = []
     for step in range(30):
-        found.append(watch.first_failed_step())
+        failures.append(watch.first_failed_step())
         loss = torch.tensor(NAN if step >= 5 else 1.0, dtype=torch.float64)
         watch.record(step, loss.as_subclass(OnDevice))
-    first = next(step for step in found if step is not None)
+    first = next(step for step in failures if step is not None)
     assert first == 5
-    assert found.index(first) <= 5 + 10 + 2 * 4
+    assert failures.index(first) <= 5 + 10 + 2 * 4
 
 
 def on_ranks() -> list:

@@ -1,4 +1,4 @@
-"""Batches without a sample, given to a step by hand: one line that says what to do, on all ranks alike."""
+"""Batches without a sample, given to a step by hand: one line with the remedy, on all ranks alike."""
 
 from functools import partial
 
@@ -31,7 +31,7 @@ def said(fn, *args):
 
 
 def stepped(kind: str, sizes: list):
-    """A step over a batch of so many samples on each rank, and then one over a full one."""
+    """Make a step over a batch of so many samples on each rank, and then a step over a full batch."""
     net = torch.nn.Linear(3, 2)
     torch.nn.init.constant_(net.weight, 0.5)
     torch.nn.init.zeros_(net.bias)
@@ -58,9 +58,9 @@ def test_empty_batch_raises_one_line_error_and_training_continues(kind):
 @pytest.mark.parametrize("kind", GRADS)
 def test_empty_batches_are_refused_only_when_all_ranks_are_empty(ranks, kind):
     assert ranks(2).run(stepped, kind, [0, 0]) == [[f"StepError: {LINE}", 4.5, 8]] * 2
-    (first, *_), (other, *_) = found = ranks(2).run(stepped, kind, [0, 3])
+    (first, *_), (other, *_) = results = ranks(2).run(stepped, kind, [0, 3])
     assert first == other == 4.5
-    assert [samples for _, _, samples in found] == [11, 11]
+    assert [samples for _, _, samples in results] == [11, 11]
 
 
 def evaluated(sizes: list, size: int | None):
@@ -77,9 +77,9 @@ def evaluated(sizes: list, size: int | None):
 
 @pytest.mark.parametrize("size", [None, 2])
 def test_an_evaluation_over_empty_batches_is_refused_in_one_line(ranks, size):
-    for found in ([evaluated([0], size)], ranks(2).run(evaluated, [0, 0], size)):
-        assert len(set(found)) == 1
-        assert found[0] == (
+    for messages in ([evaluated([0], size)], ranks(2).run(evaluated, [0, 0], size)):
+        assert len(set(messages)) == 1
+        assert messages[0] == (
             "StepError: reduce_metrics: metric 'loss' must have a positive weight, got 0 over all ranks. "
             "Check that the loss counts some sample on some rank."
         )

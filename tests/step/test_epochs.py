@@ -41,9 +41,9 @@ def now_and_then(source, until: str, *, every: int):
 
 
 def slices(source, until: str, *, parts: int):
-    """One step on each slice of a batch: what is left of a minibatch of a rollout."""
+    """Make one step on each slice of a batch, as on the minibatches of a rollout."""
     for batch in source.until(until):
-        yield [{"x": part.clone()} for part in batch["x"].chunk(parts)]
+        yield [{"x": piece.clone()} for piece in batch["x"].chunk(parts)]
 
 
 LOOPS = {
@@ -58,20 +58,20 @@ STEPS = {"one": 10, "four": 40, "slices": 20}  # in an epoch of ten batches
 def run_of(loop: str, source, *transforms, until: str = "3ep", **options):
     """The loop; (state, crossed an epoch) after the steps on each batch."""
     step, state = begin(*transforms, **({"loader": source} if loop == "slices" else {}), **options)
-    found = []
+    crossings = []
     for batches in LOOPS[loop](source, until):
         for batch in batches:
             state, _ = step(state, batch)
         if batches:
-            found.append((state, state.crossed("1ep")))
-    return state, found
+            crossings.append((state, state.crossed("1ep")))
+    return state, crossings
 
 
 @pytest.mark.parametrize("loop", LOOPS)
 def test_clock_counts_three_epochs(loop):
-    state, found = run_of(loop, loader())
+    state, crossings = run_of(loop, loader())
     assert state.clock.epoch == 3
-    assert sum(crossed for _, crossed in found) == 3
+    assert sum(crossed for _, crossed in crossings) == 3
 
 
 @pytest.mark.parametrize("loop", LOOPS)
@@ -90,13 +90,13 @@ def test_run_fraction_in_epochs_depends_only_on_data():
     for steps in (1, 4):
         source = loader()
         step, state = begin(run_length=source.run_length("2ep"))
-        found = []
+        numbers = []
         for number, batch in enumerate(source.until("2ep"), 1):
             for _ in range(steps):
                 state, _ = step(state, batch)
             if state.crossed("0.25dur"):
-                found.append(number)
-        assert found == [5, 10, 15, 20]
+                numbers.append(number)
+        assert numbers == [5, 10, 15, 20]
         assert state.clock.count("dur") == 1.0
 
 
@@ -134,10 +134,10 @@ def test_zipped_loaders_require_the_loader_argument():
         dt.errors.ConfigError, match=r"1ep is counted in epochs, .*tensors of 2 loaders.*step.init\(.*loader=loader"
     ):
         state.crossed("1ep")
-    for at, epochs in ((0, 1), (1, 2)):
+    for index, epochs in ((0, 1), (1, 2)):
         state = None
         for *loaders, batch in pairs():
-            step, state = (step, state) if state is not None else begin(loader=loaders[at])
+            step, state = (step, state) if state is not None else begin(loader=loaders[index])
             state, _ = step(state, batch)
         assert state.clock.epoch == epochs
 
@@ -259,23 +259,23 @@ def test_every_one_epoch_runs_in_each_epochs_first_step(loop):
 
 
 def timeless(state) -> dict:
-    found = state.clock.state_dict()
-    return {**found, "seconds": 0, "previous": {**found["previous"], "seconds": 0}}
+    clock = state.clock.state_dict()
+    return {**clock, "seconds": 0, "previous": {**clock["previous"], "seconds": 0}}
 
 
 @pytest.mark.parametrize("loop", ["four", "third", "slices"])
 @pytest.mark.parametrize("stop_at", [7, 10, 14])
 def test_resumed_run_counts_epochs_as_an_uninterrupted_run(loop, stop_at, tmp_path):
     def go(state, step, source, until):
-        found = []
+        crossings = []
         for batches in LOOPS[loop](source, until):
             for batch in batches:
                 state, _ = step(state, batch)
             if batches and state.crossed("1ep"):
-                found.append(source.position.batches)
+                crossings.append(source.position.batches)
             if batches and source.position.batches >= stop_at and not dt.latest_checkpoint(tmp_path):
                 dt.save_sharded(tmp_path, state)
-        return state, found
+        return state, crossings
 
     source = loader()
     step, state = begin(dt.transforms.swa(start="1ep", every="1ep", end="4ep"), loader=source)
@@ -287,7 +287,7 @@ def test_resumed_run_counts_epochs_as_an_uninterrupted_run(loop, stop_at, tmp_pa
     if loop == "third":  # its loop counts from where it begins
         assert saved % 3 == 0
     state, after = go(state, step, source, "3ep")
-    assert after == [at for at in crossed if at > saved]
+    assert after == [step_number for step_number in crossed if step_number > saved]
     assert timeless(state) == timeless(whole)
     assert state.transform_states["swa"]["averaged"] == whole.transform_states["swa"]["averaged"]
 
@@ -319,7 +319,7 @@ def test_batch_position_survives_rewrapping_and_dtrain_copies():
     (origin,) = get_batch_infos(batch)
     assert get_batch_infos({"again": [batch["x"]]}) == [origin]
     assert get_batch_infos((batch, 3)) == [origin]
-    assert [get_batch_infos(part) for part in dt.data.split_batch(batch, 1)] == [[origin]] * 2
+    assert [get_batch_infos(piece) for piece in dt.data.split_batch(batch, 1)] == [[origin]] * 2
     assert [get_batch_infos(moved) for moved in dt.data.prefetch_to_device([batch], "meta")] == [[origin]]
     assert get_batch_infos(copy.deepcopy(dict(batch))) == [origin]
     assert get_batch_infos({"x": batch["x"][:1]}) == []

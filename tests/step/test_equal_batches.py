@@ -24,7 +24,7 @@ def warned(batches, *transforms, loss_fn=loss_fn, mesh=None, **options) -> list[
         warnings.simplefilter("always")
         for batch in batches:
             state, _ = steps(state, batch)
-    return [str(each.message) for each in caught if "equal batches" in str(each.message)]
+    return [str(warning.message) for warning in caught if "equal batches" in str(warning.message)]
 
 
 def fed(kind: str) -> list[str]:
@@ -103,7 +103,7 @@ def hashed(kind: str) -> int:
 
 def test_only_the_first_batches_are_hashed(ranks):
     assert ranks(2).run(hashed, "plain loader") == [3, 3]
-    assert ranks(2).run(hashed, "our loader") == [1, 1]  # the first comparison has told
+    assert ranks(2).run(hashed, "our loader") == [1, 1]  # the first comparison has warned
     assert ranks(2).run(hashed, "one batch for ever") == [16, 16]
     assert ranks(2).run(hashed, "wanted") == [0, 0]
     assert ranks(2).run(hashed, "context parallel") == [0, 0]

@@ -56,17 +56,17 @@ def predictions(global_batch_size: int, tail: str) -> list[float]:
     samples = [{"index": index, "x": x} for index, x in enumerate(DATA)]
     loader = build_loader(samples, mesh=mesh, global_batch_size=global_batch_size, seed=0, last_batch=tail)
     with eval_mode(net):
-        found = [(batch["index"], net(batch["x"]).squeeze(1)) for batch in loader.one_epoch()]
-    indices, values = (torch.cat(parts) for parts in zip(*found, strict=True))
+        pairs = [(batch["index"], net(batch["x"]).squeeze(1)) for batch in loader.one_epoch()]
+    indices, values = (torch.cat(parts) for parts in zip(*pairs, strict=True))
     return all_gather_ragged(values, order=indices, mesh=mesh).tolist()
 
 
 @pytest.mark.parametrize("world_size", [1, 3, 4])
 def test_predictions_are_gathered_in_dataset_order(ranks, world_size):
-    each = model().eval()(DATA).squeeze(1).tolist()
+    outputs = model().eval()(DATA).squeeze(1).tolist()
     for size, tail in [(4, "short"), (50, "short"), (5, "drop"), (5, "pad")]:
-        found = ranks(world_size).run(predictions, size, tail)
-        assert found == [pytest.approx(each, rel=1e-12)] * world_size, (size, tail)
+        gathered = ranks(world_size).run(predictions, size, tail)
+        assert gathered == [pytest.approx(outputs, rel=1e-12)] * world_size, (size, tail)
 
 
 def with_ragged_batches() -> float:
@@ -109,8 +109,8 @@ def broken():
     ],
 )
 def test_error_on_one_rank_raises_on_all_ranks(ranks, case, messages):
-    for found, message in zip(ranks(2).run(refused_on_one_rank, case), messages, strict=True):
-        assert message in found
+    for error, message in zip(ranks(2).run(refused_on_one_rank, case), messages, strict=True):
+        assert message in error
 
 
 def on_tensordicts(global_batch_size: int) -> list[float]:
@@ -212,15 +212,15 @@ def on_rank_without_samples(strategy: str, size: int | str | None) -> list[float
         nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).double(), build_mesh(), strategy=strategy, blocks=(nn.Linear,)
     )
     x, ids = torch.rand(6, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64) + 0.1, torch.arange(6) + 1
-    found = []
+    losses = []
     for sizes in ([3, 3], [0, 6]):
         mine = share(x, sizes)
         batch = {"x": mine, "id": share(ids, sizes), "names": ["a"] * len(mine)}
         rows = reduce_metrics(evaluate(net, [batch], logarithms, microbatch_size=size))
         spec = batch_spec({"x": "feature batch"})
         of_columns = reduce_metrics(evaluate(net, [{"x": mine.t()}], columns, batch_spec=spec, microbatch_size=size))
-        found.append([rows["loss"], of_columns["loss"], float("id" in rows)])
-    return [abs(one - other) for one, other in zip(*found, strict=True)]
+        losses.append([rows["loss"], of_columns["loss"], float("id" in rows)])
+    return [abs(one - other) for one, other in zip(*losses, strict=True)]
 
 
 @pytest.mark.parametrize("size", [None, 2, "auto"])

@@ -34,8 +34,8 @@ def batch() -> dict:
     return {"inputs": inputs, "targets": targets}
 
 
-def loss_fn(net: nn.Module, part: dict) -> LossSum:
-    return cross_entropy(net(part["inputs"]), part["targets"])
+def loss_fn(net: nn.Module, batch: dict) -> LossSum:
+    return cross_entropy(net(batch["inputs"]), batch["targets"])
 
 
 class Explode(torch.autograd.Function):
@@ -58,10 +58,10 @@ def broken(where: str, nth: int):
     """A loss whose ``nth`` call fails: before the model runs, inside a unit's forward, or at either end of backward."""
     calls = []
 
-    def loss(net: nn.Module, part: dict) -> LossSum:
+    def loss(net: nn.Module, batch: dict) -> LossSum:
         calls.append(1)
         if len(calls) != nth:
-            return loss_fn(net, part)
+            return loss_fn(net, batch)
         if where == "loss":
             raise MemoryError("loss")
         hook = {
@@ -70,7 +70,7 @@ def broken(where: str, nth: int):
             "inner backward": lambda: net[1].register_forward_hook(lambda module, args, out: Explode.apply(out)),
         }[where]()
         try:
-            return loss_fn(net, part)
+            return loss_fn(net, batch)
         finally:
             hook.remove()
 
@@ -78,18 +78,18 @@ def broken(where: str, nth: int):
 
 
 def left_over(state: TrainState) -> list[str]:
-    """Return everything that a failed step must not change."""
+    """Return all values that a failed step must not change."""
     net = state.model
-    found = [f"gradient of {name}" for name, p in state.params.items() if p.grad is not None]
+    leftovers = [f"gradient of {name}" for name, p in state.params.items() if p.grad is not None]
     for module in net.modules():
         if isinstance(module, FSDPModule):
             group = module._get_fsdp_state()._fsdp_param_group
             if group is not None:
                 flags = (group.reduce_grads, group.all_reduce_grads, group.reshard_after_backward)
-                found += [] if flags == (True, True, True) else [f"flags {flags}"]
-                found += [] if group.is_sharded else ["gathered parameters"]
-                found += [] if group._partial_reduce_output is None else ["half a reduction"]
-    return found
+                leftovers += [] if flags == (True, True, True) else [f"flags {flags}"]
+                leftovers += [] if group.is_sharded else ["gathered parameters"]
+                leftovers += [] if group._partial_reduce_output is None else ["half a reduction"]
+    return leftovers
 
 
 def hooks(net: nn.Module) -> int:
@@ -97,14 +97,14 @@ def hooks(net: nn.Module) -> int:
 
 
 def after_failures(strategy: str, accumulate: str, wider: bool, by_hand: bool) -> dict[str, list]:
-    """By kind of failure: what was left behind, and whether the next gradient is bit for bit that of before."""
+    """Return by kind of failure: the leftovers, and True if the next gradient is bit for bit that of before."""
     reset_of_torch = vars(FSDPModule).get("reset_iter_state")
     if by_hand and reset_of_torch:  # as torch does it that has no reset_iter_state of its own
         del FSDPModule.reset_iter_state
     try:
         precision = Precision(param="bf16", reduce="fp32") if wider else None
         state = sharded(strategy, accumulate=accumulate, precision=precision)
-        clean, found = hooks(state.model), {}
+        clean, results = hooks(state.model), {}
 
         def gradient_now() -> list[torch.Tensor]:
             microbatch_step(state, batch(), loss_fn=loss_fn, microbatch_size=1)
@@ -117,14 +117,14 @@ def after_failures(strategy: str, accumulate: str, wider: bool, by_hand: bool) -
                     microbatch_step(state, batch(), loss_fn=broken(where, nth), microbatch_size=1)
                 left = left_over(state) + ([] if hooks(state.model) == clean else ["hooks"])
                 same = all(torch.equal(a, b) for a, b in zip(before, gradient_now(), strict=True))
-                found[f"{where} in microbatch {nth}"] = [left, same]
-        return found
+                results[f"{where} in microbatch {nth}"] = [left, same]
+        return results
     finally:
         if by_hand and reset_of_torch:
             FSDPModule.reset_iter_state = reset_of_torch
 
 
-# FSDP2 keeps gradients that wait for their reduction in one place, or, if they are reduced in a wider dtype, in another.
+# FSDP2 keeps gradients that wait for their reduction in one list, or, for a wider dtype of reductions, in another list.
 def is_quick(strategy: str, accumulate: str, wider: bool, by_hand: bool) -> bool:
     """The other variants of a strategy are quick where parameters are cut and gradients are reduced in every microbatch."""
     return not wider or (accumulate == "sharded" and strategy == ("full_shard" if by_hand else "hybrid_shard"))

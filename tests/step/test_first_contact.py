@@ -1,4 +1,4 @@
-"""First contact: mistakes that newcomers make with states and steps, each answered by one line that says what to do."""
+"""First contact: mistakes that newcomers make with states and steps, each answered by one line with the remedy."""
 
 import re
 from collections import OrderedDict
@@ -31,7 +31,7 @@ def begun() -> dt.TrainState:
 
 
 def initialised(*given: Callable[[nn.Module], object], **options: object) -> Callable[[], object]:
-    """A call of ``init`` with what each of ``given`` makes of one model."""
+    """Return a call of ``init`` with the result of each function in ``given`` for one model."""
 
     def call() -> object:
         model = net()
@@ -96,7 +96,7 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
         "init: got the optimizer before the model. Swap them: `state = step.init(model, optimizer)`.",
     ),
     "list of optimizers": (
-        initialised(same, lambda model: [sgd(part) for part in model]),
+        initialised(same, lambda model: [sgd(half) for half in model]),
         "init: optimizer must be one torch.optim.Optimizer, got a list of 2. Give the parameters as groups of one optimizer "
         "(dt.optim.param_groups), or make a state for each with missing_ok=True.",
     ),

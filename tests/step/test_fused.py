@@ -22,7 +22,7 @@ from dtrain.state import TrainState, init_state
 from dtrain.step.compose import compose_step
 from shard.models import CASES, SAMPLES, WEIGHTS, batch, make
 
-NAME = "left out"  # cut parameters and whole ones, and a scalar
+NAME = "left out"  # cut and whole parameters, and a scalar
 STEPS = 3
 TOLERANCE = 1e-9  # float64; Adam's quotient of moments magnifies rounding in tiny gradients
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -32,7 +32,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 
 
 def optimizer_for(net: nn.Module, kind: str, *, fused: bool) -> torch.optim.Optimizer:
-    """Cut parameters and those that are whole are in groups of their own: a fused call takes no mix."""
+    """Cut parameters and whole parameters are in groups of their own: a fused call takes no mix."""
     cut = [p for p in net.parameters() if is_dtensor(p)]
     whole = [p for p in net.parameters() if not is_dtensor(p)]
     return OPTIMIZERS[kind]([{"params": params} for params in (cut, whole) if params], fused=fused)
@@ -70,8 +70,8 @@ def far(state: TrainState, expected: dict[str, torch.Tensor]) -> float:
 
 
 def trained(strategy: str, folder: str) -> dict[str, list]:
-    """By optimizer: the error, whether a loaded run has the same bits, and the error of one that begins with the plain loop."""
-    found = {}
+    """Return by optimizer: the error, True if a loaded run has equal bits, and the error of a run begun by the plain loop."""
+    results = {}
     for kind in OPTIMIZERS:
         root, expected = Path(folder) / kind, by_hand(kind)
         step, state = begun(strategy, kind, fused=True)
@@ -86,14 +86,14 @@ def trained(strategy: str, folder: str) -> dict[str, list]:
         step, taken_over = begun(strategy, kind, fused=True)
         taken_over = stepped(step, load_sharded(root / "plain", taken_over), 1)
         fused = all(group["fused"] for group in taken_over.optimizer.param_groups)
-        found[kind] = [far(state, expected), same, far(taken_over, expected), fused]
-    return found
+        results[kind] = [far(state, expected), same, far(taken_over, expected), fused]
+    return results
 
 
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "hybrid_shard", "replicate"])
 def test_fused_optimizers_match_the_plain_loop_across_save_and_load(ranks, tmp_path, strategy):
-    for found in ranks(4 if strategy == "hybrid_shard" else 2).run(trained, strategy, str(tmp_path)):
-        for kind, (error, same, taken_over, fused) in found.items():
+    for results in ranks(4 if strategy == "hybrid_shard" else 2).run(trained, strategy, str(tmp_path)):
+        for kind, (error, same, taken_over, fused) in results.items():
             assert max(error, taken_over) <= TOLERANCE, kind
             assert (same, fused) == (True, True), kind
 
@@ -104,16 +104,16 @@ def test_unsupported_fused_and_foreach_optimizers_are_refused_at_init(ranks):
         assert sgd == f"init: group 0 of SGD(fused=True) {says}"
         assert adagrad == f"init: group 0 of Adagrad(fused=True) {says}"
         says = "which this form does not take together. Give the whole parameters their own group."
-        for found, name in ((fused, "AdamW(fused=True)"), (foreach, "SGD(foreach=True)")):
-            assert found.startswith(f"init: group 0 of {name} holds ")
-            assert found.endswith(f"whole ones (first: temperature), {says}")
+        for message, name in ((fused, "AdamW(fused=True)"), (foreach, "SGD(foreach=True)")):
+            assert message.startswith(f"init: group 0 of {name} holds ")
+            assert message.endswith(f"whole ones (first: temperature), {says}")
         assert torchs == "NotImplementedError"  # when torch has it, our refusal may go
 
 
 def refused() -> list[str]:
     net = shard_model(make(NAME), build_mesh(), **CASES[NAME].options)
     cut = [p for p in net.parameters() if is_dtensor(p)]
-    found = []
+    messages = []
     for optimizer in (
         torch.optim.SGD(cut, fused=True),
         torch.optim.Adagrad(cut, fused=True),
@@ -123,11 +123,11 @@ def refused() -> list[str]:
         try:
             init_state(net, optimizer, missing_ok=True)
         except ConfigError as error:
-            found.append(str(error))
+            messages.append(str(error))
     for param in cut:
         param.grad = torch.zeros_like(param)
     try:
         torch.optim.SGD(cut, fused=True).step()
     except NotImplementedError:
-        found.append("NotImplementedError")
-    return found
+        messages.append("NotImplementedError")
+    return messages

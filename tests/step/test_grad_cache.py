@@ -1,4 +1,4 @@
-"""``grad_cache_step``: a loss over the whole global batch has its exact gradient, whatever the model is cut into.
+"""``grad_cache_step``: a loss over the whole global batch has its exact gradient, for every division of the model.
 
 The reference is written without dtrain, in one process, with one batch; where random numbers are drawn, it is the same loss,
 unsplit, that runs the model on one part of the rows after another.
@@ -114,21 +114,21 @@ def gradient(state: TrainState) -> Tensor:
     return torch.cat([full_tensor(p.grad).flatten() for p in state.params.values()])
 
 
-def relative_error(found: Tensor, expected: Tensor) -> float:
-    return float((found - expected).norm() / expected.norm())
+def relative_error(computed: Tensor, expected: Tensor) -> float:
+    return float((computed - expected).norm() / expected.norm())
 
 
 def errors(strategy: str, accumulate: str, splits: list, grad=grad_cache_step) -> list[tuple[float, float]]:
     """Of gradient and loss, for each split and size."""
-    state, found = sharded(strategy, accumulate), []
+    state, differences = sharded(strategy, accumulate), []
     expected, loss = reference()
     for counts in splits:
         for size in SIZES:
             _, metrics = grad(state, part_of(pairs(), counts), loss_fn=loss_fn, microbatch_size=size)
             numbers = reduce_metrics(metrics)
-            found.append((relative_error(gradient(state), expected), abs(numbers["loss"] - loss)))
+            differences.append((relative_error(gradient(state), expected), abs(numbers["loss"] - loss)))
             assert set(numbers) == {"loss", "accuracy"}
-    return found
+    return differences
 
 
 def is_quick(world: int, strategy: str, accumulate: str) -> bool:
@@ -145,9 +145,9 @@ CASES = [
 
 @pytest.mark.parametrize(("world_size", "strategy", "accumulate"), CASES)
 def test_gradient_and_loss_equal_the_whole_batch_for_every_split(ranks, world_size, strategy, accumulate):
-    for found in ranks(world_size).run(errors, strategy, accumulate, SPLITS[world_size]):
-        assert len(found) == len(SIZES) * len(SPLITS[world_size])
-        assert [pair for pair in found if not max(pair) <= FLOAT64_REORDERING] == []
+    for pairs in ranks(world_size).run(errors, strategy, accumulate, SPLITS[world_size]):
+        assert len(pairs) == len(SIZES) * len(SPLITS[world_size])
+        assert [pair for pair in pairs if not max(pair) <= FLOAT64_REORDERING] == []
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -164,7 +164,7 @@ def test_plain_microbatches_give_a_wrong_contrastive_gradient():
 
 
 def in_parts(size: int):
-    """The loss, with the model run on ``size`` samples after another, all with their graph: what draws the same numbers."""
+    """The loss, with the model run on ``size`` samples at a time, all with their graph: it draws the same numbers."""
 
     def loss(model: nn.Module, batch: dict[str, Tensor]) -> LossSum:
         def embed(x: Tensor) -> Tensor:
@@ -179,8 +179,8 @@ def noisy(loss):
     """``loss`` with a random number that is drawn after the model has run."""
 
     def drawn(model: nn.Module, batch: dict[str, Tensor]) -> LossSum:
-        found = loss(model, batch)
-        return LossSum(total=found.total * (1 + torch.rand(())), weight=found.weight)
+        exact = loss(model, batch)
+        return LossSum(total=exact.total * (1 + torch.rand(())), weight=exact.weight)
 
     return drawn
 
@@ -191,14 +191,14 @@ def with_dropout(strategy: str | None, param: str | None = None) -> list:
     if param:
         options |= {"precision": Precision(param=param), "dtype": torch.float32}
     batch = part_of(pairs(options.get("dtype", torch.float64)), [6, 5] if strategy else [SAMPLES])
-    found, draws = [], []
+    grads, draws = [], []
     for grad, loss, size in ((microbatch_step, in_parts(2), None), (grad_cache_step, loss_fn, 2)):
         state = sharded(strategy, **options) if strategy else state_of(encoder(**options))
         torch.manual_seed(7 + get_dist_info().rank)
         grad(state, batch, loss_fn=noisy(loss), microbatch_size=size)
-        found.append(gradient(state))
+        grads.append(gradient(state))
         draws.append(torch.rand(()).item())
-    return [relative_error(found[1], found[0]), draws[0] == draws[1]]
+    return [relative_error(grads[1], grads[0]), draws[0] == draws[1]]
 
 
 def test_recomputed_microbatch_uses_the_same_random_numbers(ranks):
@@ -245,33 +245,33 @@ def test_single_microbatch_runs_one_forward(size, rows):
 
 
 def test_buffer_updates_match_microbatch_step():
-    found = []
+    buffers = []
     for grad in (microbatch_step, grad_cache_step):
         state = state_of(encoder(norm=True))
         grad(state, {"q": pairs()["q"]}, loss_fn=simple_loss, microbatch_size=4)
-        found.append({name: buffer.clone() for name, buffer in state.model.named_buffers()})
-    assert found[0]["layers.1.num_batches_tracked"] == 3
-    for name, buffer in found[0].items():
-        torch.testing.assert_close(found[1][name], buffer, rtol=0, atol=0)
+        buffers.append({name: buffer.clone() for name, buffer in state.model.named_buffers()})
+    assert buffers[0]["layers.1.num_batches_tracked"] == 3
+    for name, buffer in buffers[0].items():
+        torch.testing.assert_close(buffers[1][name], buffer, rtol=0, atol=0)
 
 
 def test_loss_terms_with_own_weights_are_summed():
     def loss(model: nn.Module, batch: dict[str, Tensor]) -> LossSum:
-        found = loss_fn(model, batch)
+        plain = loss_fn(model, batch)
         return LossSum(
-            total=found.total, weight=found.weight, terms={"size": (model(batch["q"]).square().sum(), len(batch["q"]))}
+            total=plain.total, weight=plain.weight, terms={"size": (model(batch["q"]).square().sum(), len(batch["q"]))}
         )
 
     def weights(batch: dict[str, Tensor]) -> dict[str, Tensor | int]:
         return {"loss": batch["weight"].sum(), "size": len(batch["q"])}
 
-    found = []
+    results = []
     for grad, size in ((microbatch_step, None), (grad_cache_step, 2)):
         state = state_of(encoder())
         _, metrics = grad(state, pairs(), loss_fn=loss, microbatch_size=size, batch_spec=batch_spec(weight=weights))
-        found.append((gradient(state), reduce_metrics(metrics)))
-    assert relative_error(found[1][0], found[0][0]) <= FLOAT64_REORDERING
-    assert found[1][1] == pytest.approx(found[0][1], rel=FLOAT64_REORDERING)
+        results.append((gradient(state), reduce_metrics(metrics)))
+    assert relative_error(results[1][0], results[0][0]) <= FLOAT64_REORDERING
+    assert results[1][1] == pytest.approx(results[0][1], rel=FLOAT64_REORDERING)
 
 
 class Several(Encoder):
@@ -294,14 +294,14 @@ def several_loss(model: nn.Module, batch: dict) -> LossSum:
 
 
 def test_nested_model_inputs_and_outputs_are_supported():
-    batch, found = {"q": pairs()["q"], "names": [f"n{at}" for at in range(SAMPLES)]}, []
+    batch, flat = {"q": pairs()["q"], "names": [f"n{number}" for number in range(SAMPLES)]}, []
     for grad, size in ((microbatch_step, None), (grad_cache_step, 4)):
         torch.manual_seed(0)
         state = state_of(Several().double())
         grad(state, batch, loss_fn=several_loss, microbatch_size=size)
         grads = [p.grad for name, p in state.params.items() if name not in ("temperature", "shift")]
-        found.append(torch.cat([g.flatten() for g in grads]))
-    assert relative_error(found[1], found[0]) <= FLOAT64_REORDERING
+        flat.append(torch.cat([g.flatten() for g in grads]))
+    assert relative_error(flat[1], flat[0]) <= FLOAT64_REORDERING
 
 
 def test_loss_autocast_applies_to_recomputed_forwards():
@@ -318,15 +318,15 @@ def test_loss_autocast_applies_to_recomputed_forwards():
             z = model(batch["q"])
         return LossSum(total=(z.float() @ z.float().t()).logsumexp(1).sum(), weight=len(z))
 
-    found = []
+    flat = []
     for grad, size in ((microbatch_step, None), (grad_cache_step, 4)):
         torch.manual_seed(0)
         state = state_of(Seen())
         grad(state, pairs(torch.float32), loss_fn=loss, microbatch_size=size)
-        found.append(torch.cat([p.grad.flatten() for p in state.params.values() if p.grad is not None]))
+        flat.append(torch.cat([p.grad.flatten() for p in state.params.values() if p.grad is not None]))
     assert set(dtypes) == {torch.bfloat16}
     assert len(dtypes) == 1 + 6
-    assert relative_error(found[1], found[0]) <= BF16_ROUNDING
+    assert relative_error(flat[1], flat[0]) <= BF16_ROUNDING
 
 
 def test_peak_memory_is_close_to_one_microbatch():
@@ -346,7 +346,7 @@ def test_peak_memory_is_close_to_one_microbatch():
     assert peaks["cached"] < peaks["unsplit"] / 2
 
 
-# The rules for what the model is called with and returns.
+# The rules for arguments and results of the model.
 
 
 def needs_grad(model: nn.Module, batch: dict) -> LossSum:
@@ -435,15 +435,15 @@ class Refused(Exception):
 
 
 def after_exceptions(strategy: str) -> list:
-    """An exception in each of the passes, on all ranks, and then a step: its error, and what was left in between."""
+    """Raise in each of the passes, on all ranks, then make a step: its error, and the leftovers in between."""
     state, batch, left = sharded(strategy, dropout=0.0), part_of(pairs(), [6, 5]), []
 
-    def breaking(at: int):
+    def breaking(forward: int):
         calls = {"forwards": 0}
 
         def before(*_) -> None:
             calls["forwards"] += 1
-            if calls["forwards"] == at:
+            if calls["forwards"] == forward:
                 raise Refused
 
         return before
@@ -452,8 +452,8 @@ def after_exceptions(strategy: str) -> list:
         loss_fn(model, batch)
         raise Refused
 
-    for at in (2, 6, 7, 11):  # the first pass makes 3 forwards for each of the two calls, and the last one as many
-        handle = state.model.layers.register_forward_pre_hook(breaking(at))
+    for forward in (2, 6, 7, 11):  # the first pass makes 3 forwards for each of the two calls, and the last one as many
+        handle = state.model.layers.register_forward_pre_hook(breaking(forward))
         with pytest.raises(Refused):
             grad_cache_step(state, batch, loss_fn=loss_fn, microbatch_size=2)
         handle.remove()
@@ -509,9 +509,11 @@ def trained(budget: int, gather: bool, *transforms, grad=grad_cache_step) -> tup
     state = step.init(net, torch.optim.SGD(net.parameters(), lr=0.1))
     torch.manual_seed(get_dist_info().rank)
     with memory_budget(budget, existing=state.params.values()) as held:
-        for at in range(3):
-            held.limit = budget if at < 2 else budget * 4 // 5
-            state, _ = step(state, torch.randn(96, 32, generator=torch.Generator().manual_seed(10 * at + get_dist_info().rank)))
+        for number in range(3):
+            held.limit = budget if number < 2 else budget * 4 // 5
+            state, _ = step(
+                state, torch.randn(96, 32, generator=torch.Generator().manual_seed(10 * number + get_dist_info().rank))
+            )
             sizes.append(state.transform_states["auto_microbatch"]["size"] if transforms else None)
             # By heart, a rank that fails would count on the gathers of another number of microbatches.
             assert not transforms or state._run_context.transform_cache["auto_microbatch"].prober.traces.always_check
@@ -554,14 +556,14 @@ def test_grad_cache_step_works_as_compose_step_grad():
 
 def gathers(size: int) -> list[dict[str, int]]:
     """Collectives on the training group, of both kinds of step, for two microbatches."""
-    found = []
+    counts = []
     for grad in (microbatch_step, grad_cache_step):
         state = sharded("full_shard")
         for _ in range(2):
             with count_collectives() as seen:
                 grad(state, {"q": pairs()["q"][: 2 * size]}, loss_fn=simple_loss, microbatch_size=size)
-        found.append(seen.counts()["training"])
-    return found
+        counts.append(seen.counts()["training"])
+    return counts
 
 
 def test_extra_forward_adds_only_its_own_all_gathers(ranks):

@@ -1,4 +1,4 @@
-"""The central promise: one gradient, whatever the split into microbatches and ranks, the strategy, and the weights.
+"""The central promise: one gradient, for every split into microbatches and ranks, strategy, and weights.
 
 Reference and candidate differ only in the split; the reference is written without dtrain, in one process, with one batch.
 """
@@ -22,7 +22,7 @@ TOLERANCES = {"float64": 1e-12, "float32": 1e-5}
 SIZES = (1, 2, 3, 5, None)
 STRATEGIES = ("full_shard", "shard_grad_op", "hybrid_shard", "replicate")
 
-# How the samples lie on the ranks: even, ragged, with a rank that has one microbatch fewer, with a rank that has none.
+# The samples on the ranks: even, ragged, with a rank that has one microbatch fewer, with a rank that has none.
 SPLITS = {
     1: [[11]],
     2: [[6, 5], [10, 1], [11, 0], [0, 11]],
@@ -71,21 +71,21 @@ def difference(state: TrainState, counts: list, size: int | None, loss=loss_fn, 
     first = sum(counts[:rank])
     batch = {key: value[first : first + counts[rank]] for key, value in ragged_batch().items()}
     microbatch_step(state, batch, loss_fn=loss, microbatch_size=size, **options)
-    found = torch.cat([full_tensor(p.grad).flatten() for p in state.params.values()])
-    expected = reference(str(found.dtype).removeprefix("torch."))
-    return ((found - expected).norm() / expected.norm()).item()
+    computed = torch.cat([full_tensor(p.grad).flatten() for p in state.params.values()])
+    expected = reference(str(computed.dtype).removeprefix("torch."))
+    return ((computed - expected).norm() / expected.norm()).item()
 
 
 def differences(strategy: str, splits: list, dtype: str) -> list[float]:
     """One for every combination of split, size, accumulate mode, and weights known before or after backward."""
-    found = []
+    errors = []
     for accumulate in ("local", "sharded"):
         state = sharded(strategy, accumulate, dtype)
         for counts in splits:
             for size in SIZES:
                 for options in ({}, {"batch_spec": batch_spec(weight=promised)}):
-                    found.append(difference(state, counts, size, **options))
-    return found
+                    errors.append(difference(state, counts, size, **options))
+    return errors
 
 
 QUICK = {(2, "full_shard"), (2, "replicate"), (4, "shard_grad_op"), (4, "hybrid_shard")}
@@ -107,9 +107,9 @@ CASES = [
 
 @pytest.mark.parametrize(("world_size", "strategy", "dtype"), CASES)
 def test_gradient_equals_the_global_mean_gradient_for_every_split(ranks, world_size, strategy, dtype):
-    for found in ranks(world_size).run(differences, strategy, SPLITS[world_size], dtype):
-        assert len(found) == 4 * len(SIZES) * len(SPLITS[world_size])
-        assert [error for error in found if not error <= TOLERANCES[dtype]] == []  # a NaN fails, too
+    for errors in ranks(world_size).run(differences, strategy, SPLITS[world_size], dtype):
+        assert len(errors) == 4 * len(SIZES) * len(SPLITS[world_size])
+        assert [error for error in errors if not error <= TOLERANCES[dtype]] == []  # a NaN fails, too
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)

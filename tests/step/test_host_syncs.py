@@ -31,8 +31,8 @@ def batch() -> dict:
     return {"inputs": ids, "targets": ids.roll(1, 1)}
 
 
-def loss_fn(net: nn.Module, part: dict) -> LossSum:
-    loss = cross_entropy(net(part["inputs"]), part["targets"])
+def loss_fn(net: nn.Module, batch: dict) -> LossSum:
+    loss = cross_entropy(net(batch["inputs"]), batch["targets"])
     return LossSum(
         total=loss.total, weight=loss.weight, terms={"small": (loss.total * 0.1, loss.weight)}, aux={"one": (1.0, 1.0)}
     )
@@ -89,7 +89,9 @@ def test_host_sync_counter_detects_syncs_on_cpu():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_gpu_step_raises_no_cuda_sync_warning():
     net = model().cuda()
-    step = compose_step(lambda net, part: cross_entropy(net(part["inputs"]), part["targets"]), [clip_by_norm(1.0), ema(0.9)])
+    step = compose_step(
+        lambda net, microbatch: cross_entropy(net(microbatch["inputs"]), microbatch["targets"]), [clip_by_norm(1.0), ema(0.9)]
+    )
     state = step.init(net, torch.optim.AdamW(net.parameters(), lr=0.01, fused=True))
     on_device = {key: value.cuda() for key, value in batch().items()}
     state, _ = step(state, on_device)

@@ -141,7 +141,7 @@ def answers(strategy):
     """Return the answer of this rank to each loss: an error, a warning, or nothing."""
     torch.manual_seed(0)
     mesh = dt.build_mesh()
-    found = {}
+    outcomes = {}
     for name, loss in (MEANS | {f"sum: {name}": loss for name, loss in (SUMS | SUMS_BY_HALVES).items()}).items():
         model = dt.shard_model(nn.Linear(4, 3), mesh, strategy=strategy)
         step = dt.compose_step(lambda m, b, loss=loss: dt.LossSum(**dict(zip(("total", "weight"), loss(m, b), strict=True))))
@@ -151,16 +151,16 @@ def answers(strategy):
             try:
                 step(state, BATCH)
                 warned = sum("must be a sum, got a mean" in str(warning.message) for warning in caught)
-                found[name] = f"{warned} warnings"
+                outcomes[name] = f"{warned} warnings"
             except ConfigError as error:
-                found[name] = "raised" if "must be a sum, got a mean" in str(error) else str(error)
-    return found
+                outcomes[name] = "raised" if "must be a sum, got a mean" in str(error) else str(error)
+    return outcomes
 
 
 def test_mean_total_raises_on_every_rank_where_the_halves_prove_it(ranks):
-    for found in ranks(2).run(answers, "replicate"):
-        assert {name: found[name] for name in MEANS} == dict.fromkeys(MEANS, "raised")
-        assert all(answer == "0 warnings" for name, answer in found.items() if name not in MEANS), found
+    for outcomes in ranks(2).run(answers, "replicate"):
+        assert {name: outcomes[name] for name in MEANS} == dict.fromkeys(MEANS, "raised")
+        assert all(answer == "0 warnings" for name, answer in outcomes.items() if name not in MEANS), outcomes
 
 
 def test_mean_total_of_a_sharded_model_warns_on_rank_0_and_no_loss_raises(ranks):

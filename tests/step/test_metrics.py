@@ -75,8 +75,8 @@ def test_mask_excludes_tokens(dtype):
     ],
 )
 def test_accuracy_of_ties_and_nan_is_defined(logits, target, right):
-    found, counted = token_accuracy(torch.tensor([logits]), torch.tensor([target]))
-    assert (found, counted) == (right, 1)
+    correct, counted = token_accuracy(torch.tensor([logits]), torch.tensor([target]))
+    assert (correct, counted) == (right, 1)
 
 
 def test_custom_ignore_index_is_excluded():
@@ -118,21 +118,21 @@ def cut(case):
         logits = logits.bfloat16()
     whole = [value.item() for value in token_accuracy(logits, targets)]
     mesh = init_device_mesh("cpu", (2,))
-    found = [
+    totals = [
         [value.item() for value in token_accuracy(distribute_tensor(logits, mesh, [place]), targets)]
         for place in (Shard(-1), Replicate())
     ]
     try:
         token_accuracy(distribute_tensor(logits, mesh, [Shard(0)]), targets)
     except ConfigError as error:
-        return whole, found, str(error)
-    return whole, found, "no error"
+        return whole, totals, str(error)
+    return whole, totals, "no error"
 
 
 @pytest.mark.parametrize("case", ["plain", "ties", "nan", "half"])
 def test_logits_sharded_over_classes_give_equal_accuracy(ranks, case):
-    for whole, found, error in ranks(2).run(cut, case):
-        assert found == [whole] * 2
+    for whole, totals, error in ranks(2).run(cut, case):
+        assert totals == [whole] * 2
         assert error.startswith("token_accuracy: takes a DTensor whose last dim is sharded evenly over one axis")
 
 

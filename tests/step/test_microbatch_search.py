@@ -33,9 +33,9 @@ def search(
         assert box.min_size <= size <= largest
         assert size not in [t.size for t in tries]
         peak = int(fixed + math.ceil(size * per_sample))
-        fits = all(peak <= each for each in limit)
-        known = fits and measurable
-        ranks = tuple(RankMemory(before=fixed // 2, peak=peak, capacity=each) for each in limit) if known else ()
+        fits = all(peak <= capacity for capacity in limit)
+        measured = fits and measurable
+        ranks = tuple(RankMemory(before=fixed // 2, peak=peak, capacity=capacity) for capacity in limit) if measured else ()
         tries.append(ProbeResult(size=size, fits=fits, rank_memory=ranks))
     assert len(tries) <= int(math.log2(largest)) + 2
     return max((t.size for t in tries if t.fits), default=0), tries
@@ -46,9 +46,9 @@ def test_measured_search_finds_size_close_to_the_largest(seed):
     draw = random.Random(seed)
     per_sample, fixed, largest = draw.uniform(0.5, 5000), draw.randrange(10_000_000), draw.randrange(1, 5000)
     limits = [int(fixed + per_sample * draw.uniform(1, 2 * largest)) + 1 for _ in range(draw.randrange(1, 5))]
-    found, tries = search(limits, fixed=fixed, per_sample=per_sample, largest=largest)
+    size, tries = search(limits, fixed=fixed, per_sample=per_sample, largest=largest)
     best = min(largest, int((min(limits) - fixed) / per_sample))
-    assert best - max(1, 0.06 * best) <= found <= best, tries
+    assert best - max(1, 0.06 * best) <= size <= best, tries
     assert len(tries) <= 6
 
 
@@ -56,32 +56,32 @@ def test_measured_search_finds_size_close_to_the_largest(seed):
 @pytest.mark.parametrize("share", [0.05, 0.4, 0.99, 2.0])
 def test_search_without_memory_gauge_bisects(largest, share):
     limit = max(1, int(share * largest))
-    found, _ = search([limit], fixed=0, per_sample=1, largest=largest, measurable=False)
+    size, _ = search([limit], fixed=0, per_sample=1, largest=largest, measurable=False)
     best = min(largest, limit)
-    assert best - max(1, 0.1 * best) <= found <= best
+    assert best - max(1, 0.1 * best) <= size <= best
 
 
 def test_search_stops_after_the_minimum_size_fails():
     assert search([10], fixed=100, per_sample=1, largest=64) == (0, [ProbeResult(size=1, fits=False)])
-    found, tries = search([10], fixed=100, per_sample=1, largest=64, measurable=False, minimum=4)
-    assert found == 0
+    size, tries = search([10], fixed=100, per_sample=1, largest=64, measurable=False, minimum=4)
+    assert size == 0
     assert [t.size for t in tries] == [64, 32, 16, 8, 4]
 
 
 def test_search_needs_two_probes_when_the_whole_batch_fits():
-    found, tries = search([10**9], fixed=100, per_sample=1, largest=64)
-    assert (found, len(tries)) == (64, 2)
+    size, tries = search([10**9], fixed=100, per_sample=1, largest=64)
+    assert (size, len(tries)) == (64, 2)
 
 
 def test_headroom_is_left_free():
-    found, _ = search([1000], fixed=0, per_sample=1, largest=5000, headroom=0.25)
-    assert 700 <= found <= 750
+    size, _ = search([1000], fixed=0, per_sample=1, largest=5000, headroom=0.25)
+    assert 700 <= size <= 750
 
 
 def test_sizes_are_multiples_of_the_divisor_or_the_whole_batch():
-    found, tries = search([1000], fixed=0, per_sample=1, largest=5001, divisor=8, minimum=8)
+    size, tries = search([1000], fixed=0, per_sample=1, largest=5001, divisor=8, minimum=8)
     assert all(t.size % 8 == 0 for t in tries)
-    assert 940 <= found <= 1000
+    assert 940 <= size <= 1000
     assert search([10**9], fixed=0, per_sample=1, largest=5001, divisor=8, minimum=8)[0] == 5001
 
 

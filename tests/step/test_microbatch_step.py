@@ -1,4 +1,4 @@
-"""microbatch_step: what it counts and leaves, and what it refuses. Its gradient is proven in test_gradients."""
+"""microbatch_step: its counts, the state it leaves, and its refusals. Its gradient is proven in test_gradients."""
 
 import time
 
@@ -34,9 +34,9 @@ def reference() -> torch.Tensor:
     return torch.cat([p.grad.flatten() for p in net.parameters()])
 
 
-def difference(found: torch.Tensor) -> float:
+def difference(computed: torch.Tensor) -> float:
     expected = reference()
-    return ((found - expected).norm() / expected.norm()).item()
+    return ((computed - expected).norm() / expected.norm()).item()
 
 
 def order_of_metrics(counts: list) -> list:
@@ -47,9 +47,9 @@ def order_of_metrics(counts: list) -> list:
     first = sum(counts[: get_dist_info().rank])
     batch = {key: value[first : first + counts[get_dist_info().rank]] for key, value in ragged_batch().items()}
 
-    def with_aux(net: nn.Module, part: dict) -> LossSum:
-        loss = loss_fn(net, part)
-        return LossSum(total=loss.total, weight=loss.weight, aux={"samples": (float(len(part["inputs"])), 1.0)})
+    def with_aux(net: nn.Module, batch: dict) -> LossSum:
+        loss = loss_fn(net, batch)
+        return LossSum(total=loss.total, weight=loss.weight, aux={"samples": (float(len(batch["inputs"])), 1.0)})
 
     spec = batch_spec({"inputs": "batch seq", "targets": "batch seq"})
     state, metrics = microbatch_step(state, batch, loss_fn=with_aux, microbatch_size=2, batch_spec=spec)
@@ -181,13 +181,13 @@ def test_nested_step_in_the_loss_preserves_accumulated_gradients():
     batch, inner_step = torch.ones(4, 2).bfloat16(), compose_step(plain)
     states = [inner_step.init(inner, torch.optim.SGD(inner.parameters(), lr=0.0))]
 
-    def nested(model, part):
+    def nested(model, microbatch):
         states[0], _ = inner_step(states[0], batch)
-        return plain(model, part)
+        return plain(model, microbatch)
 
-    found = []
+    grads = []
     for loss in (plain, nested):
         state = compose_step(loss).init(outer, torch.optim.SGD(outer.parameters(), lr=0.0))
         microbatch_step(state, batch, loss_fn=loss, microbatch_size=1)
-        found.append(outer.weight.grad)
-    assert torch.equal(*found)
+        grads.append(outer.weight.grad)
+    assert torch.equal(*grads)

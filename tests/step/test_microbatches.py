@@ -1,4 +1,4 @@
-"""Batches of any kind: cut and counted by the caller; what cannot be is an error on all ranks, not a hang."""
+"""Batches of any kind: cut and counted by the caller; an invalid batch is an error on all ranks, not a hang."""
 
 import numpy as np
 import pytest
@@ -28,7 +28,7 @@ def some(count: int) -> Graphs:
 
 
 def split(batch: Graphs, size: int) -> list[Graphs]:
-    return [Graphs(batch.graphs[at : at + size]) for at in range(0, len(batch.graphs), size)]
+    return [Graphs(batch.graphs[start : start + size]) for start in range(0, len(batch.graphs), size)]
 
 
 def count(batch: Graphs) -> tuple[int, int]:
@@ -102,7 +102,7 @@ def bad_batch_on_rank_1(where: str) -> list[str]:
     try:
         microbatch_step(state, some(5), batch_spec=batch_spec(**{**functions, where: broken}), **options)
     except (DtrainError, ValueError) as error:
-        microbatch_step(state, some(5), batch_spec=batch_spec(**functions), **options)  # all may go on
+        microbatch_step(state, some(5), batch_spec=batch_spec(**functions), **options)  # all ranks continue
         return [type(error).__name__, str(error)]
     return ["no error"]
 
@@ -115,32 +115,36 @@ def test_unusable_batch_on_one_rank_raises_on_all_ranks(ranks, where):
 
 
 @pytest.mark.parametrize(
-    "found",
+    "counted",
     [4.0, None, -4, True, (1, 2, 3), (4.5, 2), (4, -1), "4"],
     ids=["float", "none", "negative", "bool", "three", "half", "tokens", "text"],
 )
-def test_invalid_count_result_is_refused(found):
+def test_invalid_count_result_is_refused(counted):
     with pytest.raises(ConfigError, match=r"count must return samples, or \(samples, tokens\), as whole numbers, got "):
         microbatch_step(
-            plain(), some(5), loss_fn=loss_fn, microbatch_size=2, batch_spec=batch_spec(split=split, count=lambda batch: found)
+            plain(),
+            some(5),
+            loss_fn=loss_fn,
+            microbatch_size=2,
+            batch_spec=batch_spec(split=split, count=lambda batch: counted),
         )
 
 
-@pytest.mark.parametrize("found", [np.int64(5), torch.tensor(5), (np.int32(5), torch.tensor(15)), [5, 15]], ids=repr)
-def test_integer_like_counts_are_accepted(found):
+@pytest.mark.parametrize("counted", [np.int64(5), torch.tensor(5), (np.int32(5), torch.tensor(15)), [5, 15]], ids=repr)
+def test_integer_like_counts_are_accepted(counted):
     state, _ = microbatch_step(
-        plain(), some(5), loss_fn=loss_fn, microbatch_size=2, batch_spec=batch_spec(split=split, count=lambda batch: found)
+        plain(), some(5), loss_fn=loss_fn, microbatch_size=2, batch_spec=batch_spec(split=split, count=lambda batch: counted)
     )
     assert state._step_counts.samples == 5
 
 
-@pytest.mark.parametrize("found", [None, 3, "text", {"a": 1}], ids=["none", "number", "text", "mapping"])
-def test_non_list_split_result_is_refused(found):
+@pytest.mark.parametrize("pieces", [None, 3, "text", {"a": 1}], ids=["none", "number", "text", "mapping"])
+def test_non_list_split_result_is_refused(pieces):
     with pytest.raises(ConfigError, match="split must return a list of microbatches, got "):
         microbatch_step(
             plain(),
             some(5),
             loss_fn=loss_fn,
             microbatch_size=2,
-            batch_spec=batch_spec(split=lambda batch, size: found, count=count),
+            batch_spec=batch_spec(split=lambda batch, size: pieces, count=count),
         )

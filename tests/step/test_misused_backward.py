@@ -77,7 +77,7 @@ def said(net, loss_fn, size) -> str:
 
 
 def in_every_way() -> dict[str, object]:
-    found: dict[str, object] = {}
+    messages: dict[str, object] = {}
     for strategy in STRATEGIES:
         for accumulate in ("local", "sharded"):
             for size in (None, 1):
@@ -85,19 +85,19 @@ def in_every_way() -> dict[str, object]:
                 for loss_fn in (with_backward, with_two_forwards, with_penalty, adversarial):
                     net = shard_model(make(), build_mesh(), strategy=strategy, blocks=(nn.Linear,), accumulate=accumulate)
                     if loss_fn not in allowed:
-                        found.setdefault(loss_fn.__name__, set()).add(said(net, loss_fn, size))
+                        messages.setdefault(loss_fn.__name__, set()).add(said(net, loss_fn, size))
                         continue
                     error = (gradient(net, loss_fn, size) - by_hand(loss_fn)).norm().item()
-                    found["largest error"] = max(error, found.get("largest error", 0.0))
-    return {name: sorted(said) if isinstance(said, set) else said for name, said in found.items()}
+                    messages["largest error"] = max(error, messages.get("largest error", 0.0))
+    return {name: sorted(said) if isinstance(said, set) else said for name, said in messages.items()}
 
 
 def test_backward_in_a_sharded_loss_raises_one_line_error(ranks):
-    found = ranks(2).run(in_every_way)[0]
-    assert found.pop("largest error") <= 1e-12
+    messages = ranks(2).run(in_every_way)[0]
+    assert messages.pop("largest error") <= 1e-12
     own = "microbatch_step: loss_fn must not call backward(), because the step calls backward itself"
     twice = "microbatch_step: the loss must not use create_graph=True, because FSDP2 frees weights between the two backwards"
-    assert found == {"with_backward": [own], "with_two_forwards": [own], "with_penalty": [twice]}
+    assert messages == {"with_backward": [own], "with_two_forwards": [own], "with_penalty": [twice]}
 
 
 @pytest.mark.parametrize("size", [None, 1])
@@ -122,19 +122,19 @@ def test_unsharded_model_supports_double_backward():
 
 
 def copied() -> list[str]:
-    found = []
+    messages = []
     for strategy in CUT:
         first, second = (shard_model(make(), build_mesh(), strategy=strategy, blocks=(nn.Linear,)) for _ in range(2))
-        for part in (first, first[0], {"teacher": first}):
+        for value in (first, first[0], {"teacher": first}):
             with pytest.raises(ConfigError) as caught:
-                copy.deepcopy(part)
-            found.append(str(caught.value).partition(", and")[0])
+                copy.deepcopy(value)
+            messages.append(str(caught.value).partition(", and")[0])
         with torch.no_grad():
             for param in second.parameters():
                 param.zero_()
         second.load_state_dict(first.state_dict())
         assert second(BATCH).equal(first(BATCH))
-    return found
+    return messages
 
 
 def test_deepcopy_of_a_sharded_model_is_refused_with_a_workaround(ranks):

@@ -49,9 +49,9 @@ WAYS: dict[str, tuple[dt.step.Step, Callable[[TrainState], TrainState]]] = {
 
 
 def fingerprint(state: TrainState) -> list[object]:
-    """Everything that a step changes."""
-    moments = [value for each in state.optimizer.state.values() for value in each.values()]
-    slices = [value for each in state.transform_states.values() for value in torch.utils._pytree.tree_leaves(each)]
+    """Return all values that a step changes."""
+    moments = [value for entries in state.optimizer.state.values() for value in entries.values()]
+    slices = [value for entries in state.transform_states.values() for value in torch.utils._pytree.tree_leaves(entries)]
     return [state.step, *(repr(torch.as_tensor(value).tolist()) for value in (*state.params.values(), *moments, *slices))]
 
 
@@ -72,8 +72,8 @@ def test_keyboard_interrupt_at_any_line_keeps_a_whole_step_state(way, stride):
         if not interrupted_at(line, lambda state=state: take(state)):
             break
         newest = TrainState.newest(state.model)
-        found = fingerprint(newest)
-        assert found in (before, after), f"line {line}"
+        reached = fingerprint(newest)
+        assert reached in (before, after), f"line {line}"
         seen.add(newest.step)
         newest._check_not_stale("test")
         line += stride
@@ -169,7 +169,7 @@ def test_newest_returns_the_last_initialized_run_of_a_model():
 def test_newest_selects_partial_runs_by_optimizer():
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
     step = dt.compose_step(LOSS)
-    halves = [step.init(model, torch.optim.SGD(part.parameters(), lr=0.1), missing_ok=True) for part in model]
+    halves = [step.init(model, torch.optim.SGD(layer.parameters(), lr=0.1), missing_ok=True) for layer in model]
     with pytest.raises(ConfigError, match=r"2 runs train parts of this model \(optimizers: SGD, SGD\). Name the optimizer"):
         TrainState.newest(model)
     halves[0], _ = step(halves[0], BATCH)

@@ -29,12 +29,12 @@ def batch() -> dict:
     return {"x": x, "fit": torch.tensor([1.0, 0, 2, 0, 0, 3, 0.5]), "flat": torch.tensor([0.0, 0, 0, 1, 0, 0, 0])}
 
 
-def loss_fn(net: nn.Module, part: dict) -> LossSum:
-    out = net(part["x"])
+def loss_fn(net: nn.Module, batch: dict) -> LossSum:
+    out = net(batch["x"])
     return LossSum(
-        total=(out[:, 0].square() * part["fit"]).sum(),
-        weight=part["fit"].sum(),
-        terms={"flat": ((out[:, 1].abs() * part["flat"]).sum(), part["flat"].sum())},
+        total=(out[:, 0].square() * batch["fit"]).sum(),
+        weight=batch["fit"].sum(),
+        terms={"flat": ((out[:, 1].abs() * batch["flat"]).sum(), batch["flat"].sum())},
         aux={"largest": (out.detach().amax(), 1.0)},
     )
 
@@ -59,11 +59,11 @@ def state_of(net: nn.Module) -> TrainState:
 def several_terms(counts: list, size: int | None) -> list:
     state = state_of(shard_model(model(), build_mesh(), blocks=(nn.Linear,)))
     first = sum(counts[: get_dist_info().rank])
-    part = {key: value[first : first + counts[get_dist_info().rank]] for key, value in batch().items()}
-    _, metrics = microbatch_step(state, part, loss_fn=loss_fn, microbatch_size=size, batch_spec=batch_spec(weight=weigh))
-    found = torch.cat([full_tensor(p.grad).flatten() for p in state.params.values()])
+    own = {key: value[first : first + counts[get_dist_info().rank]] for key, value in batch().items()}
+    _, metrics = microbatch_step(state, own, loss_fn=loss_fn, microbatch_size=size, batch_spec=batch_spec(weight=weigh))
+    computed = torch.cat([full_tensor(p.grad).flatten() for p in state.params.values()])
     numbers = reduce_metrics(metrics)
-    return [((found - reference()).norm() / reference().norm()).item(), sorted(numbers), numbers["flat"]]
+    return [((computed - reference()).norm() / reference().norm()).item(), sorted(numbers), numbers["flat"]]
 
 
 @pytest.mark.parametrize("size", [1, 3, None])
@@ -71,10 +71,10 @@ def several_terms(counts: list, size: int | None) -> list:
 def test_each_loss_term_has_its_own_denominator(ranks, counts, size):
     net, whole = model(), batch()
     flat = (net(whole["x"])[:, 1].abs() * whole["flat"]).sum() / whole["flat"].sum()
-    for error, names, found in ranks(len(counts)).run(several_terms, counts, size):
+    for error, names, mean in ranks(len(counts)).run(several_terms, counts, size):
         assert error <= TOLERANCE
         assert names == ["flat", "largest", "loss"]
-        assert found == pytest.approx(flat.item(), rel=1e-12)
+        assert mean == pytest.approx(flat.item(), rel=1e-12)
 
 
 def plain(**options) -> TrainState:
@@ -92,8 +92,8 @@ def test_zero_weight_term_does_not_affect_other_terms():
     state, alone = state_of(model()), state_of(model())
     microbatch_step(state, without(batch()), loss_fn=loss_fn, batch_spec=batch_spec(weight=weigh))
 
-    def main_only(net, part):
-        return LossSum(total=(net(part["x"])[:, 0].square() * part["fit"]).sum(), weight=part["fit"].sum())
+    def main_only(net, batch):
+        return LossSum(total=(net(batch["x"])[:, 0].square() * batch["fit"]).sum(), weight=batch["fit"].sum())
 
     microbatch_step(alone, without(batch()), loss_fn=main_only)
     for a, b in zip(state.params.values(), alone.params.values(), strict=True):
@@ -148,8 +148,8 @@ def test_non_numeric_weight_is_refused(given, message):
 
 def test_a_weight_may_be_a_tensor_of_one_element():
     state = plain(batch_spec=batch_spec(weight=lambda whole: {name: weight[None] for name, weight in weigh(whole).items()}))
-    found = torch.cat([p.grad.flatten() for p in state.params.values()])
-    assert ((found - reference()).norm() / reference().norm()).item() <= TOLERANCE
+    computed = torch.cat([p.grad.flatten() for p in state.params.values()])
+    assert ((computed - reference()).norm() / reference().norm()).item() <= TOLERANCE
 
 
 def other_terms_on_rank_1(case: str) -> str:

@@ -40,7 +40,7 @@ CHOSEN = {  # models, each with an optimizer and with how often that runs in a s
     "frozen": ("fused", (3,)),  # one unit of four has nothing to apply
     "everything": ("sgd", (3, 4)),
     "left out": ("sgd", (3,)),
-    "some unused": ("adamw", (2, 3)),  # by what the rank's samples reach
+    "some unused": ("adamw", (2, 3)),  # by the parameters that the rank's samples reach
 }
 
 
@@ -70,12 +70,12 @@ def shares(name):
 def bits(state):
     """Parameters, optimizer state and averages, on this rank."""
     named = {id(p): name for name, p in state.params.items()}
-    found = dict(state.params)
+    tensors = dict(state.params)
     for param, kept in state.optimizer.state.items():
-        found |= {f"{named[id(param)]} {key}": value for key, value in kept.items() if isinstance(value, torch.Tensor)}
-    found |= {f"{name} average": value for name, value in state.transform_states["ema"]["params"].items()}
+        tensors |= {f"{named[id(param)]} {key}": value for key, value in kept.items() if isinstance(value, torch.Tensor)}
+    tensors |= {f"{name} average": value for name, value in state.transform_states["ema"]["params"].items()}
     return {
-        name: full_tensor(found[name].detach()).clone() for name in sorted(found)
+        name: full_tensor(tensors[name].detach()).clone() for name in sorted(tensors)
     }  # ranks may have stepped in another order
 
 
@@ -107,8 +107,8 @@ def held(net):
 
 
 def compared(strategy):
-    """By model: in what the two ways differ, and how often the optimizer ran in a step."""
-    found = {}
+    """Return by model: the keys that differ between the two ways, and how often the optimizer ran in a step."""
+    results = {}
     for index, (name, (kind, _)) in enumerate(CHOSEN.items()):
         ends = []
         for early in (False, True):
@@ -119,14 +119,14 @@ def compared(strategy):
             ends.append(run(name, net, OPTIMIZERS[kind](groups(net)), early=early, size=(1, None, 1)[index % 3]))
         (plain, once), (early, often) = ends
         assert plain.keys() == early.keys()
-        found[name] = ([key for key in plain if not torch.equal(plain[key], early[key])], once / STEPS, often / STEPS)
-    return found
+        results[name] = ([key for key in plain if not torch.equal(plain[key], early[key])], once / STEPS, often / STEPS)
+    return results
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_optimizer_in_backward_matches_ordinary_step_bit_for_bit(ranks, strategy):
-    for found in ranks(4 if strategy == "hybrid_shard" else 2).run(compared, strategy):
-        for name, (differs, once, often) in found.items():
+    for results in ranks(4 if strategy == "hybrid_shard" else 2).run(compared, strategy):
+        for name, (differs, once, often) in results.items():
             assert (differs, once) == ([], 1.0), name
             # Plain parameters that FSDP2 would ignore are reduced with their unit.
             expected = (2,) if (strategy, name) == ("replicate", "left out") else CHOSEN[name][1]
@@ -154,7 +154,7 @@ def squares(net, x):
 def peaks(strategy):
     """Return the peak memory of a second step, relative to the model's size: compose_step and optimizer_in_backward."""
     size = WIDTH * WIDTH * DEPTH * 4
-    found = []
+    ratios = []
     for early in (False, True):
         net = deep() if strategy is None else shard_model(deep(), mesh_for(strategy), strategy=strategy, blocks=(nn.Linear,))
         grad = partial(microbatch_step, batch_spec=batch_spec(weight=len))
@@ -166,8 +166,8 @@ def peaks(strategy):
                 before = budget.live
                 budget.reset()
                 state, _ = step(state, torch.ones(2, WIDTH))
-        found.append((budget.peak - before) / size)
-    return found
+        ratios.append((budget.peak - before) / size)
+    return ratios
 
 
 # Of the gradients, and as much again for the optimizer, one layer of sixteen stays. Each rank has half of them where they are
@@ -182,7 +182,7 @@ def test_peak_memory_holds_gradients_of_few_units(ranks, strategy, saved):
 
 
 class Escapes(nn.Module):
-    """Uses a weight in two units, of which FSDP2 knows one."""
+    """A model that uses a weight in two units, of which FSDP2 knows one."""
 
     def __init__(self):
         super().__init__()
@@ -193,7 +193,7 @@ class Escapes(nn.Module):
 
 
 def broken(kind):
-    """A step that fails after the optimizer has run on the last unit: its error, and what becomes of the state."""
+    """Make a step that fails after the optimizer has run on the last unit: its error, and the state afterwards."""
 
     def loss(net, x):
         x.requires_grad_()
@@ -228,8 +228,8 @@ def test_error_after_partial_update_makes_the_state_stale(ranks, kind, error):
         "optimizer_in_backward: the optimizer had already run on some of the parameters, so this step can be neither finished "
         "nor repeated. Build a new state and load the last checkpoint."
     )
-    (found,) = ranks(1).run(broken, kind)
-    assert found == [error, note, "spent", True, []]
+    (outcome,) = ranks(1).run(broken, kind)
+    assert outcome == [error, note, "spent", True, []]
 
 
 def test_error_before_backward_keeps_the_state_valid():

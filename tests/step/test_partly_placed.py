@@ -1,4 +1,4 @@
-"""A loop that makes some of its batches of new tensors: slices of long ones, or what a mask leaves."""
+"""A loop that makes some of its batches of new tensors: slices of long sequences, or selections by a mask."""
 
 import torch
 from torch import nn
@@ -7,7 +7,7 @@ import dtrain as dt
 from dtrain.dist.init import get_dist_info
 
 LOSS = dt.mean_loss(lambda model, batch: model(batch["x"]).square().mean(), weight=lambda batch: len(batch["x"]))
-EVERY = 3  # so many batches have one that is cut
+EVERY = 3  # one batch in so many is cut
 
 
 def loader(mesh=None):
@@ -49,7 +49,7 @@ def test_batch_sliced_on_one_rank_keeps_the_loader_position(ranks, tmp_path):
     assert first == second
     steps, samples, told, batches = first
     assert (steps, samples, batches) == (12, 8 * 4 + 4 * 3, 12)
-    # The sixth and the twelfth batch end an epoch, and are cut. The seventh tells that an epoch has ended before it.
+    # The sixth and the twelfth batch end an epoch, and are cut. The seventh shows that an epoch has ended before it.
     assert told == [False, False, True, False, False, True, True, False, True, False, False, True]
 
 

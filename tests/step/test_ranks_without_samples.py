@@ -1,4 +1,4 @@
-"""Batches cut by hand: ranks with fewer microbatches than others, or none, train as one process of plain torch does."""
+"""Batches cut by hand: ranks with fewer microbatches than other ranks, or none, train as one process of plain torch does."""
 
 from __future__ import annotations
 
@@ -192,8 +192,8 @@ def trained(kind: str, strategy: str, variant: str = "", tp: int = 1, idle: bool
     return [worst, missing == without, means, samples]
 
 
-def check(found: list) -> None:
-    for worst, missing_alike, means, samples in found:
+def check(results: list) -> None:
+    for worst, missing_alike, means, samples in results:
         assert worst <= AT_MOST
         assert missing_alike
         assert max(means) <= AT_MOST
@@ -276,10 +276,10 @@ def with_collective(strategy: str, where: str, auto: bool) -> list[str]:
         z = model(batch)
         if reference is not None:
             with torch.no_grad(), dt.shard.unshard_params(reference) if where == "unshard_params" else nullcontext():
-                known = reference(torch.cat([batch, batch[:, :1]], 1))
+                target = reference(torch.cat([batch, batch[:, :1]], 1))
                 if where == "error beside" and get_dist_info().rank == 0 and len(batch) == 3:
                     raise ValueError("of this rank's own")
-            z = z - known
+            z = z - target
         if where == "loss":
             dist.all_reduce(z.detach().mean(0))
         if where == "error" and get_dist_info().rank == 0 and len(batch) == 3:
@@ -289,7 +289,7 @@ def with_collective(strategy: str, where: str, auto: bool) -> list[str]:
     model = dt.shard_model(Summing(), mesh_of(strategy), strategy=strategy, blocks=(nn.Linear,))
     step = dt.compose_step(loss, [dt.auto_microbatch(initial_size=8)] if auto else [])
     state = step.init(model, torch.optim.SGD(model.parameters(), lr=0.01), allow_equal_batches=True)
-    found = []
+    messages = []
     for sizes in ([4, 4], [3, 0], [4, 4]):
         batch = torch.ones(sizes[get_dist_info().rank], 3, dtype=torch.float64)
 
@@ -297,8 +297,8 @@ def with_collective(strategy: str, where: str, auto: bool) -> list[str]:
             nonlocal state
             state, _ = step(state, batch)
 
-        found.append(told(run))
-    return found
+        messages.append(told(run))
+    return messages
 
 
 # Samples of each rank in steps of microbatches of two samples: [0, 3], [2, 1], [1, 0] and equal numbers of microbatches.
@@ -323,20 +323,20 @@ def loss_beside(reference: nn.Module, how: str, model: nn.Module, batch: Tensor)
         return dt.LossSum(total=(output - 1).square().sum(), weight=len(batch))
     if how == "own":
         with dt.eval_mode(model):
-            known = 0.5 * model(batch)
-        return dt.LossSum(total=(model(batch) - known).square().sum(), weight=len(batch))
+            target = 0.5 * model(batch)
+        return dt.LossSum(total=(model(batch) - target).square().sum(), weight=len(batch))
     output = model(batch) if how == "model first" else None
     if how == "no_grad":
         with torch.no_grad():
-            known = reference(batch)
+            target = reference(batch)
     else:
         with dt.eval_mode(reference):
-            known = reference(batch)
+            target = reference(batch)
     if how == "twice":
         with dt.eval_mode(reference):
-            known = known + reference(-batch)
+            target = target + reference(-batch)
     output = model(batch) if output is None else output
-    return dt.LossSum(total=(output - known).square().sum(), weight=len(batch))
+    return dt.LossSum(total=(output - target).square().sum(), weight=len(batch))
 
 
 def trained_beside(how: str, strategy: str, reference_strategy: str, auto: bool) -> float:
@@ -344,7 +344,7 @@ def trained_beside(how: str, strategy: str, reference_strategy: str, auto: bool)
     mesh, rank, world = mesh_of(strategy), get_dist_info().rank, get_dist_info().world_size
     policy = dt.shard_model(tower(0), mesh, strategy=strategy, blocks=(Leaf, Nest))
     reference = dt.shard_model(tower(1), strategy=reference_strategy, mesh=dt.build_mesh(), blocks=(Leaf, Nest))
-    alone, known = tower(0), tower(1).requires_grad_(False)
+    alone, teacher = tower(0), tower(1).requires_grad_(False)
     reference.requires_grad_(False)
     plain = torch.optim.AdamW(alone.parameters(), lr=0.05, weight_decay=0.1)
     transforms = [dt.auto_microbatch(initial_size=2, grow_every=None)] if auto else []
@@ -355,7 +355,7 @@ def trained_beside(how: str, strategy: str, reference_strategy: str, auto: bool)
     for number, sizes in enumerate(REFERENCE_SIZES[world]):
         whole = torch.randn(sum(sizes), DIM, generator=torch.Generator().manual_seed(number), dtype=torch.float64)
         state, _ = step(state, whole[sum(sizes[:rank]) : sum(sizes[: rank + 1])])
-        loss = loss_beside(known, how, alone, whole)
+        loss = loss_beside(teacher, how, alone, whole)
         plain.zero_grad()
         (loss.total / loss.weight).backward()
         plain.step()
@@ -365,7 +365,7 @@ def trained_beside(how: str, strategy: str, reference_strategy: str, auto: bool)
         )
     ones = torch.ones(2, DIM, dtype=torch.float64)
     with dt.eval_mode(reference):
-        changed = (reference(ones) - known(ones)).abs().max()
+        changed = (reference(ones) - teacher(ones)).abs().max()
     return max(worst, float(changed))
 
 

@@ -158,9 +158,9 @@ def direct() -> list[str]:
     model = net()
     state = dt.compose_step(Written()).init(model, torch.optim.SGD(model.parameters(), lr=0.1))
     batch = batch_of(0)
-    part = {name: value[:2] for name, value in batch.items()}
+    half = {name: value[:2] for name, value in batch.items()}
     state, _ = dt.microbatch_step(state, batch, loss_fn=Written())
-    return [told(partial(dt.microbatch_step, state, data, loss_fn=Written(()))) for data in (batch, part, batch_of(1))]
+    return [told(partial(dt.microbatch_step, state, data, loss_fn=Written(()))) for data in (batch, half, batch_of(1))]
 
 
 def test_second_call_of_microbatch_step_for_one_step_is_refused():
@@ -216,7 +216,7 @@ def test_selective_backprop_refuses_sample_losses_that_write(ranks):
 
 def evaluated(ranks: tuple[int, ...]) -> str:
     model = on_mesh("full_shard" if get_dist_info().world_size > 1 else "none")
-    fn = dt.step.auto_batch_eval(lambda model, part: Written(ranks)(model, part).total, initial_size=4)
+    fn = dt.step.auto_batch_eval(lambda model, inputs: Written(ranks)(model, inputs).total, initial_size=4)
     with inject_fault("raise", at="forward", call=1, rank=0, error=OUT_OF_MEMORY):
         return told(lambda: fn(model, batch_of(0)))
 
@@ -246,13 +246,13 @@ TWICE = "StepError: step 0: batch must be without an autograd graph to run a sec
 FIXED = nn.Linear(1, 1, dtype=torch.float64).requires_grad_(False)
 
 
-def judge(model: nn.Module, batch: dict[str, Tensor]) -> dt.LossSum:
+def discriminate(model: nn.Module, batch: dict[str, Tensor]) -> dt.LossSum:
     """The loss of a model whose outputs are the batch, with their graph."""
     return dt.LossSum(total=FIXED(batch["made"]).square().sum(), weight=len(batch["made"]))
 
 
-def judge_inputs(model: nn.Module, batch: dict[str, Tensor]) -> dt.LossSum:
-    return judge(model, {"made": model(batch["made"])})
+def discriminate_made(model: nn.Module, batch: dict[str, Tensor]) -> dt.LossSum:
+    return discriminate(model, {"made": model(batch["made"])})
 
 
 def with_graph(strategy: str) -> list[str]:
@@ -260,10 +260,10 @@ def with_graph(strategy: str) -> list[str]:
     models, said = [], []
     split = partial(dt.microbatch_step, microbatch_size=2)
     for step in (
-        dt.compose_step(judge_inputs),
-        dt.compose_step(judge),
-        dt.compose_step(judge, grad=split),
-        dt.compose_step(judge, [dt.transforms.sam(0.05)]),
+        dt.compose_step(discriminate_made),
+        dt.compose_step(discriminate),
+        dt.compose_step(discriminate, grad=split),
+        dt.compose_step(discriminate, [dt.transforms.sam(0.05)]),
     ):
         model = on_mesh(strategy)
         state = step.init(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -286,9 +286,9 @@ def test_batch_with_a_graph_runs_once_as_a_whole(ranks, strategy):
 
 def gradient_of_inputs() -> str:
     """A batch whose tensors need a gradient, without a graph, as for a penalty on gradients."""
-    state = dt.compose_step(judge_inputs).init(model := net(), torch.optim.SGD(model.parameters(), lr=0.1))
+    state = dt.compose_step(discriminate_made).init(model := net(), torch.optim.SGD(model.parameters(), lr=0.1))
     batch = {"made": batch_of(0)["x"].requires_grad_()}
-    return told(lambda: dt.microbatch_step(state, batch, loss_fn=judge_inputs, microbatch_size=2))
+    return told(lambda: dt.microbatch_step(state, batch, loss_fn=discriminate_made, microbatch_size=2))
 
 
 def test_batch_that_needs_a_gradient_but_has_no_graph_is_split():

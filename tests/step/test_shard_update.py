@@ -55,26 +55,26 @@ def set_gradients(model, step):
 
 
 def differences(name):
-    """Names of what differs after a few steps of one optimizer, on DTensors and on shards."""
+    """Return the names of values that differ after a few steps of one optimizer, on DTensors and on shards."""
     models = [sharded(), sharded()]
     optimizers = [OPTIMIZERS[name](groups(model)) for model in models]
-    found = []
+    paths = []
     for step in range(STEPS):
         for model, optimizer, update in zip(models, optimizers, (lambda o: o.step(), step_optimizer), strict=True):
             set_gradients(model, step)
             update(optimizer)
-        found += [
+        paths += [
             f"params of group {i}" for i, g in enumerate(optimizers[1].param_groups) if not all(map(is_dtensor, g["params"]))
         ]
     pairs = zip(*(model.named_parameters() for model in models), strict=True)
     for (path, a), (_, b) in pairs:
         mine, other = optimizers[1].state[b], optimizers[0].state[a]
         if not torch.equal(to_local(a), to_local(b)):
-            found.append(path)
+            paths.append(path)
         if list(mine) != list(other):
-            found.append(f"{path}: {list(mine)} for {list(other)}")
-        found += [f"{path} {key}" for key in other if not same(mine[key], other[key])]
-    return found + [key for key in optimizers[0].param_groups[0] if key != "params" and differs(optimizers, key)]
+            paths.append(f"{path}: {list(mine)} for {list(other)}")
+        paths += [f"{path} {key}" for key in other if not same(mine[key], other[key])]
+    return paths + [key for key in optimizers[0].param_groups[0] if key != "params" and differs(optimizers, key)]
 
 
 def differs(optimizers, key):
@@ -152,7 +152,7 @@ class Inherited(Elementwise):
     pass
 
 
-CASES = {  # what the optimizer is, what is done to it, and the DTensors that it sees in each of its two groups
+CASES = {  # the optimizer, the edit of it, and the DTensors that it sees in each of its two groups
     "elementwise": (Elementwise, unchanged, [0, 0]),
     "with a scheduler of torch": (Elementwise, scheduled, [0, 0]),
     "of another class": (Spy, unchanged, [2, 2]),

@@ -1,4 +1,4 @@
-"""``should_stop``: one rank's signal stops all at the same step; what was saved decides how ``init_dist``'s block is left."""
+"""``should_stop``: one rank's signal stops all at the same step; the last save decides how ``init_dist``'s block ends."""
 
 import os
 import signal
@@ -26,9 +26,9 @@ def begin(transforms=()):
     return step, step.init(model, torch.optim.SGD(model.parameters(), lr=0.01), allow_equal_batches=True)
 
 
-def told(rank, now, at=AT, number=signal.SIGTERM):
-    """The last rank gets the signal before step ``at``."""
-    if rank == dt.init_dist().world_size - 1 and now == at:
+def told(rank, now, when=AT, number=signal.SIGTERM):
+    """Signal the last rank before step ``when``."""
+    if rank == dt.init_dist().world_size - 1 and now == when:
         os.kill(os.getpid(), number)
 
 
@@ -36,7 +36,7 @@ BATCH = torch.ones(2, 3)
 
 
 def train(rank, *, folder, asks=True, saves="after", number=signal.SIGTERM, steps=9):
-    """A loop; what it says is the step that it stopped after."""
+    """Run a loop; print the step after which it stopped."""
     with dt.init_dist():
         step, state = begin()
         for now in range(steps):
@@ -57,7 +57,7 @@ def train(rank, *, folder, asks=True, saves="after", number=signal.SIGTERM, step
             raise KeyError("after it was saved") if saves == "fails" else SystemExit(3 if saves == "exits with 3" else None)
 
 
-# How the ranks end, and the last step that is saved. The signal before step AT is in the record of that step.
+# The exit codes of the ranks, and the last saved step. The signal before step AT is in the record of that step.
 ENDS = {
     "saved after it": ("after", 75, AT + 1),
     "saved twice": ("twice", 75, AT + 1),
@@ -75,8 +75,8 @@ ENDS = {
 def test_ranks_stop_together_and_exit_75_after_saving(tmp_path, world_size, saves, code, saved):
     codes, said = endings(partial(train, folder=tmp_path, saves=saves), world_size, tmp_path)
     assert (codes, said) == ([code] * world_size, [AT + 1] * world_size)
-    found = dt.latest_checkpoint(tmp_path / "ckpt") if (tmp_path / "ckpt").exists() else None
-    assert (found and found.name) == (saved and f"step-{saved:08d}")
+    checkpoint = dt.latest_checkpoint(tmp_path / "ckpt") if (tmp_path / "ckpt").exists() else None
+    assert (checkpoint and checkpoint.name) == (saved and f"step-{saved:08d}")
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGINT])
@@ -113,7 +113,7 @@ def two_states(rank, *, folder):
         (step, one), (_, other) = begin(), begin()
         other, _ = step(other, BATCH)  # so that it is ahead, as a critic is
         for now in range(9):
-            told(rank, now, at=0)
+            told(rank, now, when=0)
             one, _ = step(one, BATCH)
             other, _ = step(other, BATCH)
             if dt.should_stop(other):
@@ -138,7 +138,7 @@ def second_try(inner):
 def two_records_in_a_step(rank, *, folder):
     with dt.init_dist():
         step, state = begin([dt.Transform(name="twice", grad=second_try)])
-        told(rank, 0, at=0)
+        told(rank, 0, when=0)
         state, _ = step(state, BATCH)
         with count_collectives() as seen:
             assert dt.should_stop(state)
@@ -153,7 +153,7 @@ def test_two_step_records_in_one_step_count_once(tmp_path):
 def save_in_the_middle(rank, *, folder):
     with dt.init_dist():
         _, state = begin()
-        told(rank, 0, at=0)
+        told(rank, 0, when=0)
         state, metrics = dt.microbatch_step(state, BATCH, loss_fn=squared)
         dt.save_sharded(folder / "ckpt", state)
         state, _ = dt.optimizer_step(state, metrics)
@@ -165,10 +165,10 @@ def test_mid_step_save_does_not_count_as_the_final_save(tmp_path):
 
 
 def failing_batch(rank, *, folder):
-    """The record that carries the signal is one of a step that fails on the other rank; the loop goes on with the next."""
+    """The record that carries the signal belongs to a step that fails on the other rank; the loop continues with the next."""
     with dt.init_dist():
         step, state = begin()
-        told(rank, 0, at=0)
+        told(rank, 0, when=0)
         with pytest.raises((dt.errors.ConfigError, dt.errors.PeerError)):
             step(state, object() if rank == 0 else BATCH)
         assert dt.should_stop(state)
@@ -180,7 +180,7 @@ def test_ranks_agree_to_stop_in_a_failed_step(tmp_path):
 
 
 def one_after_the_other(rank, *, folder):
-    """A block that ended with 75, caught by somebody who goes on: the next block knows nothing of it."""
+    """A block that ended with 75, caught by a caller that continues: the next block is not affected."""
     with pytest.raises(SystemExit, match="75"):
         train(rank, folder=folder)
     with dt.init_dist():

@@ -12,11 +12,15 @@ from dtrain.shard.unshard import full_params
 from old_torch import torch_before
 
 OURS = vars(torch.optim).values()
-ALL = {each.__name__: each for each in OURS if isinstance(each, type) and issubclass(each, torch.optim.Optimizer)}
+ALL = {
+    optimizer.__name__: optimizer
+    for optimizer in OURS
+    if isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer)
+}
 NOT_FOR_CUT = {"Adafactor", "Rprop"}
 # Before torch 2.13, an operator that DTensor lacks is named in other words.
 REASONS = ("placement", "sharding strategy") if torch_before("2.13") else ("placement",)
-OTHERS = {"Optimizer", "LBFGS", "SparseAdam"}  # the base; what takes a closure; what takes sparse gradients
+OTHERS = {"Optimizer", "LBFGS", "SparseAdam"}  # the base; the optimizer with a closure; the optimizer for sparse gradients
 TRAIN = sorted(ALL.keys() - NOT_FOR_CUT - OTHERS)
 TOLERANCE = {"Muon": 1e-3}  # it multiplies in bfloat16, in steps of 0.01 * 2**-8
 ROUNDING = 1e-9  # float64; quotients of moments magnify it
@@ -47,27 +51,27 @@ def by_torch(name: str) -> list[torch.Tensor]:
 
 
 def errors(strategy: str) -> dict[str, float]:
-    found = {}
+    largest = {}
     for name in TRAIN:
         model, step = sharded(strategy), dt.compose_step(squared)
         state = step.init(model, ALL[name](model.parameters(), lr=0.01), allow_equal_batches=True)
         for batch in BATCHES:
             state, _ = step(state, batch)
         whole = [param for _, param in full_params(state)]
-        found[name] = max((one - other).abs().max().item() for one, other in zip(whole, by_torch(name), strict=True))
-    return found
+        largest[name] = max((one - other).abs().max().item() for one, other in zip(whole, by_torch(name), strict=True))
+    return largest
 
 
 @pytest.mark.parametrize("strategy", ["full_shard", "replicate"])
 def test_torch_optimizers_match_unsharded_training_on_a_sharded_model(ranks, strategy):
-    for found in ranks(2).run(errors, strategy):
-        assert len(found) >= 10
-        assert {name: error for name, error in found.items() if error > TOLERANCE.get(name, ROUNDING)} == {}
+    for largest in ranks(2).run(errors, strategy):
+        assert len(largest) >= 10
+        assert {name: error for name, error in largest.items() if error > TOLERANCE.get(name, ROUNDING)} == {}
 
 
 def refusals() -> dict[str, tuple[str, str]]:
     """Return the error of ``Step.init``, and the error of torch without the check."""
-    found = {}
+    messages = {}
     for name in sorted(NOT_FOR_CUT):
         model = sharded()
         optimizer = ALL[name](model.parameters(), lr=0.01)
@@ -77,13 +81,13 @@ def refusals() -> dict[str, tuple[str, str]]:
             param.grad = torch.ones_like(param)
         with pytest.raises(RuntimeError) as torchs:  # when torch can, our refusal may go
             optimizer.step()
-        found[name] = (str(refused.value), str(torchs.value))
-    return found
+        messages[name] = (str(refused.value), str(torchs.value))
+    return messages
 
 
 def test_optimizers_without_dtensor_support_are_refused_at_init(ranks):
-    for found in ranks(2).run(refusals):
-        for name, (said, torchs) in found.items():
+    for messages in ranks(2).run(refusals):
+        for name, (said, torchs) in messages.items():
             assert said == (
                 f"init: optimizer must be one that torch can run on sharded parameters, got {name}. Use torch.optim.AdamW, "
                 "or keep the parameters whole with ignored_params."

@@ -15,16 +15,16 @@ from places import servers
 @pytest.fixture(scope="package")
 def _started() -> Iterator[Callable[[str], servers.Server]]:
     with contextlib.ExitStack() as stack:
-        found: dict[str, servers.Server | BaseException] = {}
+        outcomes: dict[str, servers.Server | BaseException] = {}
 
         def server(name: str) -> servers.Server:
-            if name not in found:
+            if name not in outcomes:
                 disconnect()  # a lock of an earlier test may have been given back meanwhile, to a server that was gone
                 try:
-                    found[name] = stack.enter_context(getattr(servers, name)())
+                    outcomes[name] = stack.enter_context(getattr(servers, name)())
                 except BaseException as error:  # noqa: BLE001  # a skip, too, is for every test
-                    found[name] = error
-            outcome = found[name]
+                    outcomes[name] = error
+            outcome = outcomes[name]
             if isinstance(outcome, BaseException):
                 raise outcome
             return outcome

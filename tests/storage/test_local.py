@@ -1,4 +1,4 @@
-"""File operations of this machine: their order, their durability, and what they do when a call of the system fails.
+"""File operations of this machine: their order, their durability, and their behaviour when a system call fails.
 
 ``test_stores.py`` has the contract that local files share with files on servers.
 """
@@ -23,9 +23,9 @@ CONTENT = os.urandom(sum(SIZES))
 BEGINS = list(accumulate(SIZES, initial=0))
 
 
-def part_of(part):
+def part_of(number):
     """A part in three buffers of kinds that a caller may have, one of them empty."""
-    data = CONTENT[BEGINS[part] : BEGINS[part + 1]]
+    data = CONTENT[BEGINS[number] : BEGINS[number + 1]]
     half = len(data) // 2
     return [data[:half], bytearray(), memoryview(data[half:])]
 
@@ -146,19 +146,19 @@ def write_threads():
 def test_parts_are_requested_once_in_the_thread_that_writes(tmp_path, threads):
     asked = []
 
-    def asked_part(part):
-        asked.append((part, threading.current_thread() is threading.main_thread()))
-        return part_of(part)
+    def asked_part(number):
+        asked.append((number, threading.current_thread() is threading.main_thread()))
+        return part_of(number)
 
     storage.write_parts(tmp_path / "file", SIZES, asked_part, threads=threads)
     assert (tmp_path / "file").read_bytes() == CONTENT
-    assert sorted(asked) == [(part, threads == 1) for part in range(len(SIZES))]
+    assert sorted(asked) == [(number, threads == 1) for number in range(len(SIZES))]
     assert write_threads() == []
 
 
 def test_many_buffers_are_written_in_several_calls(tmp_path):
     pieces = [bytes([number % 251]) * (number % 7) for number in range(5000)]
-    storage.write_parts(tmp_path / "file", [sum(map(len, pieces))], lambda part: pieces, threads=1)
+    storage.write_parts(tmp_path / "file", [sum(map(len, pieces))], lambda index: pieces, threads=1)
     assert (tmp_path / "file").read_bytes() == b"".join(pieces)
 
 
@@ -192,9 +192,9 @@ LARGE_SIZES = [MIB, MIB, MIB, 12_345]
 LARGE = os.urandom(MIB) * 3 + os.urandom(12_345)
 
 
-def large_part_of(part):
+def large_part_of(number):
     """A part in pieces, one of which is read-only."""
-    data = bytearray(LARGE[part * MIB : (part + 1) * MIB])
+    data = bytearray(LARGE[number * MIB : (number + 1) * MIB])
     return [bytes(data[:100]), memoryview(data)[100:200_000], memoryview(data)[200_000:]]
 
 
@@ -293,7 +293,7 @@ def test_aligned_memory_is_written_without_a_copy(tmp_path, monkeypatch, shift):
 
     monkeypatch.setattr(storage.local, "os", DirectOs(note))
     monkeypatch.setattr(storage.local, "_DIRECT_MIN_BYTES", 1)
-    storage.write_parts(tmp_path / "file", [MIB], lambda part: [memory], threads=1)
+    storage.write_parts(tmp_path / "file", [MIB], lambda number: [memory], threads=1)
     assert (tmp_path / "file").read_bytes() == LARGE[:MIB]
     (address,) = given
     assert address % 4096 == 0
@@ -327,14 +327,14 @@ def test_mapped_view_stays_readable_after_unlink_and_keeps_the_lock(path):
         assert file.lock(shared=True)
         view = file.map_memory()
     assert not can_lock(path)
-    part = view[3:5]
+    middle = view[3:5]
     del view
     assert not can_lock(path)
     kept = path.with_name("kept")
     os.link(path, kept)
     path.unlink()
-    assert bytes(part) == b"34"
-    del part
+    assert bytes(middle) == b"34"
+    del middle
     assert can_lock(kept)
 
 

@@ -42,7 +42,7 @@ def test_oci_upload_is_committed_with_all_parts_in_order(store, client):
     store.finish_upload(upload)
     (*where, upload_id, details), condition = client.commit_multipart_upload.call_args
     assert (tuple(where), upload_id, condition) == (WHERE, "upload", {"if_none_match": "*"})
-    assert [(part.part_num, part.etag) for part in details.parts_to_commit] == [(1, "tag-1"), (2, "tag-2")]
+    assert [(commit_part.part_num, commit_part.etag) for commit_part in details.parts_to_commit] == [(1, "tag-1"), (2, "tag-2")]
     store.clean_up_upload(upload, finished=True)
     client.abort_multipart_upload.assert_not_called()
     store.clean_up_upload(upload, finished=False)

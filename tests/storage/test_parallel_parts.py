@@ -10,11 +10,11 @@ from dtrain.storage.parallel_parts import for_each_part
 def test_first_error_is_raised():
     both, first = threading.Barrier(2, timeout=90), []
 
-    def fail(part):
-        if part == 1:
+    def fail(number):
+        if number == 1:
             first.append(threading.current_thread())
         both.wait()
-        if part == 1:
+        if number == 1:
             raise ValueError("first")
         first[0].join(90)
         raise KeyError("second")
@@ -35,7 +35,7 @@ def test_interrupt_waits_for_running_parts_only(monkeypatch):
             super().join(timeout)
             done.append("joined")
 
-    def work(part):
+    def work(number):
         begun.set()
         threading.Event().wait(0.05)
 

@@ -22,11 +22,11 @@ SIZES = [300_000, 300_000, 70_001]
 CONTENT = os.urandom(sum(SIZES))
 
 
-def part_of(part):
-    return [CONTENT[sum(SIZES[:part]) : sum(SIZES[: part + 1])]]
+def part_of(number):
+    return [CONTENT[sum(SIZES[:number]) : sum(SIZES[: number + 1])]]
 
 
-# Which request it is, by server. The object of a file is called "file", that of many parts "data", the folder "folder".
+# The number of the request, by server. The object of a file is called "file", that of many parts "data", the folder "folder".
 WHICH = {
     ("s3", "create"): lambda r: r.method == "PUT" and r.path.endswith("/file"),
     ("s3", "begin"): lambda r: r.method == "POST" and r.path.endswith("?uploads"),
@@ -166,7 +166,7 @@ def test_failed_upload_leaves_no_parts(place, reach, small, monkeypatch):
     assert storage.list_names(folder) == ["file"]
 
 
-# A connection of SSH ends after so many bytes, before, while and after the server has done what was asked.
+# A connection of SSH ends after so many bytes, before, during and after the server's work.
 CUTS = [(way, random.Random(f"{way}{draw}").randrange(1, 12_000)) for way in ("cut_sent", "cut_answered") for draw in range(4)]
 
 

@@ -10,7 +10,7 @@ from dtrain.storage.remote_store import RetryPolicy, TruncatedError, http_status
 
 
 def failing(*errors):
-    """A function that raises these, one at each call, and then returns "done"; and the list of its calls."""
+    """Return a function that raises these errors, one at each call, and then returns "done"; and the list of its calls."""
     left, calls = list(errors), []
 
     def do():

@@ -1,4 +1,4 @@
-"""File operations on this machine and on real servers, which keep one contract, and what only servers do."""
+"""File operations on this machine and on real servers, which keep one contract, and operations of servers only."""
 
 import io
 import os
@@ -19,10 +19,10 @@ SIZES = [300_000, 5, 0, 400_000, 70_001]
 CONTENT = os.urandom(sum(SIZES))
 
 
-def part_of(part):
+def part_of(number):
     """In two buffers, of which one cannot be changed and one can."""
-    begin = sum(SIZES[:part])
-    data = CONTENT[begin : begin + SIZES[part]]
+    begin = sum(SIZES[:number])
+    data = CONTENT[begin : begin + SIZES[number]]
     return [data[:1000], bytearray(data[1000:])]
 
 
@@ -101,7 +101,7 @@ def test_empty_file_exists(root):
 def test_content_that_ends_like_a_mime_part_is_stored_whole(root, end):
     content = end + b"content" + end
     storage.create_file(root / "file", content)
-    storage.write_parts(root / "parts", [len(content)] * 2, lambda part: [content], threads=1)
+    storage.write_parts(root / "parts", [len(content)] * 2, lambda number: [content], threads=1)
     assert storage.read_file(root / "file", limit=100) == content
     assert storage.read_file(root / "parts", limit=100) == content * 2
 
@@ -117,9 +117,9 @@ def test_walk_files_lists_all_folders(root):
 def test_file_of_parts_is_read_back(root, threads):
     asked, before = [], set(threading.enumerate())  # other tests of this process may have threads that are ending
 
-    def once(part):
-        asked.append(part)
-        return part_of(part)
+    def once(number):
+        asked.append(number)
+        return part_of(number)
 
     storage.write_parts(root / "data", SIZES, once, threads=threads)
     assert sorted(asked) == list(range(len(SIZES)))
@@ -130,10 +130,10 @@ def test_file_of_parts_is_read_back(root, threads):
 
 
 def test_failed_part_leaves_no_file(server_root):
-    def fails(part):
-        if part == 3:
+    def fails(number):
+        if number == 3:
             raise ValueError("the source")
-        return part_of(part)
+        return part_of(number)
 
     with pytest.raises(ValueError, match="the source"):
         storage.write_parts(server_root / "data", SIZES, fails, threads=2)

@@ -56,8 +56,8 @@ def test_biases_in_low_precision_are_computed_before_they_are_rounded():
 )
 def test_bias_is_added_to_every_mask_type(mask, causal, expected):
     bias = -torch.tensor([[[0.0, 1.0], [1.0, 0.0]]])
-    found = add_alibi_bias(None if mask is None else mask[None, None], bias, causal=causal)
-    assert found[0, 0].tolist() == expected
+    biased = add_alibi_bias(None if mask is None else mask[None, None], bias, causal=causal)
+    assert biased[0, 0].tolist() == expected
 
 
 def test_half_precision_masks_stay_finite():
@@ -74,10 +74,10 @@ class Attention(nn.Module):
         self.qkv, self.out = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
 
     def forward(self, x, attention_mask=None):
-        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        q, k, v = (projection.unflatten(-1, (self.heads, -1)).transpose(1, 2) for projection in self.qkv(x).chunk(3, -1))
         causal = self.is_causal and attention_mask is None
-        found = functional.scaled_dot_product_attention(q, k, v, attn_mask=attention_mask, is_causal=causal)
-        return self.out(found.transpose(1, 2).flatten(2))
+        attended = functional.scaled_dot_product_attention(q, k, v, attn_mask=attention_mask, is_causal=causal)
+        return self.out(attended.transpose(1, 2).flatten(2))
 
 
 class Model(nn.Module):
@@ -175,7 +175,8 @@ CAUSAL = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
 def written(layer, x, hidden):
     """``[batch, length, dim]``, by the formula; ``hidden`` ``[batch or 1, length, length]``."""
     q, k, v = (
-        part.unflatten(-1, (2, -1)).transpose(1, 2) for part in (x @ layer.in_proj_weight.T + layer.in_proj_bias).chunk(3, -1)
+        projection.unflatten(-1, (2, -1)).transpose(1, 2)
+        for projection in (x @ layer.in_proj_weight.T + layer.in_proj_bias).chunk(3, -1)
     )
     scores = q @ k.transpose(-1, -2) / 2.0 + alibi_bias(2, LENGTH)
     weights = scores.masked_fill(hidden.unsqueeze(1), -torch.inf).softmax(-1)
@@ -208,8 +209,8 @@ def added(mask):
 def test_alibi_attention_matches_the_formula_for_every_mask(options, hidden, need_weights):
     layer, x = made(batch_first=True), torch.randn(2, LENGTH, 8)
     expected, weights = written(layer, x, hidden.expand(2, LENGTH, LENGTH))
-    found, seen = layer(x, x, x, need_weights=need_weights, average_attn_weights=False, **options)
-    torch.testing.assert_close(found, expected)
+    output, seen = layer(x, x, x, need_weights=need_weights, average_attn_weights=False, **options)
+    torch.testing.assert_close(output, expected)
     assert (seen is not None) is need_weights
     if need_weights:
         torch.testing.assert_close(seen, weights)

@@ -50,7 +50,7 @@ def test_values_match_the_plain_model_also_for_one_image():
 
 
 def sharded() -> list[bool]:
-    # FSDP2 stores weights contiguous, whatever format they had.
+    # FSDP2 stores weights contiguous, in any format they had.
     model = dt.shard_model(net().to(memory_format=LAST), dt.build_mesh(), blocks=nn.Conv2d)
     assert all(to_local(param).is_contiguous() for param in model.parameters())
     model = dt.shard_model(channels_last(net()), dt.build_mesh(), blocks=nn.Conv2d)
@@ -78,15 +78,15 @@ def test_each_channel_has_one_gate_between_zero_and_one():
 
 
 @pytest.mark.parametrize(
-    ("options", "found"),
+    ("options", "expected"),
     [
         ({"min_channels": 8}, ["1", "2"]),
         ({"min_channels": 8, "select": "2"}, ["2"]),
         ({"min_channels": 0, "select": ["0", "1"]}, ["0", "1"]),
     ],
 )
-def test_convolutions_are_chosen_by_channels_and_names(options, found):
-    assert changed(squeeze_excite(convolutions(), **options)) == found
+def test_convolutions_are_chosen_by_channels_and_names(options, expected):
+    assert changed(squeeze_excite(convolutions(), **options)) == expected
 
 
 @pytest.mark.parametrize(("latent", "rows"), [(1 / 16, 1), (0.5, 8), (5, 5)])
@@ -131,11 +131,11 @@ def test_output_is_invariant_to_filter_scale_and_shift(conv):
     torch.testing.assert_close(net(x), before, rtol=1e-2, atol=1e-3)
 
 
-@pytest.mark.parametrize(("ignored", "found"), [(0, ["0", "2"]), (1, ["0", "2"]), (2, ["0"])])
-def test_last_layers_may_be_skipped(ignored, found):
+@pytest.mark.parametrize(("ignored", "expected"), [(0, ["0", "2"]), (1, ["0", "2"]), (2, ["0"])])
+def test_last_layers_may_be_skipped(ignored, expected):
     model = nn.Sequential(nn.Conv2d(2, 2, 3), nn.ReLU(), nn.Conv2d(2, 2, 1), nn.Conv2d(2, 2, 1, groups=2))
     model = weight_standardization(model, n_last_layers_to_ignore=ignored)
-    assert [name for name, module in model.named_modules() if type(module).__name__ == "WeightStandardizedConv2d"] == found
+    assert [name for name, module in model.named_modules() if type(module).__name__ == "WeightStandardizedConv2d"] == expected
     assert list(model.state_dict()) == [f"{layer}.{key}" for layer in (0, 2, 3) for key in ("weight", "bias")]
 
 

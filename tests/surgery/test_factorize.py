@@ -1,4 +1,4 @@
-"""Low-rank factorisation: which layers, how near, and what is kept."""
+"""Low-rank factorisation: the chosen layers, the error, and the kept attributes."""
 
 import pytest
 import torch

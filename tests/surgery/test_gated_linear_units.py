@@ -25,7 +25,7 @@ def test_gated_linear_unit_matches_the_papers_formula():
     layer, x = model[1], torch.randn(3, 4)
     hidden = nn.functional.silu(x @ layer.up.weight.T) * (x @ layer.up.linear.weight.T)
     torch.testing.assert_close(layer(x), layer.down(hidden))
-    assert [type(each.up) for each in model] == [GatedLinearUnit, GatedLinearUnit]
+    assert [type(block.up) for block in model] == [GatedLinearUnit, GatedLinearUnit]
 
 
 def test_activation_of_the_feedforward_network_is_kept():

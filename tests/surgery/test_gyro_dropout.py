@@ -17,23 +17,23 @@ MASKS = torch.tensor([[True, False, True], [False, True, True]])
     [(4, [0, 0, 1, 1]), (5, [0, 0, 0, 1, 1]), (2, [0, 1]), (1, [0]), (0, [])],
 )
 def test_samples_are_distributed_over_masks(batch, rows):
-    found = drop_by_masks(torch.ones(batch, 3), MASKS, 0.5)
-    assert found.tolist() == [(2.0 * MASKS[row]).tolist() for row in rows]
+    dropped = drop_by_masks(torch.ones(batch, 3), MASKS, 0.5)
+    assert dropped.tolist() == [(2.0 * MASKS[row]).tolist() for row in rows]
 
 
 @pytest.mark.parametrize(("shape", "axis"), [((2, 5, 3), -1), ((2, 3, 4, 4), 1)])
 def test_feature_is_dropped_at_every_position_of_a_sample(shape, axis):
-    found = drop_by_masks(torch.ones(shape), MASKS, 0.5, axis=axis).movedim(axis, -1)
-    assert found.equal(2.0 * MASKS.view(2, *[1] * (len(shape) - 2), 3).expand(found.shape))
+    dropped = drop_by_masks(torch.ones(shape), MASKS, 0.5, axis=axis).movedim(axis, -1)
+    assert dropped.equal(2.0 * MASKS.view(2, *[1] * (len(shape) - 2), 3).expand(dropped.shape))
 
 
 def test_every_precomputed_mask_is_used_and_no_other():
     layer = GyroDropout(0.5, sigma=6, tau=2, seed=3, name="a")
-    known = {tuple(row) for row in (2.0 * subnetwork_masks(6, 16, 0.5, seed=3, name="a")).tolist()}
+    expected = {tuple(row) for row in (2.0 * subnetwork_masks(6, 16, 0.5, seed=3, name="a")).tolist()}
     seen = [{tuple(row) for row in layer(torch.ones(8, 16)).tolist()} for _ in range(40)]
-    assert len(known) == 6
-    assert {len(each) for each in seen} == {2}
-    assert set.union(*seen) == known
+    assert len(expected) == 6
+    assert {len(masks) for masks in seen} == {2}
+    assert set.union(*seen) == expected
 
 
 def test_layers_have_separate_masks_and_keep_their_rate():
@@ -57,9 +57,9 @@ def test_mask_choice_uses_the_global_generator():
 
 def test_recomputed_forward_uses_the_same_masks():
     layer, x = GyroDropout(0.5, sigma=32, tau=2), torch.ones(4, 64, requires_grad=True)
-    found = checkpoint(lambda x: layer(x.square()), x, use_reentrant=False)
-    found.sum().backward()
-    assert x.grad.equal(2 * found.detach())
+    output = checkpoint(lambda x: layer(x.square()), x, use_reentrant=False)
+    output.sum().backward()
+    assert x.grad.equal(2 * output.detach())
 
 
 def test_evaluation_and_rate_zero_return_the_input():

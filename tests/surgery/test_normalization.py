@@ -66,7 +66,7 @@ each_norm = pytest.mark.parametrize("name", CASES)
 
 
 def edited(name):
-    """A norm whose weights are no ones, and its low-precision twin."""
+    """Make a norm whose weights are not all 1, and its low-precision twin."""
     edit, make = CASES[name]
     norm = make()
     for param in norm.parameters():
@@ -79,10 +79,10 @@ def test_norm_computes_in_the_autocast_dtype(name):
     norm, low = edited(name)
     x = torch.randn(3, 4, 8)
     with torch.autocast("cpu", torch.bfloat16):
-        found = low(x)
-    assert found.dtype == torch.bfloat16
-    assert found.equal(copy.deepcopy(norm).bfloat16()(x.bfloat16()))
-    torch.testing.assert_close(found.float(), norm(x), rtol=0.02, atol=0.02)  # eight bits of mantissa, three roundings
+        output = low(x)
+    assert output.dtype == torch.bfloat16
+    assert output.equal(copy.deepcopy(norm).bfloat16()(x.bfloat16()))
+    torch.testing.assert_close(output.float(), norm(x), rtol=0.02, atol=0.02)  # eight bits of mantissa, three roundings
 
 
 @each_norm
@@ -161,14 +161,14 @@ class WithoutEps(Written):
 
 
 class Scaled(Written):
-    """No norm at all, but looks like one."""
+    """A module that is no norm, but looks like a norm."""
 
     def forward(self, x):
         return self.weight * x
 
 
 class OfPairs(Written):
-    """Takes something else than a tensor."""
+    """A module whose input is no tensor."""
 
     def forward(self, x):
         first, _ = x.pairs

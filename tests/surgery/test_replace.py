@@ -1,4 +1,4 @@
-"""replace_modules: what it changes, says, keeps, and refuses."""
+"""replace_modules: its changes, its report, the kept attributes, and its refusals."""
 
 import copy
 import pickle
@@ -27,7 +27,7 @@ GELU = {nn.ReLU: lambda module, name: nn.GELU()}
 
 
 class Wrapping(nn.Module):
-    """Keeps what it replaces."""
+    """A module that keeps the module it replaces."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ def test_replace_modules_searches_modules_that_a_policy_keeps():
 
 
 @pytest.mark.parametrize(
-    ("key", "found"),
+    ("key", "expected"),
     [
         (nn.ReLU, ["0"]),
         ((nn.ReLU, nn.Tanh), ["0", "2"]),
@@ -81,9 +81,9 @@ def test_replace_modules_searches_modules_that_a_policy_keeps():
     ],
     ids=["class", "classes", "predicate of classes", "predicate of names"],
 )
-def test_selectors_pick_modules(key, found):
+def test_selectors_pick_modules(key, expected):
     model = nn.Sequential(nn.ReLU(), SubReLU(), nn.Tanh())
-    assert list(replace_modules(model, {key: lambda module, name: nn.GELU()}).replaced) == found
+    assert list(replace_modules(model, {key: lambda module, name: nn.GELU()}).replaced) == expected
 
 
 def test_the_first_policy_that_picks_a_module_decides():
@@ -326,7 +326,7 @@ def test_attention_with_alibi_biases_can_be_pickled():
 
 
 class Counted(nn.Conv2d):
-    """Says for itself what is pickled."""
+    """A module that chooses its pickled content itself."""
 
     def __getstate__(self):
         return {**self.__dict__, "pickled": True}

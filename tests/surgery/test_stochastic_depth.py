@@ -70,7 +70,7 @@ def test_blocks_are_dropped_at_their_rate_and_independently(rate):
 @pytest.mark.parametrize(("distribution", "rates"), [("linear", [0.1, 0.2, 0.3]), ("uniform", [0.3, 0.3, 0.3])])
 def test_drop_rates_follow_the_module_order(distribution, rates):
     model = net(drop_rate=0.3, distribution=distribution)
-    assert [model[at]._drop_rate for at in (1, 2, 3)] == pytest.approx(rates)
+    assert [model[index]._drop_rate for index in (1, 2, 3)] == pytest.approx(rates)
     assert drop_rates(0.3, 3, distribution) == pytest.approx(rates)
     assert "drop_rate=0.3" in repr(model)
 
@@ -83,10 +83,10 @@ def test_dropped_block_returns_its_input_and_gets_no_gradient():
     out = model(x)
     out.sum().backward()
     expected = plain[0](x)
-    for at in (1, 2, 3):
-        expected = plain[at](expected) if kept[at - 1] else expected
-        assert (model[at].layer.weight.grad is not None) == kept[at - 1]
-        assert int(model[at].norm.num_batches_tracked) == int(kept[at - 1])
+    for index in (1, 2, 3):
+        expected = plain[index](expected) if kept[index - 1] else expected
+        assert (model[index].layer.weight.grad is not None) == kept[index - 1]
+        assert int(model[index].norm.num_batches_tracked) == int(kept[index - 1])
     assert torch.equal(out, plain[4](expected))
 
 
@@ -94,8 +94,8 @@ def test_evaluation_scales_branches_and_does_not_count_forwards():
     model = net(drop_rate=0.25).eval()
     x = batch(0)
     expected = model[0](x)
-    for at in (1, 2, 3):
-        expected = expected + 0.75 * (model[at].norm(model[at].layer(expected)))
+    for index in (1, 2, 3):
+        expected = expected + 0.75 * (model[index].norm(model[index].layer(expected)))
     torch.testing.assert_close(model(x), model[4](expected))
     assert int(model[1].forwards) == 0
 
@@ -168,8 +168,8 @@ def test_recomputation_makes_the_same_choices():
 )  # torch's own, when a graph is in parts
 def test_compiled_blocks_make_the_same_choices():
     def compiled(model: nn.Module) -> nn.Module:
-        for at in (1, 2, 3):
-            model[at].compile(backend="eager")
+        for index in (1, 2, 3):
+            model[index].compile(backend="eager")
         return model
 
     again = trained(compiled(net()))
@@ -207,9 +207,9 @@ def ragged(samples: int, buffers: str, blocks: str) -> list:
     step = dt.compose_step(loss, [], grad=partial(dt.microbatch_step, microbatch_size=2))
     state = step.init(model, torch.optim.SGD(model.parameters(), lr=0.01))
     mine = samples if get_dist_info().rank == 0 else 2
-    for at in range(4):
-        state, _ = step(state, {"x": batch(at, mine)})
-    counts = [int(model[at].forwards) for at in (1, 2, 3)]
+    for number in range(4):
+        state, _ = step(state, {"x": batch(number, mine)})
+    counts = [int(model[number].forwards) for number in (1, 2, 3)]
     return [counts, sum(tensor.sum().item() for _, tensor in dt.full_params(state))]
 
 
@@ -228,7 +228,7 @@ def test_dropped_fsdp_unit_causes_no_view_warning(ranks):
 @pytest.mark.parametrize("blocks", ["around", "inside"])
 @pytest.mark.parametrize("buffers", ["broadcast", "own"])
 def test_ranks_with_different_forward_counts_do_not_deadlock(ranks, buffers, blocks):
-    """Three more microbatches on one rank: the other repeats one, and its count stays."""
+    """Three more microbatches on one rank: the other rank repeats a microbatch, and its count stays."""
     (one, total), (two, other) = ranks(2).run(ragged, 8, buffers, blocks)
     assert one == [16, 16, 16]
     assert two == (one if buffers == "broadcast" else [4, 4, 4])
@@ -238,14 +238,14 @@ def test_ranks_with_different_forward_counts_do_not_deadlock(ranks, buffers, blo
 def on_its_share(size: int) -> list:
     """Parameters after four steps on the rank's share of 8 samples, in microbatches of ``size``."""
     model = net()
-    for at in (1, 2, 3):
-        model[at].norm = nn.Identity()  # statistics of a batch are those of a rank
+    for number in (1, 2, 3):
+        model[number].norm = nn.Identity()  # statistics of a batch are those of a rank
     model = dt.shard_model(model, dt.build_mesh(), blocks=(Block,))
     loss = dt.mean_loss(lambda model, batch: model(batch["x"]).square().mean(), weight=lambda batch: len(batch["x"]))
     step = dt.compose_step(loss, [], grad=partial(dt.microbatch_step, microbatch_size=size))
     state = step.init(model, torch.optim.SGD(model.parameters(), lr=0.01))
-    for at in range(4):
-        state, _ = step(state, {"x": batch(at, 8).chunk(get_dist_info().world_size)[get_dist_info().rank]})
+    for number in range(4):
+        state, _ = step(state, {"x": batch(number, 8).chunk(get_dist_info().world_size)[get_dist_info().rank]})
     return [tensor.flatten().tolist() for _, tensor in dt.full_params(state)]
 
 
@@ -269,9 +269,9 @@ def waits(buffers: str) -> int:
         loss = dt.mean_loss(lambda model, batch: model(batch["x"]).square().mean(), weight=lambda batch: len(batch["x"]))
         step = dt.compose_step(loss, [])
         state = step.init(model, torch.optim.SGD(model.parameters(), lr=0.01))
-        for at in range(3):
+        for number in range(3):
             with count_host_syncs() as seen:
-                state, _ = step(state, {"x": batch(at)})
+                state, _ = step(state, {"x": batch(number)})
         counts.append(seen.count)
     return counts[1] - counts[0]
 
@@ -348,7 +348,7 @@ def test_transformers_blocks_can_be_dropped():
     for out, choice in zip(outs, kept, strict=True):
         assert torch.equal(out, outs[kept.index(choice)])
     distinct = [outs[kept.index(choice)] for choice in set(kept)]
-    assert not any(torch.equal(a, b) for at, a in enumerate(distinct) for b in distinct[:at])
+    assert not any(torch.equal(a, b) for number, a in enumerate(distinct) for b in distinct[:number])
 
 
 def test_weights_saved_before_the_edit_load_without_forward_counts(tmp_path):

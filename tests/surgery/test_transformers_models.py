@@ -72,9 +72,11 @@ def test_bert_attends_with_symmetric_biases_and_its_mask(kind):
     model = alibi(bert(kind))
     mask = (torch.arange(LENGTH) < torch.tensor([[12], [7], [1]])).long()
     layer = model.encoder.layer[0].attention.self
-    x, found = inputs_of(layer, lambda: model(input_ids=ids(), attention_mask=mask))
+    x, output = inputs_of(layer, lambda: model(input_ids=ids(), attention_mask=mask))
     scores = -SLOPES * apart(LENGTH) + torch.where(mask.bool(), 0.0, -1e30)[:, None, None, :]
-    torch.testing.assert_close(found, attended(*(heads(part(x)) for part in (layer.query, layer.key, layer.value)), scores))
+    torch.testing.assert_close(
+        output, attended(*(heads(projection(x)) for projection in (layer.query, layer.key, layer.value)), scores)
+    )
 
 
 @pytest.mark.parametrize("kind", ["sdpa", "eager"])
@@ -83,11 +85,11 @@ def test_gpt2_attends_with_causal_biases(kind, padded):
     model = alibi(gpt2(kind))
     mask = (torch.arange(LENGTH) < torch.tensor([[12], [7], [1]])).long() if padded else None
     layer = model.transformer.h[0].attn
-    x, found = inputs_of(layer, lambda: model(input_ids=ids(), attention_mask=mask))
+    x, output = inputs_of(layer, lambda: model(input_ids=ids(), attention_mask=mask))
     scores = -SLOPES * apart(LENGTH) + torch.full((LENGTH, LENGTH), -1e30).triu(1)
     scores = scores if mask is None else scores + torch.where(mask.bool(), 0.0, -1e30)[:, None, None, :]
-    expected = layer.c_proj(attended(*(heads(part) for part in layer.c_attn(x).split(16, -1)), scores))
-    torch.testing.assert_close(found, expected)
+    expected = layer.c_proj(attended(*(heads(projection) for projection in layer.c_attn(x).split(16, -1)), scores))
+    torch.testing.assert_close(output, expected)
 
 
 def test_implementations_agree_where_attention_is_upcast():
@@ -121,8 +123,8 @@ def test_alibi_removes_position_embeddings_and_keeps_other_names():
 
 
 def test_transformers_still_records_attentions():
-    found = alibi(bert("eager"))(input_ids=ids(), output_attentions=True).attentions
-    assert [tuple(each.shape) for each in found] == [(3, 2, LENGTH, LENGTH)] * 2
+    attentions = alibi(bert("eager"))(input_ids=ids(), output_attentions=True).attentions
+    assert [tuple(attention.shape) for attention in attentions] == [(3, 2, LENGTH, LENGTH)] * 2
 
 
 def test_deep_copy_applies_the_same_biases():

@@ -16,8 +16,8 @@ Act = Callable[[Job, int], None]
 World = Callable[[], AbstractContextManager[Mapping[str, str]]]
 """Holds something while the job runs; gives variables for it."""
 
-USUAL_PORT = 29500  # torchrun's, and what people write into MASTER_PORT
-_ANSWER_S = 5.0  # how long a rank is waited for that may never be told
+USUAL_PORT = 29500  # torchrun's, and a common value of MASTER_PORT
+_ANSWER_S = 5.0  # time to wait for a rank that may never answer
 _APART_S = 0.5  # a person takes longer to press a key again
 
 
@@ -30,7 +30,7 @@ def send(*names: str) -> Act:
                 _wait_until_asked(job, n)
             if k:
                 time.sleep(_APART_S)
-            job.process.send_signal(signal.Signals[name])  # nothing is sent to one that has ended
+            job.process.send_signal(signal.Signals[name])  # an ended process gets no signal
 
     return act
 
@@ -49,7 +49,7 @@ def empty_world() -> Iterator[Mapping[str, str]]:
 
 @contextlib.contextmanager
 def taken_port() -> Iterator[Mapping[str, str]]:
-    """Somebody listens where the environment says that the ranks meet."""
+    """Listen where the environment says that the ranks meet."""
     with socket.socket() as server:
         server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         with contextlib.suppress(OSError):  # taken already, which is as good

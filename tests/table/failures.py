@@ -1,6 +1,6 @@
 """Faults of ranks without a launcher, and the ranks that the others name: rows of the truth table.
 
-All ranks train a sharded model. One fault happens, and each rank that goes on reports its error and the time until it raised.
+All ranks train a sharded model. One fault happens, and each rank that survives reports its error and the time until it raised.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ NEVER_S = 600
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """One row: what happens to which ranks.
+    """One row: the event, and its ranks.
 
     Args:
         name: text of the row.
@@ -69,7 +69,7 @@ class Outcome:
         errors: error by rank of ranks that report.
         seconds: time from the fault to the error of each of these ranks.
         innocent: ranks that were named without a reason.
-        unclear: ranks whose error does not say what the row expects.
+        unclear: ranks whose error lacks the text that the row expects.
     """
 
     errors: dict[int, str] = field(default_factory=dict)
@@ -114,7 +114,7 @@ def second_node(world: int) -> range:
 
 
 def late_failures(rank: int, world: int) -> None:
-    """Fail one second after another: first the last rank, then the one before."""
+    """Fail at intervals of a second: first the last rank, then the rank before."""
     if rank >= world - 3:
         time.sleep(4 * (world - 1 - rank))
         raise_error(rank)
@@ -206,10 +206,10 @@ def train(fault: Fault, rank: int, world: int) -> tuple[float, str]:
     step_number, begin = 0, 0.0
 
     def loss(model: nn.Module, batch: torch.Tensor) -> LossSum:
-        found = LossSum(total=model(batch).square().sum(), weight=len(batch))
+        computed = LossSum(total=model(batch).square().sum(), weight=len(batch))
         if step_number == FAULT_STEP:
             fault.in_loss(rank, world)
-        return found
+        return computed
 
     try:
         with dt.init_dist(device="cpu", timeout_s=fault.timeout_s):
@@ -301,10 +301,10 @@ def _read_answers(pipes: dict[int, int], reporters: set[int]) -> dict[int, tuple
 
 def named_ranks(text: str) -> set[int]:
     """Return the ranks that an error names."""
-    found: set[int] = set()
+    numbers: set[int] = set()
     head = text.partition("this rank serves the store")[0]
-    for part in re.findall(r"ranks? \[?([0-9][0-9, \-]*(?:and [0-9]+)?)\]?", head):
-        for item in re.findall(r"[0-9]+-[0-9]+|[0-9]+", part):
+    for words in re.findall(r"ranks? \[?([0-9][0-9, \-]*(?:and [0-9]+)?)\]?", head):
+        for item in re.findall(r"[0-9]+-[0-9]+|[0-9]+", words):
             first, _, last = item.partition("-")
-            found.update(range(int(first), int(last or first) + 1))
-    return found
+            numbers.update(range(int(first), int(last or first) + 1))
+    return numbers

@@ -1,7 +1,7 @@
 """The truth table of ``dtrain launch``: one row for each thing that goes wrong between a program and its machine.
 
-A row says what is run, what is done to it, and what the launcher has to come to. ``test_table`` holds dtrain to it on 2 and 4
-ranks, with and without preload; ``benchmarks/truth_table.py`` prints what other launchers come to. No row imports torch.
+A row has the script, the disturbance, and the result that the launcher must have. ``test_table`` holds dtrain to it on 2 and 4
+ranks, with and without preload; ``benchmarks/truth_table.py`` prints the results of other launchers. No row imports torch.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ class Row:
     """One row. ``{folder}`` in options and script is the job's own folder, where it is started.
 
     Args:
-        name: what happens, as the page about the table has it.
-        code: what the launcher exits with.
+        name: the event, as the page about the table has it.
+        code: exit code of the launcher.
         lines: how much it says.
         says: a pattern that is found in it; ``{culprit}`` is the rank in question.
         source: of the script; None: there is none.
         encoding: of the source.
         script: its path, as it is given on the command line.
-        each: it may happen to any rank, and is tried on all of them; else it concerns the last one.
+        each: it may happen to any rank, and is tried on all of them; else it concerns the last rank.
         n: the number of ranks, where the row is about it.
-        options: of dtrain; nobody else has them.
+        options: of dtrain; other launchers do not have them.
         env: variables of the launcher; None: it has none of that name.
-        world: what is around the job while it runs; gives more variables.
-        shell: what a shell does before it becomes the launcher.
-        mounts: the shell mounts something, in a view of the file system that is the job's own.
+        world: the environment of the job while it runs; gives more variables.
+        shell: commands of a shell before it becomes the launcher.
+        mounts: the shell mounts a file system, in a view that is the job's own.
         stdout: where the launcher's output goes.
-        act: what is done to the running job.
+        act: the disturbance of the running job.
         finished: files that the ranks have left, each with its rank.
         not_for_others: why other launchers are not asked to.
     """
@@ -88,8 +88,8 @@ def _done(name: str, *, lines: Lines = SILENT, **settings: Any) -> Row:
     return Row(name=name, code=0, lines=lines, **settings)
 
 
-def _fails(name: str, code: int, source: str, says: str, *, each: bool = True, **settings: Any) -> Row:
-    return Row(name=name, code=code, lines=FEW, source=source, says=says, each=each, **settings)
+def _fails(name: str, code: int, source: str, says: str, *, on_each: bool = True, **settings: Any) -> Row:
+    return Row(name=name, code=code, lines=FEW, source=source, says=says, each=on_each, **settings)
 
 
 def _ended(name: str, code: int, word: str, *signals: str, source: str = scripts.STAYS, **settings: Any) -> Row:
@@ -111,7 +111,7 @@ _SCRIPT = [
     _refused("the script is a folder", "is a folder", source=None, script="."),
     _refused("the script has a syntax error", ".py:2 is not valid Python", source="import os\nif os\n"),
     _refused("the script is latin-1 and not UTF-8", "not utf-8 text|encoding", source="name = 'é'\n", encoding="latin-1"),
-    _fails("the script imports what is not there", 1, "import not_there\n", "No module named 'not_there'", each=False),
+    _fails("the script imports what is not there", 1, "import not_there\n", "No module named 'not_there'", on_each=False),
 ]
 
 _COUNT = [
@@ -148,15 +148,15 @@ _RANKS = [
     ),
     _fails(
         "one rank is stopped (SIGSTOP)", HUNG, scripts.hangs("stop"), "rank {culprit} of .* no progress",
-        each=False, options=("--hang-timeout", "3", "--grace", "0.5"),
+        on_each=False, options=("--hang-timeout", "3", "--grace", "0.5"),
     ),
     _fails(
         "one rank holds the interpreter's lock", HUNG, scripts.hangs("hold"),
-        r"no progress(.|\n)*rank {culprit}: \S*script.py:", each=False, options=("--hang-timeout", "3", "--grace", "0.5"),
+        r"no progress(.|\n)*rank {culprit}: \S*script.py:", on_each=False, options=("--hang-timeout", "3", "--grace", "0.5"),
     ),
     _fails(
         "one rank fails, the others and their children in sessions of their own ignore signals", 5,
-        scripts.hidden_children(fails=True), "rank {culprit} of .* exit code 5 ", each=False, options=("--grace", "0.5"),
+        scripts.hidden_children(fails=True), "rank {culprit} of .* exit code 5 ", on_each=False, options=("--grace", "0.5"),
     ),
     _done(
         "all ranks are done, their children in sessions of their own go on and ignore signals",
@@ -230,7 +230,7 @@ _OUTPUT = [
     ),
     _fails(
         "the log folder is full, and one rank fails", 1, scripts.PRINTS + scripts.RAISES, "rank {culprit} of .* exit code 1 ",
-        each=False, mounts=True, shell=_FULL,
+        on_each=False, mounts=True, shell=_FULL,
         options=("--run-dir", "{folder}/logs"),
     ),
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Runs a row with a launcher, ours or another, and says what came of it. Knows nothing of what should come."""
+"""Run a row with a launcher, ours or another, and return the result. This module does not know the expected result."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Seen:
     err: str
     script: str
     survivors: dict[int, str]
-    seconds: float  # from what the row is about to the launcher's end
+    seconds: float  # from the row's event to the launcher's end
     left: list[str]  # in the folder for temporary files
 
     @property
@@ -59,7 +59,7 @@ class Running:
     reader: FileIO | None  # of output that is not read
 
     def act(self) -> float:
-        """Do to the job what the row says; the time at which that began."""
+        """Do the row's act to the job; return the time at which it began."""
         if self.row.act is None:
             return self.started_at
         with contextlib.suppress(AssertionError):  # it ended first: its exit code will say so
@@ -93,7 +93,7 @@ class Running:
         return {pid: line for pid, line in self.job.processes().items() if pid != self.job.pid}
 
     def end(self) -> None:
-        """Kill whatever is left of the job."""
+        """Kill all remaining processes of the job."""
         while left := self.job.processes():
             for pid in left:
                 with contextlib.suppress(ProcessLookupError):
@@ -119,19 +119,19 @@ def start(
 
     Args:
         extra: more options of the launcher.
-        variables: what the row's world has given.
+        variables: those of the row's world.
     """
     (folder / "tmp").mkdir(parents=True)
     row.write(folder)
     mark = uuid.uuid4().hex
     words = [*command(row, row.n or str(n)), *extra, row.script, str(culprit), str(n)]
     words = [word.replace("{folder}", str(folder)) for word in words]
-    known = {"LAUNCHER": "dtrain" if command is dtrain else "another"}
+    environment = {"LAUNCHER": "dtrain" if command is dtrain else "another"}
     env = {
         # Jobs start in threads, while pytest changes the environment.
         **{name: os.environ.get(name) for name in list(os.environ)},
         **row.env,
-        **known,
+        **environment,
         "JOB_MARK": mark,
         "FOLDER": str(folder),
         "TMPDIR": str(folder / "tmp"),

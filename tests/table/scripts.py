@@ -1,8 +1,8 @@
 """The programs of the truth table. None needs torch; the first argument says which rank it is about, the second how
 many there are.
 
-``tell(name)`` leaves a file with this process's number; "event" is left right before what the row is about, so that the time to
-the launcher's end can be told.
+``tell(name)`` leaves a file with this process's number; "event" is left right before the row's event, so that the time to
+the launcher's end can be measured.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ class SimulatedOutcome:
         living: number of ranks that neither fail nor are stopped.
         found: reports, requests and times.
         innocent: ranks that were named without a reason.
-        unsaid: ranks whose report names nobody.
+        unsaid: ranks whose report names no rank.
     """
 
     culprits: set[int]
@@ -114,7 +114,7 @@ def simulate(fault: SimulatedFault, world: int) -> SimulatedOutcome:
         return report_incident("control/0", rank, world, sign, grace_s=GRACE_S)
 
     layouts = [Layout(rank, world, min(world, NODE_SIZE)) for rank in range(world)]
-    found = run_reports(
+    reports = run_reports(
         start,
         failed_at,
         peers=lambda rank: peers_of(layouts[rank]),
@@ -123,11 +123,11 @@ def simulate(fault: SimulatedFault, world: int) -> SimulatedOutcome:
         broken=dict.fromkeys(broken, 1.0),
     )
     culprits = {*raises, *lost, *slow, *(rank for pair in broken for rank in pair)}
-    named = {rank: _named(report) for rank, report in found.reports.items()}
+    named = {rank: _named(report) for rank, report in reports.reports.items()}
     return SimulatedOutcome(
         culprits=culprits,
         living=world - len({*raises, *lost}),
-        found=found,
+        found=reports,
         innocent=set().union(*named.values()) - culprits,
         unsaid={rank for rank, ranks in named.items() if not ranks},
     )

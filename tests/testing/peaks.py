@@ -7,10 +7,10 @@ from torch.profiler import ProfilerActivity, profile
 
 
 def profiled_peak(step: Callable[[], object], left: int = 0, tries: int = 10) -> int:
-    """The most bytes that a step holds at once, above what was held before it.
+    """Return the most bytes that a step holds at once, above those held before it.
 
     The profiler sees this thread. A buffer that gloo's thread frees looks as if it were never freed, and then the peak is too
-    high: such a look is repeated. ``left`` is what a step leaves behind for good.
+    high: such a look is repeated. ``left`` is the bytes that a step leaves behind for good.
     """
     for _ in range(tries):
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:

@@ -118,7 +118,7 @@ def test_kill_happens_at_the_selected_call(tmp_path):
 
 
 def stop_and_go_on(folder: str) -> str:
-    """A stopped process goes on with the call when somebody lets it; here a sibling does."""
+    """A stopped process continues with the call when another process sends SIGCONT; here a sibling does."""
     if get_dist_info().rank == 0:
         with inject_fault("stop", at="dtrain.dist.collectives.get_dist_info"):
             Path(folder, "pid").write_text(str(os.getpid()))

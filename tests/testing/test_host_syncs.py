@@ -1,4 +1,4 @@
-"""count_host_syncs: what waits for a device is counted on a CPU too, named with its caller, and torch is left as it was."""
+"""count_host_syncs: a wait for a device is counted on a CPU too, named with its caller, and torch is left as it was."""
 
 import threading
 

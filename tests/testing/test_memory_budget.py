@@ -1,4 +1,4 @@
-"""memory_budget: the count is the profiler's, an allocation beyond the budget fails, and nothing of what failed remains."""
+"""memory_budget: the count is the profiler's, an allocation beyond the budget fails, and frees all its memory."""
 
 import copy
 import gc
@@ -84,7 +84,7 @@ def test_budget_peak_matches_the_profiler(make, optimizer):
         one_step(model, chosen, x)
         assert budget.live == before
         actual = budget.peak - before
-    if make is convolution:  # its kernels copy what they are given into a layout of their own, which nobody outside sees
+    if make is convolution:  # its kernels copy their inputs into a layout of their own, which no code outside sees
         assert 0.8 * expected < actual < expected
     else:
         assert actual == expected
@@ -101,7 +101,7 @@ def test_first_step_counts_optimizer_state():
 
 
 def two_peaks(strategy: str, axes: dict[str, int]) -> list:
-    """Peaks of steps by the profiler, peaks by the budget, and what the steps have left, on this rank."""
+    """Return peaks of steps by the profiler, peaks by the budget, and the bytes that the steps have left, on this rank."""
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)) for _ in range(3)])
     model = shard_model(model, build_mesh(**axes), strategy=strategy, blocks=(nn.Linear,))
@@ -131,7 +131,7 @@ def profiled(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> l
 
 def agree(looks: list[int], peaks: list[int], left: int) -> bool:
     """Check that the profiler has seen the whole step, the peaks are alike, and nothing is left."""
-    # Of each the lowest: a thread of gloo may hold what was sent for a little longer.
+    # The lowest of each: a thread of gloo may hold sent tensors for a little longer.
     return bool(looks) and min(peaks) == pytest.approx(min(looks), rel=0.01) and left == 0
 
 
@@ -269,7 +269,7 @@ def phase_of(error: BaseException) -> str:
 
 
 def fail_at(point: str) -> list:
-    """Both ranks run out of memory where FSDP2 allocates for a collective; what is held before and after it."""
+    """Run out of memory on both ranks where FSDP2 allocates for a collective; return the held bytes before and after it."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     model = shard_model(model, build_mesh(), strategy="full_shard", blocks=(nn.Linear,))
@@ -278,7 +278,7 @@ def fail_at(point: str) -> list:
     with memory_budget(PLENTY, existing=[x, *local_tensors(model, optimizer)]) as budget:
 
         def no_more() -> None:
-            budget.limit = 0  # not what is live: a rank for which gloo drops something just now would go on, into a collective
+            budget.limit = 0  # not the live bytes: a rank for which gloo drops a tensor just now would go on, into a collective
 
         level = budget.live  # before any collective, whose tensors gloo may hold for a little longer
         one_step(model, optimizer, x)
@@ -293,7 +293,7 @@ def fail_at(point: str) -> list:
 
 
 def settled(budget: MemoryBudget, level: int) -> int:
-    """Return the bytes that are held once a gloo thread has dropped its messages, for which nobody waits."""
+    """Return the bytes that are held once a gloo thread has dropped its messages, for which no caller waits."""
     end = time.monotonic() + 90
     while budget.live != level and time.monotonic() < end:
         time.sleep(0.01)
@@ -332,7 +332,7 @@ def test_each_rank_has_its_own_budget(ranks, kind, limits, refused):
 
 
 def refuse_collectives() -> list:
-    """Functional collectives make their result themselves; what passes the budget, and what is held when all is over."""
+    """Functional collectives make their result themselves; return the bytes that pass the budget, and those held at the end."""
     name, x = torch.distributed.group.WORLD.group_name, torch.ones(8)
     run = torch.ops._c10d_functional
     calls = [

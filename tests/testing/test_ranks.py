@@ -364,7 +364,7 @@ def test_rank_that_dies_at_startup_is_named(monkeypatch):
 
 
 def test_ranks_that_hang_at_startup_are_named(monkeypatch):
-    # Both ranks wait for a third one, which nobody starts.
+    # Both ranks wait for a third rank, which never starts.
     _change_environment(monkeypatch, lambda rank: {"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3"})
     monkeypatch.setattr(ranks, "START_TIMEOUT_S", 1.0)
     with pytest.raises(RankError, match=r"run_ranks: ranks \[0, 1\] of 2 did not start within 1 s"):

@@ -59,7 +59,7 @@ def steps_at_which(wrap, steps: int, clock: Clock | None = None, end_of_epoch=la
     state = begin(step)
     for begun, ended in places(end_of_epoch, steps):
         state, _ = step(state, placed(BATCH, begun, ended))
-    acted = list(dict.fromkeys(at for _, at, _ in seen))
+    acted = list(dict.fromkeys(number for _, number, _ in seen))
     assert [where for where, *_ in seen] == SEAMS * len(acted)
     return acted
 
@@ -87,10 +87,10 @@ def test_every_acts_after_each_boundary_that_the_clock_crossed(interval):
     seen: list = []
     step = dt.compose_step(LOSS, [every(interval, recorder(seen))])
     state, crossed = begin(step), [0]
-    for at, (begun, ended) in enumerate(places(lambda at: at in (1, 2, 6), 9)):
+    for number, (begun, ended) in enumerate(places(lambda number: number in (1, 2, 6), 9)):
         state, _ = step(state, placed(BATCH, begun, ended))
-        crossed += [state.step] if state.crossed(interval) and at < 8 else []
-    assert list(dict.fromkeys(at for _, at, _ in seen)) == crossed
+        crossed += [state.step] if state.crossed(interval) and number < 8 else []
+    assert list(dict.fromkeys(number for _, number, _ in seen)) == crossed
 
 
 def test_between_acts_from_start_on_and_before_end():
@@ -174,7 +174,7 @@ def test_masked_transform_sees_selected_parameters_and_inner_transforms_all(wher
     outside, seen, inside = [], [], []
     transforms = [recorder(outside, "outside"), masked(recorder(seen), where), recorder(inside, "inside")]
     state, _ = trained(transforms, 1)
-    assert [(at, params) for at, _, params in seen] == [(at, names) for at in SEAMS]
+    assert [(seam, params) for seam, _, params in seen] == [(seam, names) for seam in SEAMS]
     assert [params for _, _, params in inside + outside] == [ALL] * 2 * len(SEAMS)
     assert list(state.transform_states["recorder"]["params"]) == names
     assert list(state.params) == ALL
@@ -295,7 +295,7 @@ def test_batch_function_runs_before_the_microbatch_split():
     step = dt.compose_step(loss, [on_batch(reverse, name="reverse")], grad=partial(dt.microbatch_step, microbatch_size=3))
     step(begin(step), BATCH)
     assert torch.equal(given[0], BATCH)
-    assert [len(part) for part in split] == [3, 1]
+    assert [len(microbatch) for microbatch in split] == [3, 1]
     assert torch.equal(torch.cat(split), BATCH.flip(0))
 
 
@@ -315,7 +315,7 @@ def test_batch_function_generator_is_reproducible_within_a_step():
 
     step = dt.compose_step(LOSS, [Transform(name="twice", grad=twice), on_batch(draw, name="draw")])
     state = begin(step)
-    expected = [torch.rand((), generator=generator("cpu", 0, "draw", at, 0)).item() for at in (0, 1)]
+    expected = [torch.rand((), generator=generator("cpu", 0, "draw", number, 0)).item() for number in (0, 1)]
     assert torch.rand((), generator=make_step_context(state, "draw").generator).item() == expected[0]
     for _ in range(2):
         state, _ = step(state, BATCH)
@@ -357,7 +357,7 @@ def test_batch_function_runs_on_a_rank_without_samples(ranks, source, steps):
 
 
 def batch_method_that_fails(rank: int) -> list[str]:
-    """Rank 1's function raises, or rank 0's (by ``rank``); then all go on."""
+    """Rank 1's function raises, or rank 0's (by ``rank``); then all ranks continue."""
     model = dt.shard_model(nn.Linear(3, 2), dt.build_mesh())
     fails = [True]
 

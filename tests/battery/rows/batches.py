@@ -1,4 +1,4 @@
-"""Rows: what is done to a batch."""
+"""Rows of transforms that change the batch."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def _smoothing_points() -> Points:
     return [
         (smooth_labels(torch.tensor([1, -100]), 0.3, num_classes=3), [[0.1, 0.8, 0.1], [0.0, 0.0, 0.0]]),
         (smooth_labels(torch.tensor([[0.5, 0.5, 0.0]]), 0.3), [[0.45, 0.45, 0.1]]),
-        # 0.8 log 2 + 0.2 log 4, whether the targets are smoothed or the loss is told to
+        # 0.8 log 2 + 0.2 log 4, with smoothed targets or with a loss that smooths
         (soft_cross_entropy(logits, torch.tensor([0]), smoothing=0.3).total, 1.2 * math.log(2)),
     ]
 

@@ -1,4 +1,4 @@
-"""Rows: when and where a transform acts; and the house patterns, what no method of the library does, but a user's may."""
+"""Rows of combinators, which choose when and where a transform acts, and of house patterns, which a user may write."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def halved_loss() -> dt.Transform:
         factor = 1.0 if context.state.step % 2 else 0.5
 
         def loss(model: Any, batch: Any) -> dt.LossSum:
-            found = inner(model, batch)
-            return dt.LossSum(total=factor * found.total, weight=found.weight, aux=found.aux)
+            whole = inner(model, batch)
+            return dt.LossSum(total=factor * whole.total, weight=whole.weight, aux=whole.aux)
 
         return loss
 

@@ -1,4 +1,4 @@
-"""Rows: what is done to gradients, and on which samples they are computed."""
+"""Rows of transforms that change gradients, or the samples on which gradients are computed."""
 
 from __future__ import annotations
 

@@ -15,11 +15,11 @@ def _along_a_line(transform: dt.Transform, steps: int) -> list[float]:
     torch.nn.init.constant_(model.weight, 1.0)
     step = dt.compose_step(dt.mean_loss(lambda model, x: model(x).mean(), weight=len), [transform])
     state = step.init(model, torch.optim.SGD(model.parameters(), lr=0.05))
-    found = []
+    values = []
     for _ in range(steps):
         state, _ = step(state, torch.ones(4, 1, dtype=torch.float64))
-        found.append(model.weight.item())
-    return found
+        values.append(model.weight.item())
+    return values
 
 
 def _one_copy() -> Points:

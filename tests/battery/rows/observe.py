@@ -1,4 +1,4 @@
-"""Rows: what watches a step, and changes nothing."""
+"""Rows of transforms that observe a step and change nothing."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ def activated() -> Points:
     step = dt.compose_step(loss, [activation_stats("0", 1, stats=stats)])
     state = step.init(model, torch.optim.SGD(model.parameters(), lr=1.0))
     _, metrics = step(state, torch.tensor([[-2.0], [0.0], [0.0], [6.0]], dtype=torch.float64))
-    found = {stat: value(metrics, f"activation/0/{stat}") for stat in stats}
-    known = {"mean": 1.0, "std": 3.0, "rms": math.sqrt(10.0), "max": 6.0, "absmax": 6.0, "zeros": 0.5, "kurtosis": 177 / 81}
-    return [(found[stat], known[stat]) for stat in stats]
+    measured = {stat: value(metrics, f"activation/0/{stat}") for stat in stats}
+    expected = {"mean": 1.0, "std": 3.0, "rms": math.sqrt(10.0), "max": 6.0, "absmax": 6.0, "zeros": 0.5, "kurtosis": 177 / 81}
+    return [(measured[stat], expected[stat]) for stat in stats]
 
 
 def watched() -> Points:

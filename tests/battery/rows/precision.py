@@ -20,7 +20,7 @@ def _run(transform: dt.Transform, weight: float, given: list[float]) -> tuple[li
 
 def _rounded() -> Points:
     """bfloat16 has seven bits behind the point: 1 + 1/512 is 1 there, and 1 + 3/512 is 1 + 4/512."""
-    losses = [_run(dt.transforms.autocast("bf16"), 1.0 + part / 512, [1.0])[0][0]["loss"] for part in (1, 3)]
+    losses = [_run(dt.transforms.autocast("bf16"), 1.0 + numerator / 512, [1.0])[0][0]["loss"] for numerator in (1, 3)]
     return list(zip(losses, [1.0, 1.0078125], strict=True))
 
 

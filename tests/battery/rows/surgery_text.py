@@ -26,11 +26,11 @@ class Attention(nn.Module):
         self.qkv, self.out = nn.Linear(DIM, 3 * DIM), nn.Linear(DIM, DIM)
 
     def forward(self, x: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
-        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
-        found = functional.scaled_dot_product_attention(
+        q, k, v = (projection.unflatten(-1, (self.heads, -1)).transpose(1, 2) for projection in self.qkv(x).chunk(3, -1))
+        attended = functional.scaled_dot_product_attention(
             q, k, v, attn_mask=attention_mask, is_causal=attention_mask is None
         )  # fmt: skip
-        return self.out(found.transpose(1, 2).flatten(2))
+        return self.out(attended.transpose(1, 2).flatten(2))
 
 
 class RMS(nn.Module):
@@ -118,9 +118,9 @@ def _group_norm_points() -> Points:
     """Groups of two channels: 1 and 3, and the same of 1.001, which is 1 in bfloat16."""
     norm = low_precision_group_norm(nn.Sequential(nn.GroupNorm(2, 4, eps=0.0)))
     with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
-        found = norm(torch.tensor([[[1.0], [3.0], [1.001], [3.0]]])).double().flatten()
+        normed = norm(torch.tensor([[[1.0], [3.0], [1.001], [3.0]]])).double().flatten()
     expected = torch.tensor([-1.0, 1.0], dtype=torch.float64)
-    return [(found[:2], expected), (found[2:], expected)]
+    return [(normed[:2], expected), (normed[2:], expected)]
 
 
 def _fused_points() -> Points:
@@ -128,8 +128,8 @@ def _fused_points() -> Points:
     model = _fused(nn.Sequential(RMS())).double()
     with torch.no_grad():
         model[0].weight.fill_(2.0)
-        found = model(torch.tensor([3.0, 4.0] * 4, dtype=torch.float64))
-    return [(found[0], scalar(6 / 12.50001**0.5)), (found[1], scalar(8 / 12.50001**0.5))]
+        normed = model(torch.tensor([3.0, 4.0] * 4, dtype=torch.float64))
+    return [(normed[0], scalar(6 / 12.50001**0.5)), (normed[1], scalar(8 / 12.50001**0.5))]
 
 
 def _fused(model: nn.Module) -> nn.Module:

@@ -1,4 +1,4 @@
-"""Rows: what is done to weights."""
+"""Rows of transforms that change weights."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ def swa_points() -> Points:
     inside = last(swa(start=1, end=3, every=1), 5)
     annealed = last(swa(start=2, end=9, every=1, lr=0.1, anneal=4), 4)
     return [
-        (average(beside, "swa"), (3.5 + 3.0 + 2.0) / 3),  # after step 1, which comes to the start, and 2 and 4
+        (average(beside, "swa"), (3.5 + 3.0 + 2.0) / 3),  # after step 1, the start, and steps 2 and 4
         (inside.params["0.weight"].item(), (3.5 + 3.0 + 2.5) / 3),
-        # The fourth step is the first one with another rate: a quarter of the way from 0.5 to 0.1.
+        # The fourth step is the first with another rate: a quarter of the way from 0.5 to 0.1.
         (annealed.params["0.weight"].item(), 4.0 - 3 * 0.5 - (0.75 * 0.5 + 0.25 * 0.1)),
     ]
 

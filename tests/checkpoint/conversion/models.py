@@ -1,4 +1,4 @@
-"""Models of transformers made from a configuration, with random weights, and what they say about a text."""
+"""Models of transformers made from a configuration, with random weights, and their outputs for a text."""
 
 from pathlib import Path
 

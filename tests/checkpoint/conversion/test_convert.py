@@ -26,7 +26,7 @@ def source(tmp_path):
 
 @pytest.mark.parametrize("to", ["hf", "dtrain"])
 def test_failed_file_operation_leaves_no_output(source, to):
-    """Every operation up to the rename; what fails after it cannot take the folder away again, and may leave an empty side
+    """Every operation up to the rename; a failure after it cannot take the folder away again, and may leave an empty side
     folder."""
     folder = source.parent
     with watching() as all_of_it:
@@ -34,11 +34,11 @@ def test_failed_file_operation_leaves_no_output(source, to):
     shutil.rmtree(folder / "out")
     last = len(all_of_it.calls) - 1 - all_of_it.calls[::-1].index("rename")
     assert last > 10
-    for at in range(last + 1):
-        with watching(at=at) as watched, pytest.raises((OSError, CheckpointError, ConfigError)):
+    for operation in range(last + 1):
+        with watching(operation=operation) as watched, pytest.raises((OSError, CheckpointError, ConfigError)):
             convert(source, folder / "out", to=to)
         assert watched.fired
-        assert os.listdir(folder) == ["x.safetensors"], f"operation {at}: {watched.calls[at]}"
+        assert os.listdir(folder) == ["x.safetensors"], f"operation {operation}: {watched.calls[operation]}"
 
 
 def test_existing_destination_is_refused_and_kept(source):
@@ -83,8 +83,8 @@ def test_convert_copies_config_json_of_source_folder(source):
     (folder / "config.json").write_text('{"a": 1}')
     convert(folder, folder.parent / "out", to="hf", dtype="fp16")
     assert json.loads((folder.parent / "out" / "config.json").read_text()) == {"a": 1}
-    found = load_file(folder.parent / "out" / "model.safetensors")
-    assert (found["a"].dtype, found["b"].dtype) == (torch.float16, torch.int64)
+    weights = load_file(folder.parent / "out" / "model.safetensors")
+    assert (weights["a"].dtype, weights["b"].dtype) == (torch.float16, torch.int64)
 
 
 MISTAKES = {
@@ -131,8 +131,8 @@ def on_a_server(source):
 
 def test_remote_source_is_converted(on_a_server, source):
     convert(on_a_server, source.parent / "out", to="hf")
-    found = load_file(source.parent / "out" / "model.safetensors")
-    assert all(torch.equal(found[name], WEIGHTS[name]) for name in WEIGHTS)
+    weights = load_file(source.parent / "out" / "model.safetensors")
+    assert all(torch.equal(weights[name], WEIGHTS[name]) for name in WEIGHTS)
 
 
 def test_remote_destination_is_refused(source):
@@ -164,7 +164,7 @@ print(resident("VmHWM") - before)
 def test_convert_uses_bounded_memory(source, to):
     largest = 2**24 if to == "dcp" else 2**26
     count = 2**28 // largest
-    save_file({str(at): torch.randn(64, largest // 256) for at in range(count)}, source.parent / "big.safetensors")
+    save_file({str(number): torch.randn(64, largest // 256) for number in range(count)}, source.parent / "big.safetensors")
     done = subprocess.run(
         [sys.executable, "-c", _PEAK, to], cwd=source.parent, capture_output=True, text=True, timeout=90, check=True
     )

@@ -1,4 +1,4 @@
-"""Towards ``torch.distributed.checkpoint``: its own ``load`` reads what was written."""
+"""Conversion to ``torch.distributed.checkpoint``: torch's own ``load`` reads the output."""
 
 import errno
 import os
@@ -44,10 +44,10 @@ def test_convert_preserves_dtypes_and_shapes(tmp_path):
     save_file(tensors, tmp_path / "x.safetensors")
     done = convert(tmp_path / "x.safetensors", tmp_path / "out", to="dcp")
     assert done.bytes == sum(tensor.nbytes for tensor in tensors.values())
-    found = {name: torch.full_like(tensor, 1) for name, tensor in tensors.items()}
-    read_into_(found, tmp_path / "out")
+    copies = {name: torch.full_like(tensor, 1) for name, tensor in tensors.items()}
+    read_into_(copies, tmp_path / "out")
     for name, tensor in tensors.items():
-        assert torch.equal(found[name], tensor), name
+        assert torch.equal(copies[name], tensor), name
 
 
 @pytest.mark.filterwarnings(ALONE)
@@ -59,10 +59,10 @@ def test_convert_holds_one_tensor_in_memory(tmp_path, monkeypatch, width):
     resolve = write_formats._StreamingSavePlanner.resolve_data
 
     def counted(planner, item):
-        found = resolve(planner, item)
+        destination = resolve(planner, item)
         alive.append(sum(tensor.untyped_storage().size() for tensor in made))
-        made.append(found)
-        return found
+        made.append(destination)
+        return destination
 
     monkeypatch.setattr(write_formats._StreamingSavePlanner, "resolve_data", counted)
     model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(6)))

@@ -55,22 +55,22 @@ def test_diff_tensors_sums_over_batches(tmp_path, monkeypatch, limit):
     for name, tensors in (("a", a), ("b", b)):
         save_file(tensors, tmp_path / f"{name}.safetensors")
     compared = []
-    found = list(
+    rows = list(
         diff_tensors(
             open_safetensors(tmp_path / "a.safetensors"),
             open_safetensors(tmp_path / "b.safetensors"),
             on_bytes_compared=compared.append,
         )
     )
-    assert [(row.key, row.kind, row.differing, row.max_abs) for row in found] == [("x", "values", 3, 2.0)]
+    assert [(row.key, row.kind, row.differing, row.max_abs) for row in rows] == [("x", "values", 3, 2.0)]
     assert sum(compared) == 412
 
 
 def test_diff_values_reports_type_changes_and_missing_keys():
     a = {"same": NAN, "kind": 1, "gone": "text", "long": "x" * 100}
     b = {"same": NAN, "kind": 1.0, "new": None, "long": "y" * 100}
-    found = {row.key: (row.a, row.b) for row in diff_values(a, b)}
-    assert found == {
+    values = {row.key: (row.a, row.b) for row in diff_values(a, b)}
+    assert values == {
         "kind": ("1", "1.0"),
         "gone": ("'text'", None),
         "new": (None, "None"),

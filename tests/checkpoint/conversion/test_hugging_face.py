@@ -1,4 +1,4 @@
-"""Towards Hugging Face: what ``from_pretrained`` loads is the model that was saved, bit for bit."""
+"""Conversion to Hugging Face: ``from_pretrained`` loads the model that was saved, bit for bit."""
 
 import json
 
@@ -36,7 +36,7 @@ def test_from_pretrained_loads_several_files(tmp_path, name):
     done = convert(tmp_path / "root", tmp_path / "out", **options)
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     files = sorted(set(index["weight_map"].values()))
-    assert files == [f"model-{at:05d}-of-{len(files):05d}.safetensors" for at in range(1, len(files) + 1)]
+    assert files == [f"model-{number:05d}-of-{len(files):05d}.safetensors" for number in range(1, len(files) + 1)]
     assert names_in(tmp_path / "out") == ["config.json", *files, "model.safetensors.index.json"]
     assert len(files) > 3
     assert index["metadata"]["total_size"] == done.bytes

@@ -51,9 +51,9 @@ def test_trusted_pickle_is_read_in_subprocess(tmp_path):
     reader = int((tmp_path / "ran").read_text())
     assert reader != os.getpid()
     assert not os.path.exists(f"/proc/{reader}")
-    found = load_file(done.path / "model.safetensors")
-    assert found.keys() == WEIGHTS.keys()
-    assert all(torch.equal(found[name], WEIGHTS[name]) for name in WEIGHTS)
+    weights = load_file(done.path / "model.safetensors")
+    assert weights.keys() == WEIGHTS.keys()
+    assert all(torch.equal(weights[name], WEIGHTS[name]) for name in WEIGHTS)
     assert nothing_beside(tmp_path, "x.pt", "ran", "out")
 
 
@@ -70,9 +70,9 @@ def test_dcp_folder_is_read_in_batches(tmp_path, monkeypatch, limit):
     state = {"model": WEIGHTS, "optimizer": {"exp_avg": {"b": torch.zeros(2)}}, "step": 3}
     dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path / "dcp"), no_dist=True)
     assert unpickle_subprocess.main("dcp", str(tmp_path / "dcp"), str(tmp_path / "out.safetensors"), "model") == 0
-    found = load_file(tmp_path / "out.safetensors")
-    assert found.keys() == WEIGHTS.keys()
-    assert all(torch.equal(found[name], WEIGHTS[name]) for name in WEIGHTS)
+    weights = load_file(tmp_path / "out.safetensors")
+    assert weights.keys() == WEIGHTS.keys()
+    assert all(torch.equal(weights[name], WEIGHTS[name]) for name in WEIGHTS)
 
 
 def test_unreadable_trusted_file_leaves_no_output(tmp_path):
@@ -84,7 +84,7 @@ def test_unreadable_trusted_file_leaves_no_output(tmp_path):
 
 @pytest.fixture
 def program(tmp_path, capsys):
-    """``program(tree, key)``: the tensors that the program makes of what ``torch.save`` wrote, or its complaint."""
+    """Return ``program(tree, key)``: the tensors that the program reads from a file of ``torch.save``, or its error."""
 
     def run(tree, key=None, **options):
         torch.save(tree, tmp_path / "x.pt", **options)
@@ -108,9 +108,9 @@ TREES = {
 
 @pytest.mark.parametrize(("tree", "key"), TREES.values(), ids=TREES)
 def test_weights_are_found_in_nested_dicts(program, tree, key):
-    found = program(tree, key)
-    assert found.keys() == WEIGHTS.keys()
-    assert all(torch.equal(found[name], WEIGHTS[name]) for name in WEIGHTS)
+    weights = program(tree, key)
+    assert weights.keys() == WEIGHTS.keys()
+    assert all(torch.equal(weights[name], WEIGHTS[name]) for name in WEIGHTS)
 
 
 def test_legacy_torch_format_is_read(program):
@@ -124,10 +124,10 @@ def test_pickled_module_yields_its_state_dict(program):
 
 def test_tied_and_strided_tensors_are_written_contiguously(program):
     whole = torch.arange(12.0).reshape(3, 4)
-    found = program({"a": whole, "b": whole, "columns": whole.t(), "part": whole[1]})
-    assert torch.equal(found["b"], whole)
-    assert torch.equal(found["columns"], whole.t())
-    assert torch.equal(found["part"], whole[1])
+    weights = program({"a": whole, "b": whole, "columns": whole.t(), "part": whole[1]})
+    assert torch.equal(weights["b"], whole)
+    assert torch.equal(weights["columns"], whole.t())
+    assert torch.equal(weights["part"], whole[1])
 
 
 COMPLAINTS = {

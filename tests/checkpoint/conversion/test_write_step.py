@@ -70,9 +70,9 @@ def test_names_with_slashes_and_dollars_are_kept(tmp_path):
     convert(tmp_path / "x.safetensors", tmp_path / "root", to="dtrain")
     verify(tmp_path / "root")
     convert(tmp_path / "root", tmp_path / "hf", to="hf")
-    found = load_file(tmp_path / "hf" / "model.safetensors")
-    assert found.keys() == tensors.keys()
-    assert all(torch.equal(found[name], tensors[name]) for name in tensors)
+    weights = load_file(tmp_path / "hf" / "model.safetensors")
+    assert weights.keys() == tensors.keys()
+    assert all(torch.equal(weights[name], tensors[name]) for name in tensors)
 
 
 def test_large_tensor_has_blocks_of_its_own(tmp_path):
@@ -111,13 +111,13 @@ def test_tie_without_stored_name_is_refused(tmp_path):
 
 
 def test_state_option_selects_one_of_several_states(tmp_path):
-    states = {"maker": state_of(nn.Linear(2, 3)), "judge": state_of(nn.Linear(3, 1))}
+    states = {"generator": state_of(nn.Linear(2, 3)), "discriminator": state_of(nn.Linear(3, 1))}
     save_sharded(tmp_path / "root", states)
-    convert(tmp_path / "root", tmp_path / "out", to="hf", state="judge")
-    found = load_file(tmp_path / "out" / "model.safetensors")
-    assert found.keys() == {"weight", "bias"}
-    assert torch.equal(found["weight"], states["judge"].params["weight"].detach())
-    with pytest.raises(ConfigError, match=r"holds the states 'maker', 'judge'. Name one with state \(--state\)"):
+    convert(tmp_path / "root", tmp_path / "out", to="hf", state="discriminator")
+    weights = load_file(tmp_path / "out" / "model.safetensors")
+    assert weights.keys() == {"weight", "bias"}
+    assert torch.equal(weights["weight"], states["discriminator"].params["weight"].detach())
+    with pytest.raises(ConfigError, match=r"holds the states 'generator', 'discriminator'. Name one with state \(--state\)"):
         convert(tmp_path / "root", tmp_path / "two", to="hf")
-    with pytest.raises(CheckpointMismatchError, match=r"'maker', 'judge'.*got 'other'"):
+    with pytest.raises(CheckpointMismatchError, match=r"'generator', 'discriminator'.*got 'other'"):
         convert(tmp_path / "root", tmp_path / "two", to="hf", state="other")

@@ -1,8 +1,8 @@
-"""A run that is killed 1 to 10 times within an epoch, and each time goes on with another number of ranks.
+"""A run that is killed 1 to 10 times within an epoch, and resumes each time with another number of ranks.
 
-All ranks die at once at the begin of a step. What must not show is how often that was, and how many ranks there were: every
+All ranks die at once at the begin of a step. The number of kills and the number of ranks must not show in the results: every
 sample is trained on once in an epoch, in the same batches in the same order, and the weights are those of a run of one rank
-that nothing happened to.
+that was never killed.
 """
 
 from __future__ import annotations
@@ -86,12 +86,12 @@ def _differences(folder: str, worlds: list[int], samples: dict[int, list[int]], 
     for number, world in enumerate(worlds):
         # A rank takes part in some attempts only: its n-th attempt is the n-th that had so many ranks.
         parts = [logs[rank][sum(w > rank for w in worlds[:number])] for rank in range(world)]
-        steps = sorted({step for part in parts for step in part})
+        steps = sorted({step for log in parts for step in log})
         for step in steps:
-            found = [i for part in parts for i in part.get(step, [])]
-            all_there = all(step in part for part in parts)  # the last step of an attempt may be one that not all had logged
-            if all_there and found != samples[step]:
-                problems.append(f"step {step} on {world} ranks trained on {found}, not on {samples[step]}")
+            trained = [i for log in parts for i in log.get(step, [])]
+            all_there = all(step in log for log in parts)  # the last step of an attempt may be missing in some logs
+            if all_there and trained != samples[step]:
+                problems.append(f"step {step} on {world} ranks trained on {trained}, not on {samples[step]}")
     done = [line for line in read_log(folder) if "done" in line]
     worst = max(
         abs(a - b) / max(1.0, abs(b))
@@ -105,10 +105,10 @@ def _differences(folder: str, worlds: list[int], samples: dict[int, list[int]], 
 
 def _attempts(log: list[dict[str, Any]]) -> list[dict[int, list[int]]]:
     """The samples of each step, attempt by attempt."""
-    found: list[dict[int, list[int]]] = []
+    attempts: list[dict[int, list[int]]] = []
     for line in log:
         if "attempt" in line:
-            found.append({})
+            attempts.append({})
         elif "step" in line:
-            found[-1][line["step"]] = line["samples"]
-    return found
+            attempts[-1][line["step"]] = line["samples"]
+    return attempts

@@ -18,9 +18,9 @@ Damage = Callable[[Path, str], str]
 """Does it to a file of a step. Returns the name of the file that has to be blamed, "" when there is nothing to do it with."""
 
 
-def _truncated(part: float) -> Damage:
+def _truncated(fraction: float) -> Damage:
     def damage(step: Path, name: str) -> str:
-        os.truncate(step / name, int((step / name).stat().st_size * part))
+        os.truncate(step / name, int((step / name).stat().st_size * fraction))
         return name
 
     return damage
@@ -73,7 +73,7 @@ def _of_the_older_step(step: Path, name: str) -> str:
 
 def _of_another_run(step: Path, name: str) -> str:
     shutil.copy(step.parent / "other" / step.name / name, step / name)
-    # Its manifest is sound in itself: what it says of the other files is what does not hold.
+    # Its manifest is sound in itself, but its statements about the other files do not hold.
     return name if name != "manifest.json" else "index.json"
 
 
@@ -158,7 +158,7 @@ def draw(seed: int, k: int) -> list[dict[str, Any]]:
 
 
 def _damage_each(folder: str, kind: str, damage: str, names: list[str]) -> list[dict[str, Any]]:
-    found = []
+    outcomes = []
     for name in names:
         step = Path(folder) / name / "step-00000002"
         blamed = DAMAGE[damage](step, name)
@@ -166,8 +166,8 @@ def _damage_each(folder: str, kind: str, damage: str, names: list[str]) -> list[
             continue
         wrong = _not_refused(step, blamed, kind) if blamed else _not_passed_over(step, kind)
         came = "refused by name, the older step offered" if blamed else "not committed, the older step taken"
-        found.append(Outcome(fault=damage, came="accepted" if wrong else came, wrong=wrong and f"{name} of {kind}: {wrong}"))
-    return plain(found)
+        outcomes.append(Outcome(fault=damage, came="accepted" if wrong else came, wrong=wrong and f"{name} of {kind}: {wrong}"))
+    return plain(outcomes)
 
 
 def _not_refused(step: Path, blamed: str, kind: str) -> str:

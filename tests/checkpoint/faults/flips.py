@@ -42,7 +42,7 @@ def _flip(folder: str, kind: str, seed: str) -> list[dict[str, Any]]:
     dice, step = random.Random(seed), Path(folder)
     sizes = {path.name: path.stat().st_size for path in sorted(step.iterdir())}
     names = list(sizes)
-    found = []
+    outcomes = []
     given = states_of(kind, 7)
     before = _digests(given)
     for number in range(BATCH):
@@ -54,7 +54,7 @@ def _flip(folder: str, kind: str, seed: str) -> list[dict[str, Any]]:
             wrong = [_not_refused(step, name, given)]
         if (number + 1) % 50 == 0 and _digests(given) != before:
             wrong.append("a refused load has changed the state")
-        found.append(
+        outcomes.append(
             Outcome(
                 fault=f"a bit of {_what(name)}, {kind}",
                 came="refused" if not any(wrong) else "accepted",
@@ -62,7 +62,7 @@ def _flip(folder: str, kind: str, seed: str) -> list[dict[str, Any]]:
             )
         )
     _still_sound(step, given)
-    return plain(found)
+    return plain(outcomes)
 
 
 def _what(name: str) -> str:
@@ -99,7 +99,7 @@ def _load(step: Path, given: Any) -> Any:
 
 
 def _still_sound(step: Path, given: Any) -> None:
-    """With every bit back in its place the step loads: what was refused was refused for its bit."""
+    """Restore every bit and load the step: it was refused for the flipped bit and nothing else."""
     import dtrain as dt
 
     dt.checkpoint.verify(step)

@@ -1,7 +1,7 @@
 """SIGKILL of one rank, of all ranks, or of the launcher, at a random time of a run; then it is resumed, and killed again.
 
-Two ranks, a save every two steps, until the run is done. After each kill every committed step is read to the last byte; what
-the next attempt loads is compared with the run that nothing happened to, and so are all losses and the final weights.
+Two ranks, a save every two steps, until the run is done. After each kill every committed step is read to the last byte; the
+state that the next attempt loads is compared with that of the undisturbed run, and so are all losses and the final weights.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ RANKS, STEPS = 2, 24
 TARGETS = ("one rank", "all ranks", "the launcher")
 SHARE = 0.25  # a kill comes within this part of a whole run's time, so that a run takes many
 EARLY = 0.15  # of the kills come before the run has begun to train
-MOST = 60  # kills of one run: it must come to an end
+MOST = 60  # kills of one run: it must end
 IN_FLIGHT = {"sync": 1, "async": 2}  # intervals of work at risk: an asynchronous save may be on its way when the next is due
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Undisturbed:
-    """The run that nothing happened to: what every rank logged, and how long it trained."""
+    """The undisturbed run: the log of every rank, and its training time."""
 
     losses: dict[int, str]
     digests: dict[tuple[int, int], str]
@@ -44,7 +44,7 @@ class Undisturbed:
 
 @dataclass(slots=True, kw_only=True)
 class Attempt:
-    """One start of the run, and what ended it."""
+    """One start of the run, and the cause of its end."""
 
     target: str
     newest: int | None = None
@@ -117,17 +117,17 @@ def draw_short(seed: int, k: int) -> list[dict[str, Any]]:
 def draw(seed: int, k: int, most: int = MOST) -> list[dict[str, Any]]:
     """One run, killed until it is done: an outcome for each kill. To be asked of a nursery."""
     dice = random.Random(f"kills {seed} {k}")
-    known = undisturbed()
+    reference = undisturbed()
     mode = ("sync", "async")[k % 2]
     with scratch() as folder:
         run = Run(folder=folder, steps=STEPS, mode=mode)
         attempts = []
-        while (attempt := _attempt(run, dice, known, last=len(attempts) >= most)) is not None:
+        while (attempt := _attempt(run, dice, reference, last=len(attempts) >= most)) is not None:
             attempts.append(attempt)
             if attempt.problems:
                 break
         else:
-            problems = _compare(run, known, attempts)
+            problems = _compare(run, reference, attempts)
             if problems and attempts:
                 attempts[-1].problems += problems
             elif problems:
@@ -145,10 +145,10 @@ def _outcome(attempt: Attempt, mode: str) -> Outcome:
     )
 
 
-def _attempt(run: Run, dice: random.Random, known: Undisturbed, *, last: bool) -> Attempt | None:
+def _attempt(run: Run, dice: random.Random, reference: Undisturbed, *, last: bool) -> Attempt | None:
     """Start the run and kill it; None when it was done before that."""
     attempt = Attempt(target=dice.choice(TARGETS))
-    early, delay, who = dice.random() < EARLY, dice.random() * known.seconds * SHARE, dice.randrange(RANKS)
+    early, delay, who = dice.random() < EARLY, dice.random() * reference.seconds * SHARE, dice.randrange(RANKS)
     before = len([line for line in read_log(run.folder) if "attempt" in line])
     child = fork(launch, asdict(run), RANKS)
     try:
@@ -189,7 +189,7 @@ def _has_answered(child: Child) -> bool:
 
 
 def _kill(child: Child, attempt: Attempt, who: int) -> None:
-    """SIGKILL, and wait until the launcher has drawn its conclusions, when it was not the one that was killed."""
+    """Send SIGKILL, and wait until the launcher has ended the job, unless the launcher itself was killed."""
     ranks = _children(child.pid)
     if len(ranks) < RANKS:
         attempt.target = "the launcher"  # it has not started them all
@@ -215,7 +215,7 @@ def _children(pid: int) -> list[int]:
 
 
 def _judge(run: Run, attempt: Attempt) -> None:
-    """Look at what the kill has left. Mutates: ``attempt``."""
+    """Inspect the files that the kill has left. Mutates: ``attempt``."""
     seen = apart(look, asdict(run))
     if seen["wrong"]:
         attempt.problems.append(seen["wrong"])
@@ -232,30 +232,30 @@ def _judge(run: Run, attempt: Attempt) -> None:
 
 
 def _last_step(run: Run) -> int:
-    """The step that the last attempt had come to."""
+    """Return the last step of the last attempt."""
     reached = 0
     for rank in range(RANKS):
-        at = 0
+        current = 0
         for line in read_log(run.folder, rank):
             if "attempt" in line:
-                at = line["loaded"] or 0
-            at = line.get("step", at)
-        reached = max(reached, at)
+                current = line["loaded"] or 0
+            current = line.get("step", current)
+        reached = max(reached, current)
     return reached
 
 
-def _compare(run: Run, known: Undisturbed, attempts: list[Attempt]) -> list[str]:
-    """Hold a run that was killed and is done against the one that nothing happened to."""
+def _compare(run: Run, reference: Undisturbed, attempts: list[Attempt]) -> list[str]:
+    """Compare a killed and finished run with the undisturbed run."""
     problems = []
     logs = [read_log(run.folder, rank) for rank in range(RANKS)]
     for rank, log in enumerate(logs):
         for line in log:
-            if "step" in line and line["loss"] != known.losses.get(line["step"]):
+            if "step" in line and line["loss"] != reference.losses.get(line["step"]):
                 problems.append(f"another loss at step {line['step']}")
-            if line.get("loaded") is not None and line["digest"] != known.digests.get((rank, line["loaded"])):
+            if line.get("loaded") is not None and line["digest"] != reference.digests.get((rank, line["loaded"])):
                 problems.append(f"rank {rank} loaded another state than that of step {line['loaded']}")
     ends = [[line for line in log if "done" in line] for log in logs]
-    for rank, (end, expected) in enumerate(zip(ends, known.ends, strict=True)):
+    for rank, (end, expected) in enumerate(zip(ends, reference.ends, strict=True)):
         different = [name for name in expected if not end or end[-1][name] != expected[name]]
         if different:
             problems.append(f"rank {rank} ended with another {', '.join(different)}")
@@ -270,20 +270,20 @@ def _compare(run: Run, known: Undisturbed, attempts: list[Attempt]) -> list[str]
 def _litter(run: Run, log: list[dict[str, Any]]) -> list[str]:
     """Return leftovers of killed saves that no later save has removed.
 
-    A start that was killed before its first commit was a run of its own, which nobody can go on with: what it was writing is
+    A start that was killed before its first commit was a run of its own, which nobody can continue: its unfinished files are
     left to ``prune``. And a start that finds nothing more to do saves nothing.
     """
-    last = max(at for at, line in enumerate(log) if "attempt" in line)
+    last = max(index for index, line in enumerate(log) if "attempt" in line)
     if not any("saving" in line for line in log[last:]):
         return []
     seen = apart(look, asdict(run))
-    found = [name for name in seen["names"] if "." in name and seen["run"] in name]
-    return [f"litter: {found}"] if found else []
+    leftover = [name for name in seen["names"] if "." in name and seen["run"] in name]
+    return [f"litter: {leftover}"] if leftover else []
 
 
 def spoiled() -> dict[str, list[str]]:
     """Return the findings about runs with a planted fault, which must be detected. To be asked of a nursery."""
-    known, found = undisturbed(), {}
+    reference, problems = undisturbed(), {}
     with scratch() as folder:
         run = Run(folder=folder, steps=STEPS)
         fork_and_finish(run)
@@ -291,11 +291,11 @@ def spoiled() -> dict[str, list[str]]:
             spoil(run)
             attempt = Attempt(target="all ranks")
             _judge(run, attempt)
-            found[name] = [*attempt.problems, *_compare(run, known, [attempt])]
+            problems[name] = [*attempt.problems, *_compare(run, reference, [attempt])]
             for rank in range(RANKS):
                 log = Path(folder) / f"log-{rank}"
                 log.write_text("".join(line for line in log.read_text().splitlines(keepends=True) if "spoiled" not in line))
-    return found
+    return problems
 
 
 def _append(run: Run, **line: Any) -> None:

@@ -26,7 +26,7 @@ from checkpoint.stored import compact, json_of, sign
 
 KIND = "1 rank"
 BATCH = 50  # cases that share a process
-WITHIN_S = 1.0  # of the processor: how long that takes is up to who else uses the machine
+WITHIN_S = 1.0  # of the processor: wall time depends on other users of the machine
 WITHIN_BYTES = 100e6
 
 Attack = Callable[[Path], None]
@@ -42,8 +42,8 @@ class Case:
         name: which of its kind.
         attack: changes a sound step.
         believed: whether it may be loaded: numbers that the attacker has chosen and signed are numbers.
-        unread: whether only deep verification has to refuse it: a load leaves alone what nobody has asked for.
-        named: whether only a load has to refuse it: the names of tensors are whatever the writer has said.
+        unread: only deep verification has to refuse it: a load does not read a file that it does not need.
+        named: only a load has to refuse it: the writer chooses the names of tensors.
         weights: whether it is a folder of plain safetensors files, which ``load_weights_`` reads.
     """
 
@@ -98,7 +98,7 @@ def _with_manifest(change: Callable[[dict[str, Any]], object]) -> Attack:
 
 
 def _with_data(content: bytes) -> Attack:
-    """A data file that is something else, of the length that it had, with digests that are right."""
+    """Replace a data file by another content of the same length, with digests that are right."""
 
     def attack(step: Path) -> None:
         import xxhash
@@ -232,7 +232,7 @@ _INDEXES = {"index.json": _with_index, "rank-00000.json": _with_rank_index}
 def _leaves(kind: type, file: str) -> list[tuple[Any, ...]]:
     """Return the paths to values of a type in an index of a sample, outside its plain data; of each list the first item."""
     body = json.loads(sample(KIND)[f"step-00000002/{file}"])
-    found = []
+    paths = []
     left: list[tuple[tuple[Any, ...], Any]] = [((key,), body[key]) for key in body if key not in ("values", "shared")]
     while left:
         path, value = left.pop(0)
@@ -240,10 +240,10 @@ def _leaves(kind: type, file: str) -> list[tuple[Any, ...]]:
             left += [((*path, key), item) for key, item in value.items()]
         elif type(value) is list:
             rows = all(type(item) in (str, int) for item in value)  # a row has a meaning for each place, a list one for all
-            left += [((*path, at), item) for at, item in enumerate(value[: None if rows and len(value) < 4 else 1])]
+            left += [((*path, index), item) for index, item in enumerate(value[: None if rows and len(value) < 4 else 1])]
         elif type(value) is kind:
-            found.append(path)
-    return found
+            paths.append(path)
+    return paths
 
 
 def _shown(path: Sequence[Any]) -> str:
@@ -405,7 +405,7 @@ _TOUCHES = {
 
 
 class Hook:
-    """Notes what is run, and what is touched outside of a root. Once set it cannot be taken away, only told to look away."""
+    """Record executed code and files touched outside of a root. Once set it cannot be removed, only told to look away."""
 
     def __init__(self) -> None:
         self.root: str | None = None
@@ -444,10 +444,10 @@ def draw(seed: int, k: int) -> list[dict[str, Any]]:
 def _try_all(folder: str, k: int) -> list[dict[str, Any]]:
     hook, sound = Hook(), Path(folder) / "sound" / "step-00000002"
     for weights in (False, True):
-        _look_at(sound, hook, weights=weights)  # what is imported late is imported here
+        _look_at(sound, hook, weights=weights)  # makes late imports happen here
     (sound / "manifest.json").write_bytes(b"{}")
     for weights in (False, True):
-        _look_at(sound, hook, weights=weights)  # and what words of refusal need, here
+        _look_at(sound, hook, weights=weights)  # and the allocations of refusals happen here
     return plain([
         _try(case, Path(folder) / str(number) / "step-00000002", hook)
         for number, case in enumerate(cases()[k * BATCH : (k + 1) * BATCH])
@@ -471,7 +471,7 @@ def _try(case: Case, step: Path, hook: Hook) -> Outcome:
 
 
 def _look_at(step: Path, hook: Hook, *, weights: bool) -> tuple[set[str], list[str], float, float]:
-    """Have everything read it that reads checkpoints: which did not refuse it, what was wrong, the most seconds and bytes."""
+    """Read it with everything that reads checkpoints: the readers that accepted it, problems, the most seconds and bytes."""
     import dtrain as dt
 
     given = states_of(KIND, 7)
@@ -498,7 +498,7 @@ def _look_at(step: Path, hook: Hook, *, weights: bool) -> tuple[set[str], list[s
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 read()
-            if name != "list_steps":  # which leaves out what it does not believe
+            if name != "list_steps":  # list_steps leaves out a step that it does not trust
                 believers.add(name)
         except (dt.errors.CheckpointError, dt.errors.ConfigError):
             pass
@@ -531,7 +531,7 @@ __all__: Sequence[str] = ("TRAVERSALS", "Case", "Hook", "cases", "count_draws", 
 
 
 def how_many_payloads_run() -> int:
-    """Unpickle the payloads that are pickle, in a fork, and count those that run their command. To be asked of a nursery."""
+    """Unpickle the payloads that are pickle, in a fork, and count those that run their command. Call it in a nursery."""
     with scratch() as folder:
         return int(apart(_run_payloads, folder))
 
@@ -540,17 +540,17 @@ def _run_payloads(folder: str) -> int:
     import pickle
     from contextlib import suppress
 
-    found = 0
+    count = 0
     for number, (name, content) in enumerate(payloads(f"touch {folder}/mark").items()):
         if any(word in name for word in ("execv", "pty", "browser", "open", "timeit", "torch", "numpy", "Popen", "NEWOBJ")):
             continue  # these would end, outlive or outlast this process
         with suppress(Exception):
             pickle.loads(content)
         mark = Path(folder) / "mark"
-        found += mark.exists()
+        count += mark.exists()
         if mark.exists():
             mark.rename(Path(folder) / f"mark-{number}")
-    return found
+    return count
 
 
 def what_the_hook_sees() -> list[str]:

@@ -1,7 +1,7 @@
-"""A process that has everything loaded and no thread: from it are forked the processes that are made to fail.
+"""A process with all modules loaded and no thread: the processes that are made to fail are forked from it.
 
-Importing torch takes seconds, a fork hundredths of one. The nursery itself comes from multiprocessing's fork server, which the
-other tests use as well, so it is a clean process whatever the caller has done before.
+Importing torch takes seconds, a fork hundredths of a second. The nursery itself comes from multiprocessing's fork server, which
+other tests use as well, so it is a clean process, independent of the caller's past.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def _serve(pipe: Connection, env: dict[str, str]) -> None:
             return
         try:
             answer = {"result": getattr(importlib.import_module(module), name)(*args)}
-        except BaseException:  # noqa: BLE001 - whatever it is, the caller raises it
+        except BaseException:  # noqa: BLE001 - the caller raises every kind of error
             answer = {"error": traceback.format_exc()}
         pipe.send_bytes(json.dumps(answer).encode())
 
@@ -93,7 +93,7 @@ def _prepare() -> None:
     torch.set_num_threads(1)
     public.load_all()
     for name in _USED_LATER:
-        with suppress(ImportError):  # another version of torch: a fork imports what it needs, more slowly
+        with suppress(ImportError):  # another version of torch: a fork imports the missing modules, more slowly
             importlib.import_module(name)
     gc.collect()
     gc.freeze()
@@ -155,7 +155,7 @@ def _run(fn: Callable[..., Any], args: tuple[Any, ...], pipe: int, parent: int) 
     try:
         die_with_parent(parent)
         for stream in (1, 2):
-            os.dup2(_nowhere(), stream)  # notices by the thousand; what went wrong comes back through the pipe
+            os.dup2(_nowhere(), stream)  # notices by the thousand; errors come back through the pipe
         try:
             answer = {"result": fn(*args)}
         except Exception:  # noqa: BLE001 - the parent raises it
@@ -180,7 +180,7 @@ def _send(pipe: int, data: bytes) -> None:
 
 @contextmanager
 def fork_ranks(world_size: int, fn: Callable[..., Any], *args: Any) -> Iterator[list[Child]]:
-    """Run ``fn(*args)`` on so many ranks, with no launcher that would end those that are left when one dies."""
+    """Run ``fn(*args)`` on so many ranks, with no launcher that would end the remaining ranks when one dies."""
     children: list[Child] = []
     try:
         with reserve_port() as held:
@@ -213,7 +213,7 @@ def apart(fn: Callable[..., Any], *args: Any, within_s: float = LONG_S) -> Any:
 
 
 def end_all(*, within_s: float = LONG_S) -> list[int]:
-    """Wait until nothing that was forked here is alive, whoever forked it. Returns those that did not end, killed then."""
+    """Wait until all processes forked here have ended. Kill and return those that did not end."""
     deadline = time.monotonic() + within_s
     while reap_children()[1]:
         if time.monotonic() > deadline:

@@ -1,6 +1,6 @@
 """A kill, an error or a short write at every single file operation of a save, on one rank.
 
-The save is one that goes through every branch: the run has gone back to step 1, a step 2 of its old lineage is in the way, a
+The save goes through every branch: the run has gone back to step 1, a step 2 of its old lineage is in the way, a
 killed save has left a side folder, and older steps are to be removed. Chunks are small, so that a small state has many.
 """
 
@@ -99,7 +99,7 @@ def _begin(root: Path) -> Any:
 
 
 def _save(root: Path, state: Any, mode: str, *, keep_last: int | None = 1) -> bool:
-    """Return True if anything was written."""
+    """Return True if the save wrote a file."""
     from dtrain.checkpoint.save import save_sharded
 
     return bool(save_sharded(root, state, keep_last=keep_last, mode=mode).result().written)  # type: ignore[arg-type]
@@ -126,7 +126,7 @@ def prepare(root: str) -> None:
 
 
 def record(root: str, how: dict[str, Any]) -> dict[str, Any]:
-    """The operations of a save that nothing happens to, and digests of what it saves."""
+    """The operations of an undisturbed save, and digests of the saved values."""
     from checkpoint.states import digest
 
     _small_chunks(how["threads"])
@@ -139,11 +139,11 @@ def record(root: str, how: dict[str, Any]) -> dict[str, Any]:
 
 
 def suffer(folder: str, how: dict[str, Any], faults: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Save once for each fault, each in a root of its own, and say what came of it on this rank."""
+    """Save once for each fault, each in a root of its own, and return the outcome on this rank."""
 
     _small_chunks(how["threads"])
     rank = _joined(how["ranks"]).rank
-    return [_suffer(Path(folder) / str(number), How(**how), Fault(**each), rank) for number, each in enumerate(faults)]
+    return [_suffer(Path(folder) / str(number), How(**how), Fault(**fields), rank) for number, fields in enumerate(faults)]
 
 
 def _suffer(root: Path, how: How, fault: Fault, rank: int) -> dict[str, Any]:
@@ -155,17 +155,17 @@ def _suffer(root: Path, how: How, fault: Fault, rank: int) -> dict[str, Any]:
     error, written, begun = None, False, time.monotonic()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        with watching(at=fault.at if mine else None, action=fault.action) as watched:
+        with watching(operation=fault.at if mine else None, action=fault.action) as watched:
             try:
                 written = _save(root, state, how.mode)
-            except Exception as problem:  # noqa: BLE001 - which it is, is judged elsewhere
+            except Exception as problem:  # noqa: BLE001 - its class is checked elsewhere
                 error = problem
             seconds = time.monotonic() - begun
     answer = {
         "fired": watched.fired,
         "error": type(error).__name__ if error else "",
         "text": str(error) if error else "",
-        "warned": [str(each.message) for each in caught],
+        "warned": [str(warning.message) for warning in caught],
         "seconds": seconds,
         "same": digest(state) == before,
         "written": written,
@@ -214,9 +214,9 @@ def _check(root: str) -> dict[str, Any]:
     from checkpoint.states import digest, plain_state, train
 
     try:
-        found = dt.checkpoint.list_steps(root)
-        for each in found:
-            dt.checkpoint.verify(each.path)
+        checkpoints = dt.checkpoint.list_steps(root)
+        for checkpoint in checkpoints:
+            dt.checkpoint.verify(checkpoint.path)
         restored = dt.load_sharded(root, plain_state())
         loaded = digest(restored, rng=False)
         dt.save_sharded(root, train(restored, 5)).result()
@@ -224,7 +224,7 @@ def _check(root: str) -> dict[str, Any]:
         return {"wrong": f"{type(error).__name__}: {error}"}
     return {
         "wrong": "",
-        "steps": sorted(each.step for each in found),
+        "steps": sorted(checkpoint.step for checkpoint in checkpoints),
         "step": restored.step,
         "digest": loaded,
         "names": _folders(Path(root)),
@@ -255,17 +255,17 @@ def _known(how: How, folder: Path) -> Known:
     """Recorded once per process."""
     if how not in _KNOWN:
         root = _copy(how, folder / "recorded")
-        found = _ask_all(how.ranks, record, str(root), asdict(how))
+        answers = _ask_all(how.ranks, record, str(root), asdict(how))
         untouched = _copy(how, folder / "untouched")
         manifest = _manifest(untouched)
         before, after = apart(check, [str(untouched), str(root)])
         assert (before["wrong"], before["step"], before["steps"]) == ("", 2, [1, 2]), before
         assert after["wrong"] == "", after
-        assert after["digest"] == found[0]["digest"] != before["digest"], "the new step is as the old one: nothing to tell"
-        parts = found[0]["calls"].count("pwritev")
+        assert after["digest"] == answers[0]["digest"] != before["digest"], "the new step is as the old one: nothing to tell"
+        parts = answers[0]["calls"].count("pwritev")
         assert parts >= 2 * how.threads, f"only {parts} parts for {how.threads} threads"
-        assert (found[0]["writers"] > 1) == (how.threads > 1), f"{found[0]['writers']} threads wrote, not {how.threads}"
-        calls = tuple(tuple(each["calls"]) for each in found)
+        assert (answers[0]["writers"] > 1) == (how.threads > 1), f"{answers[0]['writers']} threads wrote, not {how.threads}"
+        calls = tuple(tuple(answer["calls"]) for answer in answers)
         _KNOWN[how] = Known(calls=calls, manifest=manifest, old=before["digest"], new=after["digest"])
     return _KNOWN[how]
 
@@ -297,9 +297,9 @@ def faults_of(how: How, *, actions: Sequence[str] = ACTIONS) -> list[Fault]:
     with scratch() as folder:
         calls = _known(how, Path(folder)).calls
     return [
-        Fault(rank=rank, at=at, action=action)
+        Fault(rank=rank, at=index, action=action)
         for rank, names in enumerate(calls)
-        for at, name in enumerate(names)
+        for index, name in enumerate(names)
         for action in actions
         if action != "short write" or name in WRITES
     ]
@@ -310,7 +310,7 @@ def outcomes(how: How, faults: Sequence[Fault]) -> list[Outcome]:
     if not faults:
         return []
     with scratch() as folder:
-        known = _known(how, Path(folder))
+        reference = _known(how, Path(folder))
         errors = [fault for fault in faults if fault.action != "kill"]
         kills = [fault for fault in faults if fault.action == "kill"]
         roots = [_copy(how, Path(folder) / "errors" / str(number)) for number in range(len(errors))]
@@ -318,26 +318,26 @@ def outcomes(how: How, faults: Sequence[Fault]) -> list[Outcome]:
         left = [_copy(how, Path(folder) / "kills" / str(number) / "0") for number in range(len(kills))]
         survivors = [_kill(how, fault, root) for fault, root in zip(kills, left, strict=True)]
         after = apart(check, [str(root) for root in [*roots, *left]])
-    found = [
-        _of_error(how, known, fault, [answer[number] for answer in answers], after[number])
+    results = [
+        _of_error(how, reference, fault, [answer[number] for answer in answers], after[number])
         for number, fault in enumerate(errors)
     ]
-    found += [
-        None if told is None else _outcome(how, known, fault, *_after_kill(known, fault, told, seen))
+    results += [
+        None if told is None else _outcome(how, reference, fault, *_after_kill(reference, fault, told, seen))
         for fault, told, seen in zip(kills, survivors, after[len(errors) :], strict=True)
     ]
-    return [outcome for outcome in found if outcome is not None]
+    return [outcome for outcome in results if outcome is not None]
 
 
-def _outcome(how: How, known: Known, fault: Fault, came: str, problems: list[str], seconds: float = 0.0) -> Outcome:
-    names = known.calls[fault.rank]
+def _outcome(how: How, reference: Known, fault: Fault, came: str, problems: list[str], seconds: float = 0.0) -> Outcome:
+    names = reference.calls[fault.rank]
     place = f"operation {fault.at} ({names[fault.at] if fault.at < len(names) else 'one more'}) of rank {fault.rank}"
     wrong = f"{fault.action} at {place}: {'; '.join(problems)}" if problems else ""
     return Outcome(fault=f"{fault.action}; {how}", came=came, wrong=wrong, numbers={"seconds until all had raised": seconds})
 
 
-def _of_error(how: How, known: Known, fault: Fault, answers: list[dict[str, Any]], after: dict[str, Any]) -> Outcome | None:
-    """Judge an operation that failed: all raise and nothing has changed, or none does and the step is there."""
+def _of_error(how: How, reference: Known, fault: Fault, answers: list[dict[str, Any]], after: dict[str, Any]) -> Outcome | None:
+    """Check a failed operation: all ranks raise and nothing has changed, or no rank raises and the step is there."""
     if not answers[fault.rank]["fired"]:
         return None
     raised = [answer["error"] for answer in answers]
@@ -349,7 +349,7 @@ def _of_error(how: How, known: Known, fault: Fault, answers: list[dict[str, Any]
         problems.append(f"took {slowest:.1f} s")
     if any(raised) and not all(raised):
         problems.append(f"raised on some ranks only: {raised}")
-    published = answers[0]["manifest"] != known.manifest
+    published = answers[0]["manifest"] != reference.manifest
     if published == any(raised):
         problems.append(f"raised {raised}, and the step was {'' if published else 'not '}published")
     if any(answer["again"] is not any(raised) for answer in answers):
@@ -360,14 +360,14 @@ def _of_error(how: How, known: Known, fault: Fault, answers: list[dict[str, Any]
         problems.append(f"litter: {after['names']}")
     told = any(answer["warned"] for answer in answers)
     came = "raised, nothing published" if any(raised) else f"harmless{', with a warning' if told else ''}"
-    return _outcome(how, known, fault, came, problems, slowest if any(raised) else 0.0)
+    return _outcome(how, reference, fault, came, problems, slowest if any(raised) else 0.0)
 
 
 _CLEAN = ("", "CheckpointError", "PeerError")
 
 
 def _kill(how: How, fault: Fault, root: Path) -> dict[int, dict[str, Any]] | None:
-    """Kill a rank in an operation. Returns what the others said; None when the save did not come to the operation."""
+    """Kill a rank in an operation. Return the survivors' answers; None when the save did not come to the operation."""
     survivors = {}
     with fork_ranks(how.ranks, suffer, str(root.parent), asdict(how), [asdict(fault)]) as children:
         for rank, child in enumerate(children):
@@ -380,7 +380,7 @@ def _kill(how: How, fault: Fault, root: Path) -> dict[int, dict[str, Any]] | Non
 
 
 def _after_kill(
-    known: Known, fault: Fault, survivors: dict[int, dict[str, Any]], after: dict[str, Any]
+    reference: Known, fault: Fault, survivors: dict[int, dict[str, Any]], after: dict[str, Any]
 ) -> tuple[str, list[str], float]:
     problems = [f"rank {rank}: the training state changed" for rank, answer in survivors.items() if not answer["same"]]
     slowest = max((answer["seconds"] for answer in survivors.values()), default=0.0)
@@ -388,7 +388,7 @@ def _after_kill(
         problems.append(f"took {slowest:.1f} s")
     if after["wrong"]:
         return "failed", [*problems, after["wrong"]], slowest
-    states = {(1, 2): {known.old: "the older step 2 stays", known.new: "the new step 2 is committed"}}
+    states = {(1, 2): {reference.old: "the older step 2 stays", reference.new: "the new step 2 is committed"}}
     came = states.get(tuple(after["steps"]), {}).get(after["digest"], "")
     if after["steps"] == [1]:
         came = "between the renames, step 1 is the newest"
@@ -415,8 +415,8 @@ def _outcomes_of_batch(seed: int, k: int, size: int) -> list[Outcome]:
     how = EVERY_WAY[k % len(EVERY_WAY)]
     every = faults_of(how)
     random.Random(f"operations {seed} {how}").shuffle(every)
-    at = k // len(EVERY_WAY) * size
-    return outcomes(how, every[at : at + size])
+    start = k // len(EVERY_WAY) * size
+    return outcomes(how, every[start : start + size])
 
 
 def draw_simplest(seed: int, k: int) -> list[dict[str, Any]]:
@@ -440,12 +440,12 @@ def count_alternating() -> int:
 
 
 def _alternating(seed: int) -> list[Fault]:
-    """At operations of even number a kill, at the others an error and, at a write, a short one."""
+    """Return a kill at operations of even number, an error at the others and, at a write, also a short write."""
     return [fault for fault in _of_simplest(seed) if (fault.action == "kill") == (fault.at % 2 == 0)]
 
 
 def _of_simplest(seed: int) -> list[Fault]:
-    """At every operation a kill and one of the errors in turn, and at every write a short one."""
+    """Return at every operation a kill and one of the errors in turn, and at every write a short write."""
     named = tuple(ERRORS)
     return [
         fault

@@ -16,8 +16,8 @@ class Outcome:
 
     Args:
         fault: its kind, as a row of a table would name it.
-        came: what it came to, in a word or two ("resumed", "refused", "harmless").
-        wrong: what must not have happened and did; empty when all is well.
+        came: the outcome in a word or two ("resumed", "refused", "harmless").
+        wrong: a forbidden effect that did happen; empty when all is well.
         numbers: figures whose largest is reported, by name.
     """
 
@@ -33,7 +33,7 @@ Draw = Callable[[int, int], list[Outcome]]
 
 @dataclass(slots=True, kw_only=True)
 class Tally:
-    """The sum of many outcomes. Plain data, so that a program can be interrupted and go on."""
+    """The sum of many outcomes. Plain data, so that a program can be interrupted and resume."""
 
     count: int = 0
     kinds: dict[str, dict[str, int]] = field(default_factory=dict)
@@ -42,7 +42,7 @@ class Tally:
     largest: dict[str, float] = field(default_factory=dict)
 
     def add(self, outcome: Outcome, *, where: str = "") -> None:
-        """Count one. Mutates: this tally."""
+        """Count one outcome. Mutates: this tally."""
         self.count += 1
         came = self.kinds.setdefault(outcome.fault, {})
         came[outcome.came] = came.get(outcome.came, 0) + 1
@@ -55,22 +55,22 @@ class Tally:
 
     @property
     def bound(self) -> float:
-        """With 95% confidence the rate of what goes wrong is below this, when nothing did: 3/N (the rule of three)."""
+        """Return an upper bound of the error rate with 95% confidence when no error occurred: 3/N (the rule of three)."""
         return min(1.0, 3 / self.count) if self.count else 1.0
 
 
 def tally(draw: Draw, *, seed: int, count: int) -> Tally:
     """At least ``count`` outcomes, from the first draw on; fewer when draws stay empty."""
-    found, k, empty = Tally(), 0, 0
-    while found.count < count and empty < _EMPTY_DRAWS:
+    total, k, empty = Tally(), 0, 0
+    while total.count < count and empty < _EMPTY_DRAWS:
         outcomes = draw(seed, k)
         empty = 0 if outcomes else empty + 1
         for outcome in outcomes:
-            found.add(outcome, where=f"seed {seed}, draw {k}: ")
+            total.add(outcome, where=f"seed {seed}, draw {k}: ")
         k += 1
-    return found
+    return total
 
 
 def plain(outcomes: list[Outcome]) -> list[dict[str, Any]]:
-    """Outcomes as a process hands them to another."""
+    """Return outcomes in the form in which processes exchange them."""
     return [asdict(outcome) for outcome in outcomes]

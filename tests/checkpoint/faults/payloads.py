@@ -1,4 +1,4 @@
-"""Files that would run a program when something unpickles, evaluates or imports them. Nothing here is ever loaded by a test."""
+"""Files that run a program when they are unpickled, evaluated or imported. No test ever loads them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class _Calls:
         return self._call
 
     def __call__(self) -> None:
-        """Never called: pickle wants to see that what is to be called can be."""
+        """A function that is never called: pickle needs a callable here."""
 
 
 def payloads(command: str) -> dict[str, bytes]:
@@ -39,9 +39,9 @@ def payloads(command: str) -> dict[str, bytes]:
 def _by_opcode(command: str) -> dict[str, bytes]:
     text = command.encode()
     short = b"\x8c" + bytes([len(text)]) + text
-    found = {f"REDUCE, protocol {p}": pickle.dumps(_Calls(os.system, command), protocol=p) for p in range(6)}
+    pickles = {f"REDUCE, protocol {p}": pickle.dumps(_Calls(os.system, command), protocol=p) for p in range(6)}
     return {
-        **found,
+        **pickles,
         "GLOBAL": b"cposix\nsystem\n(S'" + text + b"'\ntR.",
         "INST": b"(S'" + text + b"'\niposix\nsystem\n.",
         "OBJ": b"(cposix\nsystem\nS'" + text + b"'\no.",
@@ -103,29 +103,29 @@ def _in_containers(command: str) -> dict[str, bytes]:
 
     call = _Calls(os.system, command)
     raw = pickle.dumps(call, protocol=2)
-    found = {"gzip": gzip.compress(raw), "zlib, as joblib writes": zlib.compress(raw)}
+    files = {"gzip": gzip.compress(raw), "zlib, as joblib writes": zlib.compress(raw)}
     for name, zipped in (("torch.save", True), ("torch.save of before 1.6", False)):
         file = io.BytesIO()
         torch.save({"model": call}, file, _use_new_zipfile_serialization=zipped)
-        found[name] = file.getvalue()
+        files[name] = file.getvalue()
     file = io.BytesIO()
     np.save(file, np.array([call], dtype=object), allow_pickle=True)
-    found["npy with objects"] = file.getvalue()
+    files["npy with objects"] = file.getvalue()
     file = io.BytesIO()
     np.savez(file, a=np.array([call], dtype=object))
-    found["npz with objects"] = file.getvalue()
+    files["npz with objects"] = file.getvalue()
     file = io.BytesIO()
     with tarfile.open(fileobj=file, mode="w") as tar:
         entry = tarfile.TarInfo("../../data.pkl")
         entry.size = len(raw)
         tar.addfile(entry, io.BytesIO(raw))
-    found["tar that climbs out"] = file.getvalue()
+    files["tar that climbs out"] = file.getvalue()
     file = io.BytesIO()
     with zipfile.ZipFile(file, "w") as archive:
         archive.writestr("__main__.py", _SOURCE.format(command))
         archive.writestr("archive/data.pkl", raw)
-    found["zip with __main__.py"] = file.getvalue()
-    return found
+    files["zip with __main__.py"] = file.getvalue()
+    return files
 
 
 def _not_pickle(command: str) -> dict[str, bytes]:

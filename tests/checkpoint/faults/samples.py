@@ -19,7 +19,7 @@ def states_of(kind: str, seed: int = 0) -> Any:
     from checkpoint.states import plain_state
 
     if kind == "two states":
-        return {name: plain_state(seed + at) for at, name in enumerate(("generator", "critic"))}
+        return {name: plain_state(seed + index) for index, name in enumerate(("generator", "critic"))}
     state = plain_state(seed)
     if kind == "frozen apart":
         state.params["first.weight"].requires_grad_(False)
@@ -31,7 +31,7 @@ def _save(root: str, kind: str, seed: int) -> None:
     from checkpoint.states import train
     from dtrain.checkpoint import plan
 
-    # So that the second rank has something to write.
+    # So that the second rank has a tensor to write.
     plan.MIN_WRITER_BYTES = 1
     with dt.init_dist(device="cpu"):
         states = states_of(kind, seed)

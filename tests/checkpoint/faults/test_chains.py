@@ -1,4 +1,4 @@
-"""Runs that are killed several times within an epoch, and go on with other numbers of ranks."""
+"""Runs that are killed several times within an epoch, and resume with other numbers of ranks."""
 
 import pytest
 
@@ -6,14 +6,14 @@ from checkpoint.faults import chains
 
 
 def test_short_chain_of_kills_preserves_results(collect):
-    found = collect(chains.draw_short, count=2)
-    assert found.wrong == []
-    assert found.count == 2
-    assert 1 <= found.largest["kills in a chain"] <= 4
+    tally = collect(chains.draw_short, count=2)
+    assert tally.wrong == []
+    assert tally.count == 2
+    assert 1 <= tally.largest["kills in a chain"] <= 4
 
 
 @pytest.mark.slow
 def test_long_chain_of_kills_preserves_results(collect):
-    found = collect(chains.draw, count=10, seed=1)
-    assert found.wrong == []
-    assert 4 < found.largest["kills in a chain"] <= 10
+    tally = collect(chains.draw, count=10, seed=1)
+    assert tally.wrong == []
+    assert 4 < tally.largest["kills in a chain"] <= 10

@@ -10,10 +10,10 @@ WHERE = ("a bit of the manifest", "a bit of an index", "a bit of data")
 
 @pytest.mark.parametrize("count", [400, pytest.param(2000, marks=pytest.mark.slow)])
 def test_flipped_bit_is_refused_by_verify_and_load(collect, count):
-    found = collect(flips.draw, count=count)
-    assert found.wrong == []
-    assert found.count >= count
-    assert set(found.kinds) == {f"{where}, {kind}" for where in WHERE for kind in KINDS}
+    tally = collect(flips.draw, count=count)
+    assert tally.wrong == []
+    assert tally.count >= count
+    assert set(tally.kinds) == {f"{where}, {kind}" for where in WHERE for kind in KINDS}
 
 
 def test_flipped_restores_byte_on_exit(tmp_path):

@@ -1,4 +1,4 @@
-"""Runs that are killed with SIGKILL and go on."""
+"""Runs that are killed with SIGKILL and resume."""
 
 import pytest
 
@@ -11,12 +11,12 @@ from checkpoint.faults.training import EVERY
     ("draw", "count"), [(kills.draw_short, 12), pytest.param(kills.draw, 40, marks=pytest.mark.slow)], ids=["short", "long"]
 )
 def test_killed_run_resumes_without_loss_or_corruption(collect, draw, count):
-    found = collect(draw, count=count)
-    assert found.wrong == []
-    assert found.count >= count
-    assert {fault.split(",")[0] for fault in found.kinds} == set(TARGETS)
-    assert found.largest["steps of work lost, sync"] <= EVERY * IN_FLIGHT["sync"]
-    assert found.largest["steps of work lost, async"] <= EVERY * IN_FLIGHT["async"]
+    tally = collect(draw, count=count)
+    assert tally.wrong == []
+    assert tally.count >= count
+    assert {fault.split(",")[0] for fault in tally.kinds} == set(TARGETS)
+    assert tally.largest["steps of work lost, sync"] <= EVERY * IN_FLIGHT["sync"]
+    assert tally.largest["steps of work lost, async"] <= EVERY * IN_FLIGHT["async"]
 
 
 def test_checks_detect_every_simulated_kill_damage(nursery):

@@ -13,18 +13,18 @@ ALL = 10**6  # more than there are
 
 @pytest.mark.parametrize("one_in", [4, pytest.param(1, marks=pytest.mark.slow)])
 def test_malicious_files_are_refused_cheaply_without_execution(collect, one_in):
-    found = collect(malicious.draw, count=ALL, stride=one_in)
-    assert found.wrong == []
-    assert found.count > 1000 / one_in
+    tally = collect(malicious.draw, count=ALL, stride=one_in)
+    assert tally.wrong == []
+    assert tally.count > 1000 / one_in
     assert len(TRAVERSALS) >= 40
-    assert found.largest["seconds until refused"] < WITHIN_S
-    assert found.largest["MB until refused"] < WITHIN_BYTES / 1e6
+    assert tally.largest["seconds until refused"] < WITHIN_S
+    assert tally.largest["MB until refused"] < WITHIN_BYTES / 1e6
     assert not Path("/tmp/payload-was-run").exists()
     assert not Path("/tmp/payload-was-opened").exists()
 
 
 def test_payloads_run_when_unpickled(nursery):
-    """They are what they are called: unpickled, most run their command. Only here, and in a process of its own."""
+    """The payloads are genuine: unpickled, most run their command. Only here, and in a process of its own."""
     assert len(payloads("true")) >= 40
     assert nursery.ask(malicious.how_many_payloads_run) >= 15
 

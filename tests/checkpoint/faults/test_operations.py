@@ -20,14 +20,14 @@ SOME_WAYS = (2, 5, 7)  # two ranks, four threads in the background, and both
 )
 def test_simplest_save_survives_fault_in_every_operation(nursery, collect, count, draw):
     faults = nursery.ask(count)
-    found = collect(draw, count=faults)
-    assert found.wrong == []
-    assert found.count == faults, "an operation was not reached"
-    kinds = {fault.split(";")[0] for fault in found.kinds}
+    tally = collect(draw, count=faults)
+    assert tally.wrong == []
+    assert tally.count == faults, "an operation was not reached"
+    kinds = {fault.split(";")[0] for fault in tally.kinds}
     assert kinds == {*ERRORS, "kill", "short write"}
-    came = {came for fault in found.kinds.values() for came in fault}
+    came = {came for fault in tally.kinds.values() for came in fault}
     assert came >= {"raised, nothing published", "the older step 2 stays", "the new step 2 is committed"}
-    assert found.largest["seconds until all had raised"] < operations.LATE_S
+    assert tally.largest["seconds until all had raised"] < operations.LATE_S
 
 
 @pytest.mark.parametrize(
@@ -43,10 +43,10 @@ def test_other_save_modes_survive_operation_faults(collect, draw, ways, least):
     kinds: set[str] = set()
     count = 0
     for k in ways:
-        found = collect(draw, count=1, first=k)
-        assert found.wrong == []
-        assert all(str(EVERY_WAY[k]) in fault for fault in found.kinds)
-        kinds |= {fault.split(";")[0] for fault in found.kinds}
-        count += found.count
+        tally = collect(draw, count=1, first=k)
+        assert tally.wrong == []
+        assert all(str(EVERY_WAY[k]) in fault for fault in tally.kinds)
+        kinds |= {fault.split(";")[0] for fault in tally.kinds}
+        count += tally.count
     assert count >= least
     assert kinds == set(ACTIONS)

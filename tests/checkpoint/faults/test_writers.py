@@ -8,10 +8,10 @@ from checkpoint.faults.writers import PAIRS
 
 @pytest.mark.parametrize("count", [20, pytest.param(200, marks=pytest.mark.slow)])
 def test_concurrent_processes_leave_only_saved_states(collect, count):
-    found = collect(writers.draw, count=count, seed=count)
-    assert found.wrong == []
-    assert set(found.kinds) == set(PAIRS)
-    came = {came for fault in found.kinds.values() for came in fault}
+    tally = collect(writers.draw, count=count, seed=count)
+    assert tally.wrong == []
+    assert set(tally.kinds) == set(PAIRS)
+    came = {came for fault in tally.kinds.values() for came in fault}
     assert {"one was refused", "the reader got one of the states"} <= came
 
 

@@ -1,4 +1,4 @@
-"""The run that is killed: a small MLP with AdamW and EMA that saves every two steps, and a log of what it did.
+"""The run that is killed: a small MLP with AdamW and EMA that saves every two steps, and writes a log of its steps.
 
 Each rank appends lines of JSON to a file of its own, with one ``write`` each: they are there after a SIGKILL.
 """
@@ -66,7 +66,7 @@ def read_log(folder: str, rank: int = 0) -> list[dict[str, Any]]:
 
 
 def train(values: dict[str, Any]) -> int:
-    """One attempt, on every rank: resume from what there is, and go on to the end. Returns the last step."""
+    """Run one attempt, on every rank: resume from the newest checkpoint, and train to the end. Return the last step."""
     run = Run(**values)
     with dt.init_dist(device="cpu") as info:
         log = Log(run.folder, info.rank)
@@ -133,22 +133,22 @@ def begin(run: Run) -> tuple[Any, Any, Any]:
 
 def committed(run: Run) -> list[CheckpointInfo]:
     """The committed steps, each read to the last byte; a damaged one raises, as a warning or by itself."""
-    found = dt.checkpoint.list_steps(run.root)
-    for each in found:
-        dt.checkpoint.verify(each.path)
-    return found
+    checkpoints = dt.checkpoint.list_steps(run.root)
+    for checkpoint in checkpoints:
+        dt.checkpoint.verify(checkpoint.path)
+    return checkpoints
 
 
 def look(values: dict[str, Any]) -> dict[str, Any]:
     """Return the verified steps of a root, all names and the run; or the error."""
     run = Run(**values)
     try:
-        found = committed(run)
+        checkpoints = committed(run)
     except (dt.errors.CheckpointError, UserWarning) as error:
         return {"steps": [], "names": [], "run": "", "wrong": f"{type(error).__name__}: {error}"}
     return {
-        "steps": [each.step for each in found],
+        "steps": [checkpoint.step for checkpoint in checkpoints],
         "names": sorted(os.listdir(run.root)) if run.root.exists() else [],
-        "run": found[-1].run_id[:8] if found else "",
+        "run": checkpoints[-1].run_id[:8] if checkpoints else "",
         "wrong": "",
     }

@@ -29,10 +29,10 @@ _Call = Callable[..., Any]
 
 
 class Faulty:
-    """``os`` for a module. At call number ``at`` (from 0, of all threads together) it does ``action``, else what it is told."""
+    """``os`` for a module. Call number ``operation`` (from 0, over all threads) does ``action``; other calls are real."""
 
-    def __init__(self, *, at: int | None = None, action: str = "") -> None:
-        self.at, self.action = at, action
+    def __init__(self, *, operation: int | None = None, action: str = "") -> None:
+        self.operation, self.action = operation, action
         self.calls: list[str] = []
         self.fired = ""
         self._lock = threading.Lock()
@@ -55,7 +55,7 @@ class Faulty:
                 self._writers.add(threading.get_ident())
         if name == "pwritev":
             time.sleep(0.002)  # small parts are written so fast that one thread would write them all
-        if number != self.at:
+        if number != self.operation:
             return real(*args, **options)
         self.fired = name
         if self.action == "kill":
@@ -68,7 +68,7 @@ class Faulty:
 
 
 def _half(name: str, real: _Call, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-    """A write that takes half of what it is given; any other call as it is."""
+    """Write half of the given bytes; any other call is unchanged."""
     if name not in WRITES:
         return real(*args, **options)
     handle, data, *rest = args
@@ -79,9 +79,9 @@ def _half(name: str, real: _Call, args: tuple[Any, ...], options: dict[str, Any]
 
 
 @contextmanager
-def watching(*, at: int | None = None, action: str = "") -> Iterator[Faulty]:
+def watching(*, operation: int | None = None, action: str = "") -> Iterator[Faulty]:
     """Have the module of local files work through a ``Faulty``."""
-    faulty = Faulty(at=at, action=action)
+    faulty = Faulty(operation=operation, action=action)
     local.os = faulty  # type: ignore[assignment]
     try:
         yield faulty

@@ -25,7 +25,7 @@ from checkpoint.faults.outcome import Outcome, plain
 from checkpoint.faults.samples import EXTRA, sample, write
 from checkpoint.faults.watched import CALLS
 
-_PATIENCE_S = 0.03  # for one that is on its way to its gate; who waits for the other never comes there
+_PATIENCE_S = 0.03  # for a process on the way to its gate; a process that waits for the other never comes there
 _STEPS = 2
 
 
@@ -84,7 +84,7 @@ def _gated(asks: int, turns: int, fn: Callable[..., Any], args: tuple[Any, ...])
     return fn(*args)
 
 
-# --- what the processes do -----------------------------------------------------------------------------------------
+# --- bodies of the processes ---------------------------------------------------------------------------------------
 
 
 def load(path: str, state: Any) -> Any:
@@ -100,7 +100,7 @@ def load(path: str, state: Any) -> Any:
 
 
 def write_steps(root: str, seed: int, resumes: bool, keep_last: int | None, steps: int) -> dict[str, Any]:
-    """Save some steps. Returns what was saved, in order, and the error that ended it."""
+    """Save some steps. Return the saved steps in order, and the error that ended it."""
     from checkpoint.states import digest, plain_state, train
     from dtrain.checkpoint.save import save_sharded
     from dtrain.dist.rng import seed_all
@@ -118,13 +118,13 @@ def write_steps(root: str, seed: int, resumes: bool, keep_last: int | None, step
                 state = train(state, 1)
                 save_sharded(root, state, keep_last=keep_last).wait()
                 saved.append((state.step, digest(state, rng=False)))
-        except Exception as problem:  # noqa: BLE001 - which it is, is judged elsewhere
+        except Exception as problem:  # noqa: BLE001 - its class is checked elsewhere
             error = f"{type(problem).__name__}: {problem}"
     return {"saved": saved, "error": error, "pid": pid}
 
 
 def read_newest(root: str) -> dict[str, Any]:
-    """Load, once. Returns what came, or the error and whether the state is as it was."""
+    """Load, once. Return the step, or the error and True if the state is unchanged."""
     from checkpoint.states import digest, plain_state
 
     state = plain_state(7)
@@ -139,15 +139,15 @@ def read_newest(root: str) -> dict[str, Any]:
 
 
 def look(root: str) -> dict[str, Any]:
-    """The committed steps, each read to the last byte, and what each restores."""
+    """Read each committed step to the last byte; return the steps and the state that each restores."""
     import dtrain as dt
     from checkpoint.states import digest, plain_state
 
     try:
-        found = {each.step: each.path for each in dt.checkpoint.list_steps(root)}
-        for path in found.values():
+        folders = {checkpoint.step: checkpoint.path for checkpoint in dt.checkpoint.list_steps(root)}
+        for path in folders.values():
             dt.checkpoint.verify(path)
-        states = {step: load(path, plain_state()) for step, path in found.items()}
+        states = {step: load(path, plain_state()) for step, path in folders.items()}
     except (dt.errors.DtrainError, UserWarning) as error:
         return {"wrong": f"{type(error).__name__}: {error}"}
     return {"wrong": "", "steps": [[step, digest(state, rng=False)] for step, state in states.items()]}
@@ -157,7 +157,7 @@ def look(root: str) -> dict[str, Any]:
 
 
 def interleave(players: list[Player], dice: random.Random) -> list[dict[str, Any]]:
-    """Let them take turns until all have answered. In some draws they alternate, in some one is far ahead."""
+    """Let them take turns until all have answered. In some draws they alternate, in others one of them is far ahead."""
     stays, ahead = dice.choice((0.0, 0.5, 0.8, 0.95)), dice.choice((0.02, 0.5, 0.5, 0.98))
     last: Player | None = None
     deadline = time.monotonic() + LONG_S
@@ -228,7 +228,7 @@ PAIRS: dict[str, dict[str, tuple[Any, ...]]] = {
 
 
 def _judge(before: list[Any], answers: Mapping[str, dict[str, Any]], after: dict[str, Any]) -> tuple[str, list[str]]:
-    """Each step there is one that somebody saved; what was said to be saved is there, or a later save took its place."""
+    """Require that each step was saved by a process, and that each reported save is there, or a later save in its place."""
     if after["wrong"]:
         return "failed", [after["wrong"]]
     problems = [
@@ -237,9 +237,9 @@ def _judge(before: list[Any], answers: Mapping[str, dict[str, Any]], after: dict
         if answer["error"] and not answer["error"].startswith(_CLEAN)
     ]
     writers = [answer for answer in answers.values() if "saved" in answer]
-    known = {tuple(each) for each in before} | {tuple(each) for answer in writers for each in answer["saved"]}
-    there = {tuple(each) for each in after["steps"]}
-    problems += [f"step {step} is none that was saved" for step, digest in there if (step, digest) not in known]
+    saved = {tuple(pair) for pair in before} | {tuple(pair) for answer in writers for pair in answer["saved"]}
+    there = {tuple(pair) for pair in after["steps"]}
+    problems += [f"step {step} is none that was saved" for step, digest in there if (step, digest) not in saved]
     steps = {step for step, _ in there}
     for answer in writers:
         if answer["saved"] and not {step for step, _ in answer["saved"]} & steps:
@@ -253,7 +253,7 @@ def _judge(before: list[Any], answers: Mapping[str, dict[str, Any]], after: dict
         if reader["error"]:
             problems += [] if reader["same"] else ["a load that failed changed the state"]
             return "the reader was refused", problems
-        if (reader["step"], reader["digest"]) not in known:
+        if (reader["step"], reader["digest"]) not in saved:
             problems.append(f"the reader got a state that nobody saved, as step {reader['step']}")
         return "the reader got one of the states", problems
     refused = sum(bool(answer["error"]) for answer in writers)

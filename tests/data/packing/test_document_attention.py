@@ -25,7 +25,7 @@ class Layer(nn.Module):
     def heads(self, tokens: Tensor, positions: Tensor) -> list[Tensor]:
         """Query, key and value ``[..., heads, seq, dim of a head]``."""
         x = self.qkv(self.tokens(tokens) + self.places(positions))
-        return [part.unflatten(-1, (HEADS, -1)).transpose(-3, -2) for part in x.chunk(3, dim=-1)]
+        return [projection.unflatten(-1, (HEADS, -1)).transpose(-3, -2) for projection in x.chunk(3, dim=-1)]
 
 
 def layer() -> Layer:
@@ -44,10 +44,10 @@ def alone(net: Layer, packed: dict[str, Tensor], *, causal: bool) -> Tensor:
     for tokens, numbers in zip(packed["input_ids"], packed["documents"], strict=True):
         row = torch.zeros(HEADS, SEQ, DIM // HEADS, dtype=torch.float64)
         for number in numbers.unique():
-            at = (numbers == number).nonzero().squeeze(1)
+            places = (numbers == number).nonzero().squeeze(1)
             if number >= 0:
-                heads = net.heads(tokens[at], torch.arange(len(at)))
-                row[:, at] = F.scaled_dot_product_attention(*heads, is_causal=causal)
+                heads = net.heads(tokens[places], torch.arange(len(places)))
+                row[:, places] = F.scaled_dot_product_attention(*heads, is_causal=causal)
         rows.append(row)
     return torch.stack(rows)
 
@@ -55,28 +55,28 @@ def alone(net: Layer, packed: dict[str, Tensor], *, causal: bool) -> Tensor:
 @pytest.mark.parametrize("causal", [True, False])
 def test_masked_attention_equals_that_of_separate_documents(causal):
     net, packed = layer(), batch()
-    found = F.scaled_dot_product_attention(
+    attended = F.scaled_dot_product_attention(
         *net.heads(packed["input_ids"], packed["positions"]), attn_mask=document_mask(packed["documents"], causal=causal)
     )
     real = (packed["documents"] >= 0)[:, None, :, None]
-    assert found.isfinite().all(), "padding has nothing to look at"
-    assert (found * real - alone(net, packed, causal=causal)).abs().max() <= FLOAT64_REORDERING
+    assert attended.isfinite().all(), "padding has nothing to look at"
+    assert (attended * real - alone(net, packed, causal=causal)).abs().max() <= FLOAT64_REORDERING
 
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_attention_within_bounds_equals_that_of_separate_documents(causal):
-    """Bounds cut the batch, its rows put one after the other, into what each variable-length kernel attends within."""
+    """Bounds cut the batch, its rows joined in order, into the documents for each variable-length kernel."""
     net, packed = layer(), batch()
     offsets, longest = document_bounds(packed["documents"])
-    heads = [part.transpose(1, 2).flatten(0, 1) for part in net.heads(packed["input_ids"], packed["positions"])]
+    heads = [tensor.transpose(1, 2).flatten(0, 1) for tensor in net.heads(packed["input_ids"], packed["positions"])]
     parts = []
     for begin, end in zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True):
         assert 0 < end - begin <= longest
-        piece = [part[begin:end].transpose(0, 1) for part in heads]
+        piece = [tensor[begin:end].transpose(0, 1) for tensor in heads]
         parts.append(F.scaled_dot_product_attention(*piece, is_causal=causal).transpose(0, 1))
-    found = torch.cat(parts).unflatten(0, packed["documents"].shape).transpose(1, 2)
+    attended = torch.cat(parts).unflatten(0, packed["documents"].shape).transpose(1, 2)
     real = (packed["documents"] >= 0)[:, None, :, None]
-    assert (found * real - alone(net, packed, causal=causal)).abs().max() <= FLOAT64_REORDERING
+    assert (attended * real - alone(net, packed, causal=causal)).abs().max() <= FLOAT64_REORDERING
 
 
 def test_equal_document_numbers_in_two_rows_are_separate_documents():

@@ -37,13 +37,13 @@ def test_unpacked_blocks_equal_the_documents(lengths, seq, at_once):
 @given(lengths=LENGTHS.filter(any), seq=SEQ)
 @settings(max_examples=200, deadline=None)
 def test_labels_are_the_next_tokens_of_the_same_document(lengths, seq):
-    found = [
+    pairs = [
         (token, label)
         for block in packed(lengths, seq)
         for token, label in zip(block["input_ids"].tolist(), block["labels"].tolist(), strict=True)
         if label != -100
     ]
-    assert found == [(a, b) for document in documents(lengths) for a, b in pairwise(document)]
+    assert pairs == [(a, b) for document in documents(lengths) for a, b in pairwise(document)]
 
 
 @given(lengths=LENGTHS.filter(any), seq=SEQ)
@@ -51,9 +51,9 @@ def test_labels_are_the_next_tokens_of_the_same_document(lengths, seq):
 def test_positions_start_at_zero_in_each_document_part(lengths, seq):
     for block in packed(lengths, seq):
         places = list(zip(block["positions"].tolist(), block["documents"].tolist(), strict=True))
-        for at, (position, document) in enumerate(places):
-            same = at > 0 and places[at - 1][1] == document
-            assert position == (places[at - 1][0] + 1 if same else 0)
+        for index, (position, document) in enumerate(places):
+            same = index > 0 and places[index - 1][1] == document
+            assert position == (places[index - 1][0] + 1 if same else 0)
 
 
 @given(lengths=LENGTHS.filter(lambda lengths: sum(lengths) >= 3), seq=st.integers(1, 3))
@@ -116,7 +116,7 @@ def test_packed_tokens_accepts_several_length_types(lengths):
 
 
 class Counted:
-    """Documents that count how often each of them is read, and remember what they were told to fetch."""
+    """Documents that count the reads of each document, and record the requests for fetching."""
 
     def __init__(self, lengths: list[int]) -> None:
         self.documents = documents(lengths)
@@ -147,9 +147,9 @@ class Counted:
 def test_document_is_read_once_per_call_for_all_blocks():
     source = Counted([9, 2, 9])
     blocks = PackedTokens(source, seq=4, lengths=[9, 2, 9])
-    found = blocks.__getitems__([4, 0, 1, 2])
+    samples = blocks.__getitems__([4, 0, 1, 2])
     assert sorted(source.read) == [0, 1, 2]
-    assert plain(found) == plain([packed([9, 2, 9], 4)[index] for index in (4, 0, 1, 2)])
+    assert plain(samples) == plain([packed([9, 2, 9], 4)[index] for index in (4, 0, 1, 2)])
 
 
 def test_packed_tokens_forwards_prefetch_close_and_fingerprint():
@@ -175,7 +175,7 @@ def test_fingerprint_differs_for_different_blocks():
         for lengths, seq, options in [([3, 4], 2, {}), ([4, 3], 2, {}), ([3, 4], 3, {}), ([3, 4], 2, {"last_block": "drop"})]
     ]
     assert prints[0] == packed([3, 4], 2).fingerprint()
-    assert all(prints.count(each) == 1 for each in prints)
+    assert all(prints.count(fingerprint) == 1 for fingerprint in prints)
 
 
 def test_blocks_can_be_pickled():
@@ -198,7 +198,9 @@ def test_a_loader_shuffles_blocks_over_ranks_and_resumes(ranks):
     for loader in second:
         loader.load_state_dict(first[0].state_dict())
         batches += list(loader.until("1ep"))
-    rows = [{name: batch[name][at] for name in ("input_ids", "documents")} for batch in batches for at in range(len(batch))]
+    rows = [
+        {name: batch[name][index] for name in ("input_ids", "documents")} for batch in batches for index in range(len(batch))
+    ]
     assert len(rows) == 9
     assert sorted(chain(*unpacked(rows, len(lengths)))) == sorted(chain(*documents(lengths)))
 
@@ -240,7 +242,9 @@ def test_documents_of_real_shards_are_packed_through_the_loader(tmp_path):
     blocks = PackedTokens(source, seq=16, lengths=lengths)
     assert len(source.shard_sizes) > 3
     batches = list(build_loader(blocks, global_batch_size=3, seed=0).until("1ep"))
-    rows = [{name: batch[name][at] for name in ("input_ids", "documents")} for batch in batches for at in range(len(batch))]
+    rows = [
+        {name: batch[name][index] for name in ("input_ids", "documents")} for batch in batches for index in range(len(batch))
+    ]
     blocks.close()
     assert len(rows) == len(blocks) == 20
     assert sorted(chain(*unpacked(rows, len(lengths)))) == sorted(chain(*documents(lengths)))
@@ -275,7 +279,7 @@ def test_block_index_out_of_range_raises_index_error(index):
 )
 def test_invalid_options_are_refused(docs, options, message):
     with pytest.raises(ConfigError, match=message):
-        PackedTokens(docs, **{"seq": 4, "lengths": [len(each) for each in docs], **options})
+        PackedTokens(docs, **{"seq": 4, "lengths": [len(document) for document in docs], **options})
 
 
 @pytest.mark.parametrize(

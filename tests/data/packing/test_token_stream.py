@@ -1,4 +1,4 @@
-"""A stream of blocks: the same as with known lengths, wherever it is stopped and with whatever source it goes on."""
+"""A stream of blocks: the same as with known lengths, wherever it stops and on any source that continues it."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -35,19 +35,19 @@ class Repeated:
 class Stateful(Repeated):
     """An iterable with a position of its own, which begins at the start unless one was just loaded."""
 
-    at = begin = 0
+    offset = begin = 0
 
     def __iter__(self) -> Iterator[list[int]]:
         begin, self.begin = self.begin, 0
         for number in range(begin, len(self.documents)):
-            self.at = number + 1
+            self.offset = number + 1
             yield self.documents[number]
 
     def state_dict(self) -> dict[str, int]:
-        return {"at": self.at}
+        return {"at": self.offset}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        self.at = self.begin = state["at"]
+        self.offset = self.begin = state["at"]
 
 
 SOURCES: dict[str, Callable[[list[int]], Any]] = {
@@ -145,21 +145,21 @@ def test_loader_distributes_blocks_over_ranks_and_resumes(source, ranks):
 
     def loaders() -> list:
         stream = [pack_tokens(SOURCES[source](lengths), seq=4) for _ in range(ranks)]
-        made = [build_loader(each, global_batch_size=2, seed=0, shuffle=False) for each in stream]
+        made = [build_loader(blocks, global_batch_size=2, seed=0, shuffle=False) for blocks in stream]
         for rank, loader in enumerate(made):
             loader._source.options = replace(loader._source.options, rank=rank, ranks=ranks)
         return made
 
     def steps(members: list, length: str) -> list[list[int]]:
         batches = zip(*[loader.until(length) for loader in members], strict=True)
-        return [row for parts in batches for part in parts for row in part["input_ids"].tolist()]
+        return [row for parts in batches for batch in parts for row in batch["input_ids"].tolist()]
 
     first, second = loaders(), loaders()
-    found = steps(first, "3ba")
+    begun = steps(first, "3ba")
     for loader in second:
         loader.load_state_dict(json.loads(json.dumps(first[0].state_dict())))
     expected = [block["input_ids"] for block in plain(pack_tokens(documents(lengths), seq=4))]
-    assert found + steps(second, "2ep") == expected * 2
+    assert begun + steps(second, "2ep") == expected * 2
 
 
 class Flaky(Repeated):

@@ -1,4 +1,4 @@
-"""Documents as windows of tokens: which tokens, in which order, what is left out, and which tokenizers there are."""
+"""Documents as windows of tokens: the tokens, their order, left-out remainders, and the choice of tokenizers."""
 
 import json
 import sys
@@ -37,9 +37,9 @@ def test_tokens_after_the_last_window_are_dropped_and_counted():
 def test_windows_contain_each_token_once_before_the_remainder(documents, size, end):
     windows = TokenWindows(documents, ByteTokenizer(eos_token=end), size)
     line = b"".join(document + (end or "").encode() for document in documents)
-    found = tokens_of(windows)
-    assert all(len(window) == size for window in found)
-    assert bytes(chain.from_iterable(found)) == line[: len(line) // size * size]
+    tokens = tokens_of(windows)
+    assert all(len(window) == size for window in tokens)
+    assert bytes(chain.from_iterable(tokens)) == line[: len(line) // size * size]
     assert windows.leftover_tokens == len(line) % size
 
 

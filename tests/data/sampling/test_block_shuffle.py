@@ -51,10 +51,10 @@ def test_window_reads_no_more_than_its_number_of_shards(sizes, options):
     for lane in range(order.streams):
         shards = shard_of(sizes, whole(order)[lane :: order.streams]).tolist()
         first, last = {}, {}
-        for at, shard in enumerate(shards):
-            first.setdefault(shard, at)
-            last[shard] = at
-        open_at = [sum(first[shard] <= at <= last[shard] for shard in first) for at in range(len(shards))]
+        for place, shard in enumerate(shards):
+            first.setdefault(shard, place)
+            last[shard] = place
+        open_at = [sum(first[shard] <= place <= last[shard] for shard in first) for place in range(len(shards))]
         assert max(open_at, default=0) <= options.block_size
 
 

@@ -18,7 +18,7 @@ LIMITS = {1: 0, 2: 0.5, 3: 1, 4: 1.25}
 
 
 class Recorded:
-    """A dataset that keeps what it is asked, and names its samples."""
+    """A dataset that records requested indices, and names its samples."""
 
     def __init__(self, name, size):
         self.name, self.size, self.asked, self.told, self.closed = name, size, [], [], 0
@@ -69,11 +69,11 @@ def drawn(mixture, order, epochs):
 
 def own(mixture, indices):
     bounds = [0, *accumulate(len(source) for source in mixture.sources.values())]
-    found, names = {name: [] for name in mixture.sources}, list(mixture.sources)
+    by_source, names = {name: [] for name in mixture.sources}, list(mixture.sources)
     for index in indices:
         source = bisect_right(bounds, index) - 1
-        found[names[source]].append(index - bounds[source])
-    return found
+        by_source[names[source]].append(index - bounds[source])
+    return by_source
 
 
 @given(weights=WEIGHTS, start=st.integers(0, 10**12), length=st.integers(0, 3000))
@@ -113,18 +113,18 @@ def test_source_completes_its_own_epochs():
     mixture = three()
     lists = drawn(mixture, mixture.order(0, True), epochs=5)
     for name, dataset in mixture.sources.items():
-        size, found = len(dataset), lists[name]
-        rounds = [found[at : at + size] for at in range(0, len(found) - size + 1, size)]
+        size, indices = len(dataset), lists[name]
+        rounds = [indices[begin : begin + size] for begin in range(0, len(indices) - size + 1, size)]
         assert len(rounds) >= 3
-        assert all(sorted(each) == list(range(size)) for each in rounds)
-        assert len({tuple(each) for each in rounds}) == len(rounds)  # each in another order
+        assert all(sorted(epoch) == list(range(size)) for epoch in rounds)
+        assert len({tuple(epoch) for epoch in rounds}) == len(rounds)  # each in another order
 
 
 def test_sources_without_shuffle_keep_their_order():
     mixture = three(a=2, b=1, c=1)
     lists = drawn(mixture, mixture.order(0, False), epochs=1)
     assert lists["a"][:3] == [0, 1, 2]
-    assert lists["c"] == [at % 8 for at in range(len(lists["c"]))]
+    assert lists["c"] == [position % 8 for position in range(len(lists["c"]))]
 
 
 @given(start=st.integers(0, 145), stop=st.integers(0, 145), epoch=st.integers(0, 4))
@@ -141,7 +141,7 @@ def test_a_range_equals_the_same_range_of_the_whole_epoch(start, stop, epoch):
 )
 @settings(max_examples=50, deadline=None)
 def test_weight_changes_at_resumes_lose_or_repeat_no_sample(weights, steps):
-    """Every source goes on where it was: its draws are one walk through its epochs, whatever the weights were."""
+    """Every source continues at its own position: its draws are one walk through its epochs, for any weights."""
     walks, place, state, names = {"a": [], "b": [], "c": []}, 0, None, ("a", "b", "c")
     for parts, step in zip(weights, steps, strict=False):
         mixture = three(**dict(zip(names, parts, strict=True)))
@@ -151,8 +151,8 @@ def test_weight_changes_at_resumes_lose_or_repeat_no_sample(weights, steps):
         while step:  # to the end of an epoch, at most
             epoch, start = divmod(place, order.size)
             stop = min(start + step, order.size)
-            for name, found in own(mixture, order.indices(epoch, start, stop).tolist()).items():
-                walks[name] += found
+            for name, indices in own(mixture, order.indices(epoch, start, stop).tolist()).items():
+                walks[name] += indices
             place, step = place + stop - start, step - (stop - start)
         state = order.state(*divmod(place, order.size))
     for source in three().order(7, True).sources:
@@ -182,7 +182,7 @@ def test_epoch_samples_sets_the_epoch_length():
     mixture = mix({"a": range(10), "b": range(1000)}, weights={"a": 1, "b": 1}, epoch_samples=64)
     assert mixture.order(0, True).size == 64
     assert len(mixture) == 1010
-    assert len(set(drawn(mixture, mixture.order(0, True), epochs=10)["b"])) == 320  # goes on over the ends of epochs
+    assert len(set(drawn(mixture, mixture.order(0, True), epochs=10)["b"])) == 320  # continues over the ends of epochs
 
 
 def test_a_block_shuffled_source_keeps_its_order_and_its_lanes():
@@ -194,7 +194,7 @@ def test_a_block_shuffled_source_keeps_its_order_and_its_lanes():
     walk = own(mixture, order.indices(0, 0, 2000).tolist())["s"]
     source = order.sources[0].order
     assert walk == source.indices(0, 0, len(walk)).tolist()
-    lane_of = {index: at % 4 for at, index in enumerate(source.indices(0, 0, 1600).tolist())}
+    lane_of = {index: position % 4 for position, index in enumerate(source.indices(0, 0, 1600).tolist())}
     for rank in range(4):
         mine = order.indices(0, 0, 1600)[list(rank_positions(0, 1600, rank, 4, order.streams))]
         assert {lane_of[index] for index in mine.tolist() if index < 1600} == {rank}

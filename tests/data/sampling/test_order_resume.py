@@ -1,4 +1,4 @@
-"""Whoever reads, in whatever parts, an epoch is the same. Ranks and kills are simulated by argument."""
+"""An epoch is the same for every reader and every division. Ranks and kills are simulated by argument."""
 
 import pytest
 import torch
@@ -29,9 +29,9 @@ ORDERS = {
 
 
 def consumed(make, *, batch, last_batch, until, legs):
-    """Return the samples in training order of runs of ``(world, batches)`` one after another; each run builds its order anew.
+    """Return the samples in training order of successive runs of ``(world, batches)``; each run builds its order anew.
 
-    A run sees the state of the one before it and nothing else. The last one goes on until ``until`` batches.
+    A run sees the state of the run before it and nothing else. The last run continues until ``until`` batches.
     """
     state, epoch, start, done, seen = None, 0, 0, 0, []
     for world, steps in [*legs, (1, until)]:
@@ -51,7 +51,7 @@ def consumed(make, *, batch, last_batch, until, legs):
                 if mine:
                     indices = batch_indices(prepared, epoch, mine[0], mine[-1] + 1)[:: mine.step]
                     samples |= dict(zip(mine, indices.tolist(), strict=True))
-            seen += [samples[at] for at in range(*bounds)]
+            seen += [samples[position] for position in range(*bounds)]
             start, done = bounds[1], done + 1
         state = order.state(epoch, start)
     return seen

@@ -48,8 +48,8 @@ def test_keys_give_different_orders():
 @pytest.mark.parametrize("place", [0, 7])
 def test_sample_destination_is_uniform(n, place):
     """Count the 16th of the range that the sample at a position comes from, over 4,000 keys."""
-    found = torch.cat([permute(torch.tensor([place]), n, key) for key in range(4000)])
-    assert chi_square(torch.bincount(found * 16 // n, minlength=16)) < P_999[15]
+    destinations = torch.cat([permute(torch.tensor([place]), n, key) for key in range(4000)])
+    assert chi_square(torch.bincount(destinations * 16 // n, minlength=16)) < P_999[15]
 
 
 @pytest.mark.parametrize("n", [16, 1600])
@@ -65,8 +65,8 @@ def test_joint_destination_of_two_neighbours_is_uniform(n):
 
 @pytest.mark.parametrize(("n", "orders"), [(4, 24), (5, 120)])
 def test_all_orders_of_a_tiny_range_are_equally_likely(n, orders):
-    found = [tuple(permute(torch.arange(n), n, key).tolist()) for key in range(6000)]
-    counts = torch.tensor([found.count(order) for order in set(found)])
+    permutations = [tuple(permute(torch.arange(n), n, key).tolist()) for key in range(6000)]
+    counts = torch.tensor([permutations.count(order) for order in set(permutations)])
     assert len(counts) == orders
     assert chi_square(counts) < P_999[orders - 1]
 
@@ -76,12 +76,12 @@ def test_cycle_lengths_match_random_permutations():
     n, keys = 2000, 60
     cycles = []
     for key in range(keys):
-        values, left, found = permute(torch.arange(n), n, key).tolist(), set(range(n)), 0
+        values, left, count = permute(torch.arange(n), n, key).tolist(), set(range(n)), 0
         while left:
-            at, found = left.pop(), found + 1
-            while (at := values[at]) in left:
-                left.remove(at)
-        cycles.append(found)
+            value, count = left.pop(), count + 1
+            while (value := values[value]) in left:
+                left.remove(value)
+        cycles.append(count)
     mean, deviation = np.log(n) + 0.58, ((np.log(n) - 1.07) / keys) ** 0.5
     assert abs(sum(cycles) / keys - mean) < 3.3 * deviation  # p = 0.001
 

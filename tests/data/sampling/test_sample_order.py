@@ -23,4 +23,4 @@ def test_rank_positions_partition_the_range_evenly(start, length, count, streams
     assert sorted(itertools.chain(*parts)) == list(positions)
     assert max(map(len, parts)) - min(map(len, parts)) <= 1
     if streams > 1:
-        assert all(at % count == index for index, part in enumerate(parts) for at in part)
+        assert all(position % count == index for index, share in enumerate(parts) for position in share)

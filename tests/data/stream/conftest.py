@@ -55,7 +55,7 @@ class Served:
     options: dict[str, str]
 
     def shard_requests(self, since: int = 0) -> list[str]:
-        """Paths of what was read of shards."""
+        """Return the paths of shards that were read."""
         return [request.path for request in self.proxy.since(since) if request.method == "GET" and "shard." in request.path]
 
 

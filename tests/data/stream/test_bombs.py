@@ -41,7 +41,7 @@ def test_decompression_of_a_file_without_an_index_stops_at_the_bound(name, tmp_p
 
     written = []
     original = PartialFile.write
-    monkeypatch.setattr(PartialFile, "write", lambda part, data: written.append(len(data)) or original(part, data))
+    monkeypatch.setattr(PartialFile, "write", lambda file, data: written.append(len(data)) or original(file, data))
     folder = folder_with(tmp_path, f"a.txt.{SUFFIXES[name]}", zeros(name, 32 * MIB))
     with pytest.raises(DataError, match=r"decompresses to more than 1048576 bytes. .*, or is larger than max_shard_bytes$"):
         opened(folder, max_shard_bytes=MIB)
@@ -76,7 +76,7 @@ def image(kind, size=(1000, 1000)):
 
 
 def refused(dataset, name):
-    """The first sample is fine, the second one is refused by its size."""
+    """The first sample is fine, the second sample is refused by its size."""
     assert dataset[0]
     expected = rf"{name}: sample 1 cannot be decoded: ValueError: it has \d+ bytes, more than max_sample_bytes=1048576. Raise"
     with pytest.raises(DataError, match=expected):

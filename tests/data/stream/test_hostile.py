@@ -71,8 +71,8 @@ def sweep(tmp_path, form, compression, seeds):
         except Exception as error:
             raise AssertionError(f"{form}, {compression}: seed {seed}, {mutation.kind} of {name}") from error
         finally:
-            for each in {name, "index.json"}:
-                (folder / each).write_bytes(sound[each])
+            for file in {name, "index.json"}:
+                (folder / file).write_bytes(sound[file])
         refused += error is not None
     assert read_all(folder, cache) is None
     return refused
@@ -92,7 +92,7 @@ def test_ten_thousand_mutated_datasets_raise_own_errors_only(form, compression, 
 
 
 def index_of(folder, change):
-    """An index with something changed in its first shard."""
+    """Return an index with a change in its first shard."""
     path = folder / "index.json"
     index = json.loads(path.read_text())
     change(index["shards"][0])

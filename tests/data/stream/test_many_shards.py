@@ -1,4 +1,4 @@
-"""Costs of a dataset with very many shards: bytes per shard, and who reads the index."""
+"""Costs of a dataset with very many shards: bytes per shard, and the processes that read the index."""
 
 import json
 import pickle
@@ -83,7 +83,7 @@ def shared(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_costs_of_a_shard_are_bounded(tmp_path, opened, monkeypatch, count, form, packed):
     make_index(tmp_path / "small", 1, form, packed=packed)
-    opened(tmp_path / "small")  # imports what the format needs
+    opened(tmp_path / "small")  # imports the modules of the format
     make_index(tmp_path / "data", count, form, packed=packed)
     built = counted(monkeypatch, shard_index, "read_index")
     datasets: list[ShardedDataset] = []

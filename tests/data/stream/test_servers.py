@@ -22,8 +22,8 @@ from places.web import web
 LONG_S = 300
 
 
-def ids(found):
-    return [sample["id"] for sample in found]
+def ids(samples):
+    return [sample["id"] for sample in samples]
 
 
 def wait_for(condition):
@@ -266,13 +266,13 @@ def read_share(url, cache, options, limit, world):
     fsspec.config.conf["s3"], remote.RETRY = options, RetryPolicy(initial_delay_s=0.01)
     dataset = ShardedDataset(url, cache=cache, cache_bytes=limit, prefetch_shards=2)
     mine = dataset.order(0, True).indices(0, 0, len(dataset))[get_dist_info().rank :: world]
-    found = []
+    share = []
     for batch in mine.split(16):
         dataset.prefetch(batch)
-        found += ids(dataset.__getitems__(batch.tolist()))
+        share += ids(dataset.__getitems__(batch.tolist()))
     dataset.close()
     disconnect()
-    return found
+    return share
 
 
 @pytest.mark.parametrize("compression", [None, pytest.param("zstd", marks=pytest.mark.slow)], ids=["raw", "zstd"])
@@ -294,7 +294,7 @@ def test_four_processes_share_a_small_cache_on_a_bad_network(compression, on_s3,
     finally:
         for fault in faults:
             place.proxy.faults.remove(fault)
-    assert sorted(index for part in parts for index in part) == list(range(count))
+    assert sorted(index for share in parts for index in share) == list(range(count))
     assert all(fault.fired for fault in faults)
     assert watch.looks > 20
     assert 30_000 < watch.most <= limit

@@ -22,7 +22,7 @@ A, B, C, D = (digit * 32 for digit in "abcd")
 
 def made(cache, name, size, *, byte=b"x"):
     """The view of a shard that is made if it is not there; None without room."""
-    return cache.get(name, size, lambda part: part.write(byte * size))
+    return cache.get(name, size, lambda file: file.write(byte * size))
 
 
 def shards(folder):
@@ -93,9 +93,9 @@ def test_reservation_grows_with_the_written_bytes(cache, monkeypatch):
     made(cache, A, 40)
     reserved = []
 
-    def make(part):
+    def make(file):
         for _ in range(7):
-            part.write(b"y" * 10)
+            file.write(b"y" * 10)
             reserved.append([name for name in os.listdir(cache.folder) if name.endswith(".part")])
 
     assert bytes(cache.get(B, 15, make)) == b"y" * 70
@@ -109,13 +109,13 @@ def test_reservation_above_the_limit_is_refused(cache):
     with pytest.raises(
         DataError, match=r"^a shard needs at least 120 bytes, but the cache .* has cache_bytes=100. Raise it\.$"
     ):
-        cache.get(A, 15, lambda part: part.write(b"y" * 120))
+        cache.get(A, 15, lambda file: file.write(b"y" * 120))
     assert os.listdir(cache.folder) == [".lock"]
 
 
 def test_failed_creation_leaves_no_file(cache):
-    def make(part):
-        part.write(b"y" * 10)
+    def make(file):
+        file.write(b"y" * 10)
         raise DataError("no more")
 
     with pytest.raises(DataError, match="no more"):
@@ -124,29 +124,29 @@ def test_failed_creation_leaves_no_file(cache):
     assert bytes(made(cache, A, 40)) == b"x" * 40
 
 
-@pytest.mark.parametrize("at", ["write", "rename"])
-def test_failing_disk_leaves_no_file(at, cache):
-    point = {"write": "dtrain.storage.local.os.write", "rename": "dtrain.storage.local.os.rename"}[at]
+@pytest.mark.parametrize("call", ["write", "rename"])
+def test_failing_disk_leaves_no_file(call, cache):
+    point = {"write": "dtrain.storage.local.os.write", "rename": "dtrain.storage.local.os.rename"}[call]
     with pytest.raises(OSError, match="injected"), inject_fault("raise", at=point):
         made(cache, A, 40)
     assert os.listdir(cache.folder) == [".lock"]
 
 
-@pytest.mark.parametrize("at", ["while it is made", "before"])
-def test_removed_folder_is_created_again(at, cache):
+@pytest.mark.parametrize("when", ["while it is made", "before"])
+def test_removed_folder_is_created_again(when, cache):
     made(cache, A, 40)
     times = []
 
-    def make(part):
+    def make(file):
         times.append(1)
-        part.write(b"y" * 40)
-        if at != "before" and len(times) == 1:
+        file.write(b"y" * 40)
+        if when != "before" and len(times) == 1:
             shutil.rmtree(cache.folder)
 
-    if at == "before":
+    if when == "before":
         shutil.rmtree(cache.folder)
     assert bytes(cache.get(B, 40, make)) == b"y" * 40
-    assert len(times) == (1 if at == "before" else 2)
+    assert len(times) == (1 if when == "before" else 2)
     assert shards(cache.folder) == ["b"]
 
 
@@ -155,7 +155,7 @@ def test_waiter_on_a_removed_lock_file_locks_the_new_file(cache):
     with cache.index_lock():
         waiting = threading.Thread(target=lambda: made(cache, B, 40))
         waiting.start()
-        while cache.folder.exists():  # whoever waits may just put its lock there
+        while cache.folder.exists():  # a waiting thread may just put its lock there
             shutil.rmtree(cache.folder, ignore_errors=True)
     with cache.index_lock():
         waiting.join(0.2)
@@ -208,10 +208,10 @@ def test_other_files_in_the_folder_are_kept(cache):
 def test_two_threads_create_a_shard_once(cache):
     made_by, views = [], []
 
-    def make(part):
+    def make(file):
         made_by.append(threading.get_ident())
         time.sleep(0.2)
-        part.write(b"x" * 40)
+        file.write(b"x" * 40)
 
     threads = [threading.Thread(target=lambda: views.append(cache.get(A, 40, make))) for _ in range(4)]
     for thread in threads:
@@ -226,16 +226,16 @@ def test_slow_writer_is_waited_for_a_limited_time(cache):
     cache.writer_timeout_s = 0.05
     begun, end = threading.Event(), threading.Event()
 
-    def make(part):
+    def make(file):
         begun.set()
         end.wait(LONG_S)
-        part.write(b"x" * 40)
+        file.write(b"x" * 40)
 
     owner = threading.Thread(target=cache.get, args=(A, 40, make))
     owner.start()
     begun.wait(LONG_S)
     assert made(cache, A, 40) is None
-    cache.fill(A, 40, lambda part: pytest.fail("somebody makes it"))
+    cache.fill(A, 40, lambda file: pytest.fail("somebody makes it"))
     end.set()
     owner.join(LONG_S)
     assert bytes(made(cache, A, 40)) == b"x" * 40
@@ -286,10 +286,10 @@ def in_child(do):
 def test_fork_keeps_no_lock_of_its_parent(cache):
     begun, end = threading.Event(), threading.Event()
 
-    def make(part):
+    def make(file):
         begun.set()
         end.wait(LONG_S)
-        part.write(b"y" * 90)
+        file.write(b"y" * 90)
 
     thread = threading.Thread(target=cache.get, args=(A, 90, make))
     thread.start()

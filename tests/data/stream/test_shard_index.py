@@ -126,11 +126,11 @@ def test_unknown_format_is_refused() -> None:
 
 
 def test_digests_equal_reference_values() -> None:
-    found = compute_digests(b"abc", ["sha1", "md5", "xxh64", "sha3_256"])
-    assert found["sha1"] == "a9993e364706816aba3e25717850c26c9cd0d89d"
-    assert found["md5"] == "900150983cd24fb0d6963f7d28e17f72"
-    assert found["xxh64"] == "44bc2cf5ad770999"
-    assert found["sha3_256"] == "3a985da74fe225b2045c172d6bd390bd855f086e3e9d525b46bfe24511431532"
+    digests = compute_digests(b"abc", ["sha1", "md5", "xxh64", "sha3_256"])
+    assert digests["sha1"] == "a9993e364706816aba3e25717850c26c9cd0d89d"
+    assert digests["md5"] == "900150983cd24fb0d6963f7d28e17f72"
+    assert digests["xxh64"] == "44bc2cf5ad770999"
+    assert digests["sha3_256"] == "3a985da74fe225b2045c172d6bd390bd855f086e3e9d525b46bfe24511431532"
 
 
 def test_unknown_hash_is_refused() -> None:
@@ -147,8 +147,8 @@ def test_table_in_a_file_is_the_same_and_damage_is_seen() -> None:
     for end in range(0, len(out), 97):
         table = ShardTable.from_memory(memoryview(out[:end]))
         assert table is None or (end > len(out) - 64 and same_tables(table, whole))  # only padding is missing
-    for at in range(16, len(out), 61):
-        damaged = out[:at] + bytes([out[at] ^ 4]) + out[at + 1 :]
+    for byte in range(16, len(out), 61):
+        damaged = out[:byte] + bytes([out[byte] ^ 4]) + out[byte + 1 :]
         assert (table := ShardTable.from_memory(memoryview(damaged))) is None or same_tables(table, whole)
 
 
@@ -168,10 +168,10 @@ def runs(form: str, count: int, **changes: Any) -> list[dict[str, Any]]:
 
 def compressed(shards: list[dict[str, Any]]) -> list[dict[str, Any]]:
     made = []
-    for each in shards:
-        raw = each["raw_data"]
+    for shard in shards:
+        raw = shard["raw_data"]
         packed = {"basename": raw["basename"] + ".zstd", "bytes": raw["bytes"] // 2, "hashes": compute_digests(b"z", ["md5"])}
-        made.append(each | {"compression": "zstd:3", "zip_data": packed})
+        made.append(shard | {"compression": "zstd:3", "zip_data": packed})
     return made
 
 

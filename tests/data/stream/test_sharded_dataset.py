@@ -26,8 +26,8 @@ def folder(tmp_path):
     return written(tmp_path / "data")
 
 
-def ids(found):
-    return [sample["id"] for sample in found]
+def ids(samples):
+    return [sample["id"] for sample in samples]
 
 
 def test_sample_is_read_by_its_index(folder, opened):
@@ -175,7 +175,7 @@ def test_format_option_selects_one_of_several_formats(tmp_path, opened):
 
 
 def broken(folder, what):
-    """The dataset with something wrong in its second shard, which is returned."""
+    """Return the second shard of the dataset, and damage it."""
     index = json.loads((folder / "index.json").read_text())
     shard = index["shards"][1]
     path = folder / (shard["zip_data"] or shard["raw_data"])["basename"]
@@ -376,10 +376,10 @@ def test_cached_file_of_wrong_size_is_fetched_again(tmp_path, opened):
     assert dataset[1]["id"] == 1
 
 
-def flipped(path, at):
+def flipped(path, byte):
     """Flip one bit of a file, and leave its times as they are."""
     about, content = path.stat(), bytearray(path.read_bytes())
-    content[at] ^= 4
+    content[byte] ^= 4
     path.write_bytes(content)
     os.utime(path, ns=(about.st_atime_ns, about.st_mtime_ns))
 
@@ -437,7 +437,7 @@ def test_dataset_is_freed_with_its_last_reference(folder):
     dataset = ShardedDataset(folder)
     dataset[0]
     seen = weakref.ref(dataset)
-    gc.disable()  # which runs in any thread, also in one that fetches, and that cannot wait for itself
+    gc.disable()  # it runs in any thread, also in a fetching thread, which cannot wait for itself
     try:
         del dataset
         assert seen() is None

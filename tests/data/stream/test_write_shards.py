@@ -96,10 +96,10 @@ def test_written_samples_are_read_back(form: str, data: st.DataObject, limit: in
         samples = [{"__key__": key, **sample} for key, sample in zip(chosen, samples, strict=True)]
     with TemporaryDirectory(dir=MEMORY) as folder:
         summary = write_shards(samples, folder + "/data", format=form, max_shard_bytes=limit, compression=compression)
-        found = samples_of(Path(folder) / "data")
+        read = samples_of(Path(folder) / "data")
         files = sorted(path.name for path in (Path(folder) / "data").iterdir())
-    assert len(found) == len(samples)
-    assert all(map(same, found, samples))
+    assert len(read) == len(samples)
+    assert all(map(same, read, samples))
     assert (summary.samples, summary.shards) == (len(samples), len(files) - 1)
     assert summary.shards == (len(samples) if limit == 1 else summary.shards if limit else 1)
 
@@ -143,9 +143,9 @@ def test_equal_samples_give_equal_files(tmp_path: Path) -> None:
 def test_tensors_are_written_as_arrays(tmp_path: Path) -> None:
     sample = {"tokens": torch.arange(5), "weight": torch.tensor(0.5)}
     write_shards([sample], tmp_path, format="mds")
-    (found,) = samples_of(tmp_path)
-    assert (found["tokens"].tolist(), float(found["weight"])) == ([0, 1, 2, 3, 4], 0.5)
-    assert (found["tokens"].dtype, found["weight"].dtype) == (np.int64, np.float32)
+    (read,) = samples_of(tmp_path)
+    assert (read["tokens"].tolist(), float(read["weight"])) == ([0, 1, 2, 3, 4], 0.5)
+    assert (read["tokens"].dtype, read["weight"].dtype) == (np.int64, np.float32)
 
 
 def test_archive_without_keys_is_numbered(tmp_path: Path) -> None:
@@ -255,7 +255,7 @@ def test_error_of_the_samples_propagates_and_leaves_no_shard(tmp_path: Path) -> 
         assert sorted(path.name for path in tmp_path.iterdir()) == [
             "_unfinished",
             "shard.00000.mds",
-        ]  # a full one is written at once
+        ]  # a full shard is written at once
         raise BrokenError
 
     with pytest.raises(BrokenError):
@@ -279,7 +279,9 @@ def test_leftover_of_a_killed_writer_is_no_dataset(tmp_path: Path) -> None:
     """Killed between two shards: the process that writes is a fork, and does not come back."""
     pid = os.fork()
     if pid == 0:
-        write_shards(({"a": at} if at < 2 else os._exit(9) for at in range(3)), tmp_path, format="mds", max_shard_bytes=1)
+        write_shards(
+            ({"a": number} if number < 2 else os._exit(9) for number in range(3)), tmp_path, format="mds", max_shard_bytes=1
+        )
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 9
     assert (tmp_path / "shard.00000.mds").exists()
     with pytest.raises(ConfigError, match=r"is incomplete\. If its writer was killed"):

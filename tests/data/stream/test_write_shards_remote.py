@@ -20,7 +20,7 @@ SAMPLES = [{"n": number, "pad": bytes(4000)} for number in range(5)]
 @pytest.fixture(scope="module")
 def s3() -> Iterator[servers.Server]:
     with servers.s3() as server:
-        disconnect()  # what others have connected to before goes by another name and key
+        disconnect()  # earlier connections have another name and key
         yield server
         disconnect()
 

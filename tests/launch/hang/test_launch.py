@@ -1,4 +1,4 @@
-"""Jobs that hang, each in its own way, under ``dtrain launch --hang-timeout``: who is named, and exit code 124."""
+"""Jobs that hang, each in its own way, under ``dtrain launch --hang-timeout``: the named rank, and exit code 124."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ CASES = {
         says="rank 1 of 2 ran another collective than the others, no progress for 4 s",
         lines=("as collective #4 of group training rank 0 runs all_reduce [[3]], but rank 1 barrier []",),
     ),
-    # The launcher's question is the death of it; the other one, if there is one, then fails for want of its peer.
+    # The launcher's question kills it; its peer, if it has one, then fails for want of it.
     "dies-when-asked": Case(
         says="rank 1 of 2 made no progress for 4 s (no answer: something holds the interpreter)",
         lines=("rank 1: its stack is not known (step, point of progress ",
@@ -155,7 +155,7 @@ def test_hang_names_stopped_rank_and_exits_124_unlike_long_work(start, tmp_path)
         job, result, folder = jobs[kind], results[kind], tmp_path / kind / "hang"
         if not case.says:
             assert result.summary == [], result.err
-            assert not folder.exists()  # what was prepared for a hang is gone
+            assert not folder.exists()  # the preparations for a hang are gone
             continue
         lines = result.err.splitlines()
         assert result.summary == [f"dtrain: launch: hang: {case.says}; see {folder}/report.txt"], result.err

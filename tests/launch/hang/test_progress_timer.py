@@ -8,8 +8,8 @@ from dtrain.launch.heartbeats import ProgressKind, ProgressRecord
 from dtrain.launch.watchdog import ProgressTimer
 
 
-def pulse(kind: ProgressKind, rank: int, at: float, value: int = 0, doing: str = "") -> ProgressRecord:
-    return ProgressRecord(kind=kind, rank=rank, value=value, at=at, activity=doing)
+def pulse(kind: ProgressKind, rank: int, when: float, value: int = 0, doing: str = "") -> ProgressRecord:
+    return ProgressRecord(kind=kind, rank=rank, value=value, at=when, activity=doing)
 
 
 OPEN = [pulse(ProgressKind.OPENED, 0, 10.0), pulse(ProgressKind.OPENED, 1, 11.0)]
@@ -49,7 +49,7 @@ def test_deadline_follows_the_last_progress_of_any_rank(pulses, ended, deadline)
         watch.record(one)
     for rank in ended:
         watch.record_exit(rank, 35.0)
-        watch.record_exit(rank, 99.0)  # told again
+        watch.record_exit(rank, 99.0)  # recorded twice
     assert watch.deadline() == deadline
     assert watch.is_hung(deadline - 0.1 if deadline else 1e9) is False
     assert watch.is_hung(deadline if deadline else 1e9) is (deadline is not None)

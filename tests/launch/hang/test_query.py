@@ -1,4 +1,4 @@
-"""Asking what the ranks of a job do: while it runs, from a rank and from a terminal, and afterwards from what was written."""
+"""Queries of the ranks of a job: while it runs, from a rank and from a terminal, and afterwards from its files."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def dtrain(*args: str | Path) -> subprocess.CompletedProcess[str]:
 
 
 def without_time(told: str) -> str:
-    """The message, of which the last line says that it is an old one."""
+    """Return the message, whose last line says that it is an old record."""
     message, _, last = told.rpartition("\n")
     assert re.fullmatch(r"  as of [0-9]{4}-[0-9: +-]+: no launcher of the job can be asked here", last), told
     return message
@@ -243,7 +243,7 @@ def test_explain_hang_without_folder_or_launcher_raises_config_error(tmp_path, m
     withdraw_launcher(tmp_path, 0)
     assert not path.exists()
     (tmp_path / "file").write_text("")
-    announce_launcher(tmp_path / "file", 0, single_node=True)  # cannot be written: then nobody can ask
+    announce_launcher(tmp_path / "file", 0, single_node=True)  # cannot be written: then no query is possible
 
 
 def announced(folder: Path, pid: int) -> None:
@@ -256,7 +256,7 @@ def announced(folder: Path, pid: int) -> None:
 
 
 def test_folder_removed_while_reading_has_no_records(tmp_path):
-    """A launcher that ends removes what nobody wrote to."""
+    """A launcher that ends removes a file that is empty."""
     records = tmp_path / "hang"
     records.mkdir()
 

@@ -39,7 +39,7 @@ def test_find_user_frame_returns_innermost_user_frame(stacks, expected):
 
 
 def test_main_thread_is_found_in_faulthandler_output(tmp_path):
-    """The order of threads is faulthandler's own: a new Python may write another."""
+    """The order of threads is faulthandler's own: a new Python may write another order."""
     started, end = threading.Event(), threading.Event()
     thread = threading.Thread(target=lambda: (started.set(), end.wait()))
     thread.start()

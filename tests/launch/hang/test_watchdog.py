@@ -41,7 +41,7 @@ def here():
     time.sleep(600)
 here()
 """,
-    # One call of the regular expression engine, which gives the interpreter to nobody and outlasts everybody.
+    # One call of the regular expression engine, which never releases the interpreter and outlasts every timeout.
     "holds-the-gil": """
 register_stack_dump(stacks)
 prepare()
@@ -139,14 +139,14 @@ def test_inspection_reports_stack_of_rank(start, tmp_path, program):
     lines = inspected(suspects(tmp_path, pid))
     assert lines[1].startswith(f"  rank 0: {tmp_path / 'program.py'}:"), lines
     assert lines[1].endswith(" in here"), lines
-    assert state(pid) in "SR"  # it goes on as before
+    assert state(pid) in "SR"  # it continues as before
 
 
 def test_stopped_rank_is_named_and_not_resumed(start, tmp_path):
     pid = start("stopped")
     wait_until(lambda: state(pid) == "T")
     lines = inspected(suspects(tmp_path, pid, phase=True))
-    # The other one has ended, which is what is said first.
+    # The other rank has ended, so its end is reported first.
     assert "rank 1 of 2 ended while the others went on" in lines[0]
     assert lines[1] == "  rank 0: its stack is not known (step, point of progress 3 or later)"
     alone = DumpTargets(run_dir=tmp_path, world_size=1, timeout_s=7.0, pids={0: pid}, exit_codes={}, progress={})
@@ -172,7 +172,7 @@ def test_inspection_requests_records_and_removes_old_ones(start, tmp_path, monke
     os.close(read)
     assert not record.exists()
     assert "(step, point of progress 3 or later)" in lines[1]
-    assert inspected(suspects(tmp_path, pid), ask=write)  # nobody is there to read
+    assert inspected(suspects(tmp_path, pid), ask=write)  # no process is there to read
     os.close(write)
 
 
@@ -219,7 +219,7 @@ def test_rank_killed_by_signal_is_still_explained(start, tmp_path):
     inspection = RankDump(asked, query_fd=None, now=now)
     wait_until(lambda: state(pid) == "Z")
     assert inspection.poll(now, exit_codes={}) is not None
-    assert inspection.poll(now, exit_codes={0: -signal.SIGSEGV}) is None  # nobody is left to wait for
+    assert inspection.poll(now, exit_codes={0: -signal.SIGSEGV}) is None  # no process is left to wait for
     first, second = inspection.finish()
     assert "rank 0 of 1 never came to init_dist's block" in first
     assert second == "  rank 0: its stack is not known; it ended when it was asked (killed by SIGSEGV)"
@@ -240,7 +240,7 @@ def test_remove_empty_dumps_removes_only_empty_files(tmp_path):
     for file, text in zip(files, ("", "Thread", ""), strict=True):
         file.write_text(text)
     remove_empty_dumps(tmp_path, range(2))
-    assert [file.exists() for file in files] == [False, True, True]  # the last one is open in a rank of another node
+    assert [file.exists() for file in files] == [False, True, True]  # the last file is open in a rank of another node
     files[1].write_text("")
     remove_empty_dumps(tmp_path, range(2))
     assert [file.exists() for file in files] == [False, False, True]

@@ -364,7 +364,7 @@ HELLO = Hello(
 
 
 def post_hello(store: NodeStore, hello: Hello) -> int:
-    """Post a record, and say at once that nobody will read the end of the job here."""
+    """Post a record, and say at once that no agent here will read the end of the job."""
     number = store.add("arrivals")
     store.post(f"hello/{number}", hello)
     store.add("readers_done")

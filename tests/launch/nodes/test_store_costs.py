@@ -1,4 +1,4 @@
-"""The requests that nodes make to their store, counted: a constant number of each node, whatever the number of nodes."""
+"""The requests that nodes make to their store, counted: a constant number per node, for any number of nodes."""
 
 from __future__ import annotations
 

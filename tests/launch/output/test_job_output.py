@@ -1,4 +1,4 @@
-"""All streams of a job: what the terminal shows, what the files keep, and what a failure can quote."""
+"""All streams of a job: the lines on the terminal, the lines in files, and the lines that a failure can quote."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_restarted_rank_appends_to_files_and_starts_new_tail(make):
     job.start(1)
     assert job.output.read_tail(1, 9) == []
     job.write(1, b"second")
-    assert job.kept()["rank-00001.stdout"] == b"first try\nsecond"  # still as it comes: nobody else writes to it
+    assert job.kept()["rank-00001.stdout"] == b"first try\nsecond"  # still as it comes: no other process writes to it
 
 
 def test_closed_stream_ends_its_partial_line(make, capfd):

@@ -1,4 +1,4 @@
-"""An outlet takes no more than there is room for, and says what it had to drop."""
+"""An outlet takes no more than there is room for, and counts the dropped lines."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_writer_never_blocks_and_counts_dropped_lines(pipe, monkeypatch):
     assert dropped == 3000 - len(whole) > 0
     assert note.startswith(f"dtrain: launch: {dropped:,} lines of output were dropped here: ".encode())
     assert last == b"more\n"
-    assert outlet.dropped_lines == 0  # the stream tells of them itself
+    assert outlet.dropped_lines == 0  # the stream reports them itself
 
 
 def test_flush_times_out_without_reader(pipe):
@@ -109,7 +109,7 @@ def test_writer_reports_drops_when_disk_has_space_again(tmp_path):
         outlet.write(b"a\n")
         outlet.write(b"b\n")
         assert (outlet.dropped_lines, outlet.reason) == (2, "No space left on device")
-        os.dup2(room, fd)  # as if somebody had made room
+        os.dup2(room, fd)  # as if a reader had made room
         outlet.write(b"c\n")
     finally:
         for opened in (fd, room, full):
@@ -136,7 +136,7 @@ open(sys.argv[1], "w").write(f"{links} {more}")
 
 @pytest.fixture
 def terminal():
-    """A terminal, as the descriptors of who reads it and of who writes to it, and an alarm for a write that blocks."""
+    """Yield a terminal, as the descriptors of its reader and its writer, and an alarm for a write that blocks."""
     reader, writer = pty.openpty()
     handled = signal.signal(signal.SIGALRM, lambda *_: pytest.fail("a write waited for a reader"))
     signal.alarm(60)

@@ -1,4 +1,4 @@
-"""Chunks to lines, whatever the chunks are, and nothing in them that a terminal would obey."""
+"""Chunks of any size become lines, with nothing in them that a terminal would obey."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ def test_non_python_command_preloads_nothing():
 
 
 def test_unsafe_module_prevents_fork_requested_during_preload(tmp_path, monkeypatch):
-    """Ranks are asked for while modules still load. Forked then, they would run beside those that are started instead."""
+    """Ranks are requested while modules still load. Forked then, they would run beside the ranks started in their place."""
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "with_thread.py").write_text(
         "import threading, time\nthreading.Thread(target=time.sleep, args=(60,), daemon=True).start()"

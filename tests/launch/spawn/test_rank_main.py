@@ -1,4 +1,4 @@
-"""The program that a rank is, by itself: how it ends, and what it leaves for the launcher."""
+"""The program of a rank, by itself: how it ends, and the files that it leaves for the launcher."""
 
 from __future__ import annotations
 

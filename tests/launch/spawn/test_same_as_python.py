@@ -12,7 +12,7 @@ import textwrap
 
 import pytest
 
-# What a script can see of its interpreter; each entry is one fact.
+# The facts that a script can see of its interpreter; each entry is one fact.
 LOOK = """
     import atexit, faulthandler, gc, json, locale, logging, multiprocessing, os, signal, sys, threading, time, warnings
     import torch

@@ -1,4 +1,4 @@
-"""A signal that comes at any moment of the start ends the job as later ones do, and nothing is left."""
+"""A signal at any moment of the start ends the job as later signals do, and nothing is left."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 STAYS = "import time\ntime.sleep(600)\n"
 AT_ONCE = 2  # jobs
-WHOLE_START_S = 1.2  # the launcher and both ranks, on a machine with something else to do
+WHOLE_START_S = 1.2  # the launcher and both ranks, on a busy machine
 PYTHON_HAS_NOT_STARTED = ("Fatal Python error: init_import_site", "Could not import runpy module")
 PRELOADED, PLAIN = ("--preload", "json"), ("--no-preload",)
 

@@ -1,4 +1,4 @@
-"""The page about the truth table has its rows, and what it says of dtrain is what the rows hold it to."""
+"""The page about the truth table has the rows of the table, and states dtrain's result in the words of the rows."""
 
 from __future__ import annotations
 

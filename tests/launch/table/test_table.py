@@ -1,4 +1,4 @@
-"""Every row of the truth table, on dtrain: exit code, what is said and how much, survivors, and what is left behind."""
+"""Every row of the truth table, on dtrain: exit code, message and its length, survivors, and leftovers."""
 
 from __future__ import annotations
 

@@ -31,5 +31,5 @@ def trained(strategy: str | None) -> list:
 
 @pytest.mark.parametrize("strategy", ["replicate", "full_shard"])
 def test_noise_is_that_of_one_process(two_ranks, strategy):
-    for found in two_ranks.run(trained, strategy):
-        assert found == pytest.approx(trained(None), rel=1e-12)
+    for params in two_ranks.run(trained, strategy):
+        assert params == pytest.approx(trained(None), rel=1e-12)

@@ -8,7 +8,7 @@ import dtrain as dt
 
 
 def drawn(count: int, stop: int, state: dict) -> list:
-    """What this rank gets of some global batches, and where its loader is then."""
+    """Return this rank's part of some global batches, and the loader's state after them."""
     loader = dt.build_loader(Squares(count), mesh=dt.build_mesh(), global_batch_size=4, seed=0)
     loader.load_state_dict(state or loader.state_dict())
     return [[int(x) for batch in loader.until(stop) for x in batch["x"]], loader.state_dict()]

@@ -1,4 +1,4 @@
-"""Shares of time in traces by hand; times are in microseconds there, and in seconds in what is found."""
+"""Shares of time in traces made by hand; times are in microseconds there, and in seconds in the results."""
 
 import pytest
 
@@ -14,53 +14,53 @@ def share(*events, **about):
 
 
 def test_cpu_trace_counts_operations_as_compute_and_gaps_as_idle():
-    found = share(
+    shares = share(
         mark("ProfilerStep#0", 0, 100),
         op("aten::linear", 10, 50),
         op("aten::mm", 20, 45),
         op("aten::add", 60, 70),
-        op("aten::late", 95, 130),  # after the step it is nobody's
+        op("aten::late", 95, 130),  # after the step it belongs to no step
     )
-    assert (found.steps, found.seconds, found.on_device) == (1, pytest.approx(100 * US), False)
-    assert found.compute == pytest.approx(55 * US)
-    assert (found.communication, found.copies) == (0, 0)
-    assert found.idle == pytest.approx(45 * US)
+    assert (shares.steps, shares.seconds, shares.on_device) == (1, pytest.approx(100 * US), False)
+    assert shares.compute == pytest.approx(55 * US)
+    assert (shares.communication, shares.copies) == (0, 0)
+    assert shares.idle == pytest.approx(45 * US)
 
 
 def test_cpu_trace_subtracts_overlapped_compute_from_exposed_communication():
-    found = share(
+    shares = share(
         mark("ProfilerStep#0", 0, 100),
         op("c10d::allreduce_", 10, 12),
         mark("gloo:all_reduce", 11, 61, tid=2),
         op("aten::add", 30, 35, tid=2),  # the backend's own sums
         op("aten::mm", 21, 41),
     )
-    assert found.communication == pytest.approx(51 * US)
-    assert found.exposed_communication == pytest.approx(31 * US)
-    assert found.compute == pytest.approx(20 * US)
+    assert shares.communication == pytest.approx(51 * US)
+    assert shares.exposed_communication == pytest.approx(31 * US)
+    assert shares.compute == pytest.approx(20 * US)
 
 
 def test_collective_inside_operation_is_not_compute():
-    found = share(
+    shares = share(
         mark("ProfilerStep#0", 0, 100),
         op("autograd::engine::evaluate_function: MmBackward0", 0, 50),
         op("c10d::reduce_scatter_", 10, 40),
     )
-    assert (found.compute, found.exposed_communication) == (pytest.approx(20 * US), pytest.approx(30 * US))
+    assert (shares.compute, shares.exposed_communication) == (pytest.approx(20 * US), pytest.approx(30 * US))
 
 
 def test_gpu_trace_counts_kernels():
-    found = share(
+    shares = share(
         mark("ProfilerStep#0", 0, 100),
         op("aten::mm", 0, 90),
         kernel("gemm", 10, 40),
         kernel("ncclDevKernel_AllReduce_Sum_f32", 30, 70, stream=24),
         kernel("Memcpy HtoD", 75, 80, cat="gpu_memcpy"),
     )
-    assert found.on_device
-    assert found.compute == pytest.approx(30 * US)
-    assert (found.communication, found.exposed_communication) == (pytest.approx(40 * US), pytest.approx(30 * US))
-    assert (found.copies, found.idle) == (pytest.approx(5 * US), pytest.approx(35 * US))
+    assert shares.on_device
+    assert shares.compute == pytest.approx(30 * US)
+    assert (shares.communication, shares.exposed_communication) == (pytest.approx(40 * US), pytest.approx(30 * US))
+    assert (shares.copies, shares.idle) == (pytest.approx(5 * US), pytest.approx(35 * US))
 
 
 STEP = (mark("ProfilerStep#0", 0, 100), mark("dtrain.step", 40, 90))
@@ -81,12 +81,12 @@ STEP = (mark("ProfilerStep#0", 0, 100), mark("dtrain.step", 40, 90))
     ids=["spans", "mark", "torchs_loader", "between", "reduced", "span_in_the_step", "no_spans", "unknown"],
 )
 def test_data_wait_uses_most_precise_source(events, spans, data, source):
-    found = share(*events, rank=0, steps=[{"step": 0, "done": True, "spans": spans}])
-    assert (found.data_wait, found.data_wait_source) == (pytest.approx(data), source)
+    shares = share(*events, rank=0, steps=[{"step": 0, "done": True, "spans": spans}])
+    assert (shares.data_wait, shares.data_wait_source) == (pytest.approx(data), source)
 
 
 def test_top_operations_are_sorted_by_self_time():
-    found = share(
+    shares = share(
         mark("ProfilerStep#0", 0, 1000),
         op("aten::linear", 0, 100),
         op("aten::t", 5, 10),
@@ -94,9 +94,9 @@ def test_top_operations_are_sorted_by_self_time():
         op("aten::mm", 200, 210),
         *(op(f"aten::small{index}", 300 + index, 301 + index) for index in range(20)),
     )
-    assert found.top[0] == OperationTime("aten::mm", pytest.approx(90 * US), 2)
-    assert found.top[1] == OperationTime("aten::linear", pytest.approx(15 * US), 1)
-    assert len(found.top) == 10
+    assert shares.top[0] == OperationTime("aten::mm", pytest.approx(90 * US), 2)
+    assert shares.top[1] == OperationTime("aten::linear", pytest.approx(15 * US), 1)
+    assert len(shares.top) == 10
 
 
 def test_windows_of_one_rank_are_summed():

@@ -83,8 +83,8 @@ def test_merge_without_traces_is_refused(tmp_path):
 
 def test_memory_timeline_is_by_device_in_seconds_since_first_step(tmp_path):
     events = (mark("ProfilerStep#0", 1e6, 4e6), allocation(2e6, 10), allocation(3e6, 30), allocation(2e6, 7, kind=1, index=2))
-    found = memory_timeline(written(tmp_path, trace(*events, rank=4)), tmp_path / "memory.json")
-    assert found == {"cpu": [MemorySample(1.0, 10), MemorySample(2.0, 30)], "cuda:2": [MemorySample(1.0, 7)]}
+    timeline = memory_timeline(written(tmp_path, trace(*events, rank=4)), tmp_path / "memory.json")
+    assert timeline == {"cpu": [MemorySample(1.0, 10), MemorySample(2.0, 30)], "cuda:2": [MemorySample(1.0, 7)]}
     devices = {"cpu": [[1.0, 10], [2.0, 30]], "cuda:2": [[1.0, 7]]}
     assert json.loads((tmp_path / "memory.json").read_text()) == {"rank": 4, "devices": devices}
 

@@ -11,7 +11,7 @@ from traces_made import mark, op, trace, written
 
 
 def test_marked_steps_are_read_with_their_metadata():
-    found = trace(
+    content = trace(
         mark("ProfilerStep#7", 0, 100),
         mark("dtrain.step", 40, 90),
         mark("ProfilerStep#8", 100, 150),
@@ -23,7 +23,7 @@ def test_marked_steps_are_read_with_their_metadata():
             {"step": 9, "done": False},
         ],
     )
-    read = parse_trace(found, "x.json")
+    read = parse_trace(content, "x.json")
     assert read.rank == 3
     assert [(s.number, s.start, s.end, s.step_fn_us, s.spans) for s in read.steps] == [
         (7, 0, 100, 50, {"data": 0.5}),
@@ -72,16 +72,16 @@ def test_trace_files_are_sorted_by_rank_and_step(tmp_path):
         "trace-rank-00000-step-00000009.txt",
     ):
         (tmp_path / name).write_text("{}")
-    found = [path.name.removeprefix("trace-").removesuffix(".pt.trace.json") for path in find_traces(tmp_path)]
-    assert found == ["rank-00000-step-00000003", "rank-00000-step-00000020", "rank-00001-step-00000000"]
+    names = [path.name.removeprefix("trace-").removesuffix(".pt.trace.json") for path in find_traces(tmp_path)]
+    assert names == ["rank-00000-step-00000003", "rank-00000-step-00000020", "rank-00001-step-00000000"]
     assert find_traces(tmp_path / "nothing") == []
 
 
 def test_compressed_trace_equals_uncompressed(tmp_path):
-    found = trace(mark("ProfilerStep#1", 0, 5))
+    content = trace(mark("ProfilerStep#1", 0, 5))
     path = tmp_path / "trace-rank-00000-step-00000001.pt.trace.json.gz"
-    path.write_bytes(gzip.compress(json.dumps(found).encode()))
-    assert read_trace(path).steps == read_trace(written(tmp_path, found)).steps
+    path.write_bytes(gzip.compress(json.dumps(content).encode()))
+    assert read_trace(path).steps == read_trace(written(tmp_path, content)).steps
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_damaged_file_is_refused(tmp_path, data, suffix):
 
 
 @pytest.mark.parametrize(
-    "found",
+    "content",
     [
         trace({"ph": "X", "cat": "cpu_op", "name": "a", "ts": 1}),
         trace({"ph": "X", "cat": "cpu_op", "name": "a", "ts": "x", "dur": 1}),
@@ -107,9 +107,9 @@ def test_damaged_file_is_refused(tmp_path, data, suffix):
     ],
     ids=["no_end", "no_time", "no_bytes", "no_step", "no_steps"],
 )
-def test_malformed_event_is_refused(found):
+def test_malformed_event_is_refused(content):
     with pytest.raises(DataError, match=r"trace: t\.json has an event or metadata of another form"):
-        parse_trace(found, "t.json")
+        parse_trace(content, "t.json")
 
 
 def test_missing_file_is_refused(tmp_path):

@@ -32,7 +32,7 @@ with dt.init_dist() as info:
         sampler = range(info.rank, len(held_out), info.world_size)
     else:
         sampler = DistributedSampler(held_out, info.world_size, info.rank, shuffle=False)
-    quiz = DataLoader(held_out, batch_size=4, sampler=sampler)
+    test_loader = DataLoader(held_out, batch_size=4, sampler=sampler)
     step = dt.compose_step(loss_fn)
     state = step.init(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
     log = dt.loggers.jsonl("metrics.jsonl")
@@ -41,7 +41,7 @@ with dt.init_dist() as info:
         log(state.step, dt.reduce_metrics(metrics))
     total = correct = count = 0.0
     with dt.shard.unshard_params(model), torch.no_grad():
-        for x, labels in quiz:
+        for x, labels in test_loader:
             logits = model(x)
             total += nn.functional.cross_entropy(logits, labels, reduction="sum").item()
             correct += (logits.argmax(1) == labels).sum().item()

@@ -29,7 +29,7 @@ with dt.init_dist() as info:
     loader = dt.build_loader(dataset(48, 1), mesh=mesh, global_batch_size=12, seed=0)
     held_out = dataset(38, 2)
     share = Subset(held_out, range(info.rank, len(held_out), info.world_size))
-    quiz = DataLoader(share, batch_size=4, drop_last=not FIXED)
+    test_loader = DataLoader(share, batch_size=4, drop_last=not FIXED)
     step = dt.compose_step(loss_fn)
     state = step.init(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
     log = dt.loggers.jsonl("metrics.jsonl")
@@ -38,7 +38,7 @@ with dt.init_dist() as info:
         log(state.step, dt.reduce_metrics(metrics))
     total = correct = count = 0.0
     with dt.shard.unshard_params(model), torch.no_grad():
-        for x, labels in quiz:
+        for x, labels in test_loader:
             logits = model(x)
             total += nn.functional.cross_entropy(logits, labels, reduction="sum").item()
             correct += (logits.argmax(1) == labels).sum().item()

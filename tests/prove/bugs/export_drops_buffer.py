@@ -27,14 +27,14 @@ with dt.init_dist() as info:
         model = nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
     model = dt.materialize(dt.shard_model(model, mesh, strategy="full_shard", buffers="mean"), seed=0)
     loader = dt.build_loader(dataset(48, 1), mesh=mesh, global_batch_size=12, seed=0)
-    quiz = dt.build_loader(dataset(36, 2), mesh=mesh, global_batch_size=12, seed=0, shuffle=False)
+    test_loader = dt.build_loader(dataset(36, 2), mesh=mesh, global_batch_size=12, seed=0, shuffle=False)
     step = dt.compose_step(loss_fn)
     state = step.init(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
     log = dt.loggers.jsonl("metrics.jsonl")
     for batch in loader.until(STEPS):
         state, metrics = step(state, batch)
         log(state.step, dt.reduce_metrics(metrics))
-    loss = dt.reduce_metrics(dt.evaluate(model, quiz, loss_fn))["loss"]
+    loss = dt.reduce_metrics(dt.evaluate(model, test_loader, loss_fn))["loss"]
     log(state.step + 1, {"held_out_loss": loss})
     weights = {name: whole.clone() for name, whole in dt.full_params(state)}
     if FIXED:

@@ -1,4 +1,4 @@
-"""A script that evaluates the averaged weights and exports the raw ones; ``--fixed`` exports what it evaluated."""
+"""A script that evaluates the averaged weights and exports the raw ones; ``--fixed`` exports the evaluated ones."""
 
 import sys
 from contextlib import nullcontext
@@ -28,7 +28,7 @@ with dt.init_dist() as info:
         model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
     model = dt.materialize(dt.shard_model(model, mesh, strategy="full_shard"), seed=0)
     loader = dt.build_loader(dataset(48, 1), mesh=mesh, global_batch_size=12, seed=0)
-    quiz = dt.build_loader(dataset(36, 2), mesh=mesh, global_batch_size=12, seed=0, shuffle=False)
+    test_loader = dt.build_loader(dataset(36, 2), mesh=mesh, global_batch_size=12, seed=0, shuffle=False)
     step = dt.compose_step(loss_fn, [dt.transforms.ema(0.9)])
     state = step.init(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
     log = dt.loggers.jsonl("metrics.jsonl")
@@ -36,7 +36,7 @@ with dt.init_dist() as info:
         state, metrics = step(state, batch)
         log(state.step, dt.reduce_metrics(metrics))
     with dt.transforms.use_average(state, "ema"):
-        loss = dt.reduce_metrics(dt.evaluate(model, quiz, loss_fn))["loss"]
+        loss = dt.reduce_metrics(dt.evaluate(model, test_loader, loss_fn))["loss"]
     log(state.step + 1, {"held_out_loss": loss})
     with dt.transforms.use_average(state, "ema") if FIXED else nullcontext():
         weights = {name: whole.clone() for name, whole in dt.full_params(state)}

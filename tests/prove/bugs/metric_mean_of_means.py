@@ -27,7 +27,7 @@ def main():
             model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
         model = dt.materialize(dt.shard_model(model, mesh, strategy="full_shard"), seed=0)
         loader = dt.build_loader(dataset(48, 1), mesh=mesh, global_batch_size=12, seed=0)
-        quiz = dt.build_loader(dataset(29, 2), mesh=mesh, global_batch_size=12, seed=0, shuffle=False)
+        test_loader = dt.build_loader(dataset(29, 2), mesh=mesh, global_batch_size=12, seed=0, shuffle=False)
         step = dt.compose_step(loss_fn)
         state = step.init(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
         log = dt.loggers.jsonl("metrics.jsonl")
@@ -35,7 +35,7 @@ def main():
             state, metrics = step(state, batch)
             correct, counts = [], []
             with dt.eval_mode(model):
-                for x, labels in quiz.one_epoch():
+                for x, labels in test_loader.one_epoch():
                     correct.append((model(x).argmax(1) == labels).sum().item())
                     counts.append(len(labels))
             if FIXED:

@@ -26,7 +26,7 @@ with dt.init_dist():
         model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
     model = dt.materialize(dt.shard_model(model, mesh, strategy="full_shard"), seed=0)
     loader = dt.build_loader(dataset(48, 1), mesh=mesh, global_batch_size=12, seed=0)
-    quiz = dt.build_loader(dataset(36, 2), mesh=mesh, global_batch_size=12, seed=0, shuffle=False)
+    test_loader = dt.build_loader(dataset(36, 2), mesh=mesh, global_batch_size=12, seed=0, shuffle=False)
     step = dt.compose_step(loss_fn)
     state = step.init(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
     log = dt.loggers.jsonl("metrics.jsonl")
@@ -34,7 +34,7 @@ with dt.init_dist():
         state, metrics = step(state, batch)
         correct = count = 0
         with dt.eval_mode(model):
-            for x, labels in quiz.one_epoch():
+            for x, labels in test_loader.one_epoch():
                 correct += (model(x).argmax(1) == labels).sum().item()
                 count += len(labels)
         if FIXED:

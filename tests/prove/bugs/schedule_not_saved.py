@@ -1,4 +1,4 @@
-"""DDP whose resume begins the warm-up of the rate again; ``--fixed`` goes on where the schedule was."""
+"""DDP whose resume begins the warm-up of the rate again; ``--fixed`` continues the schedule."""
 
 import os
 import sys

@@ -26,7 +26,7 @@ def images(count: int, dtype: torch.dtype = torch.float32) -> dict:
     return {"x": x, "y": torch.arange(count) % 3, "names": [str(number) for number in range(count)]}
 
 
-# Each batch method, and what may be given instead of a generator.
+# Each batch method, and the values that may stand for a generator.
 METHODS: dict[str, tuple[Callable[..., Any], str]] = {
     "mixup": (partial(mixup_batch, num_classes=3), "coefficient= and order="),
     "cutmix": (partial(cutmix_batch, num_classes=3), "box= and order="),

@@ -11,7 +11,7 @@ def generator(seed: int = 0) -> torch.Generator:
 
 
 def zeros_and_ones(height: int = 4, width: int = 6) -> dict[str, torch.Tensor]:
-    """One image of zeros, label 0, and one of ones, label 1."""
+    """One image of zeros, label 0, and one image of ones, label 1."""
     return {"x": torch.arange(2.0).reshape(2, 1, 1, 1).expand(2, 3, height, width), "y": torch.tensor([0, 1])}
 
 
@@ -32,9 +32,9 @@ SWAP = torch.tensor([1, 0])
 def test_cutmix_batch_mixes_targets_by_the_clipped_area(box, rows, columns, share):
     given = zeros_and_ones()
     made = cutmix_batch(given, num_classes=2, box=box, order=SWAP)
-    known = torch.zeros(3, 4, 6)
-    known[:, rows, columns] = 1.0
-    assert torch.equal(made["x"], torch.stack([known, 1 - known]))
+    expected = torch.zeros(3, 4, 6)
+    expected[:, rows, columns] = 1.0
+    assert torch.equal(made["x"], torch.stack([expected, 1 - expected]))
     torch.testing.assert_close(made["y"], torch.tensor([[1 - share, share], [share, 1 - share]]))
 
 
@@ -68,18 +68,18 @@ def test_cutmix_batch_areas_are_uniform_before_clipping():
 
 
 @pytest.mark.parametrize(
-    ("place", "known"),
+    ("place", "expected"),
     [
         ("center", [2.0, 3.0, 3.0, 3.0, 2.0]),  # of five centres, each pixel is within one of so many
-        ("even", [15 / 7] * 5),  # of seven places that show anything, three cover each pixel
+        ("even", [15 / 7] * 5),  # of seven places that hide a pixel, three cover each pixel
         ("inside", [5 / 3, 10 / 3, 5.0, 10 / 3, 5 / 3]),
     ],
 )
-def test_sample_boxes_covers_pixels_as_placement_says(place, known):
+def test_sample_boxes_covers_pixels_as_placement_says(place, expected):
     n = 60000
     boxes = sample_boxes((torch.full((n,), 3), torch.full((n,), 1)), (5, 1), place, generator())
     covered = box_mask(boxes, (5, 1)).float().mean(0)[0, :, 0] * 5
-    torch.testing.assert_close(covered, torch.tensor(known), atol=0.05, rtol=0)  # five standard errors
+    torch.testing.assert_close(covered, torch.tensor(expected), atol=0.05, rtol=0)  # five standard errors
 
 
 def test_box_area_fraction_equals_the_mean_of_box_mask():

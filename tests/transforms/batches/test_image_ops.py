@@ -45,16 +45,16 @@ ROUNDED = {
 @pytest.mark.parametrize("picture", PICTURES)
 @pytest.mark.parametrize("name", EXACT)
 def test_pixel_operations_match_pillow(name, picture):
-    amount, known = EXACT[name]
-    torch.testing.assert_close(ours(name, PICTURES[picture], amount), pillows(PICTURES[picture], known), atol=1e-9, rtol=0)
+    amount, operation = EXACT[name]
+    torch.testing.assert_close(ours(name, PICTURES[picture], amount), pillows(PICTURES[picture], operation), atol=1e-9, rtol=0)
 
 
 @pytest.mark.parametrize("picture", PICTURES)
 @pytest.mark.parametrize("name", ROUNDED)
 def test_color_operations_match_pillow_up_to_rounding(name, picture):
-    amount, known = ROUNDED[name]
-    apart = (ours(name, PICTURES[picture], amount) - pillows(PICTURES[picture], known)).abs()
-    # Pillow rounds what it blends with to whole levels, and the result once more.
+    amount, operation = ROUNDED[name]
+    apart = (ours(name, PICTURES[picture], amount) - pillows(PICTURES[picture], operation)).abs()
+    # Pillow rounds the blended image to whole levels, and the result once more.
     assert apart.max() <= 1 + abs(amount)
 
 
@@ -93,8 +93,8 @@ def on_one(name: str, image: list, amount: float, fill: float = 0.0) -> torch.Te
     return IMAGE_OPERATIONS[name].apply(unit, torch.tensor([amount], dtype=torch.float64), fill)[0, 0]
 
 
-def close(made: torch.Tensor, known: list) -> None:
-    torch.testing.assert_close(made, torch.tensor(known, dtype=torch.float64), atol=1e-9, rtol=0)
+def close(made: torch.Tensor, expected: list) -> None:
+    torch.testing.assert_close(made, torch.tensor(expected, dtype=torch.float64), atol=1e-9, rtol=0)
 
 
 @pytest.mark.parametrize("size", [(5, 5), (4, 4)])

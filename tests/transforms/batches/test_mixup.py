@@ -110,8 +110,8 @@ def test_label_smoothing_after_mixup_smooths_mixed_targets():
     given = {"x": torch.tensor([[1.0, 0.0], [5.0, 4.0]]), "y": torch.tensor([0, 2])}
     (seen,) = seen_by(mixup(5.0, num_classes=3), label_smoothing(0.3), given=given)
     share = (seen["x"][:, 0] - 1.0) / 4.0  # how much each has of the second sample
-    known = torch.stack([1 - share, torch.zeros(2), share], dim=1) * 0.7 + 0.1
-    torch.testing.assert_close(seen["y"], known)
+    expected = torch.stack([1 - share, torch.zeros(2), share], dim=1) * 0.7 + 0.1
+    torch.testing.assert_close(seen["y"], expected)
     by_hand = mixup_batch(given, num_classes=3, coefficient=0.75, order=SWAP)["y"] * 0.7 + 0.1
     assert by_hand[0].tolist() == pytest.approx([0.625, 0.1, 0.275])
 
@@ -124,7 +124,7 @@ def test_mixup_reads_alpha_at_the_clock_of_the_step():
 
 
 @pytest.mark.parametrize(
-    ("targets", "known"),
+    ("targets", "expected"),
     [
         (torch.tensor([1]), [[0.1, 0.7, 0.1, 0.1]]),
         (torch.tensor([[1.0, 0.0, 0.0, 0.0]]), [[0.7, 0.1, 0.1, 0.1]]),
@@ -136,8 +136,8 @@ def test_mixup_reads_alpha_at_the_clock_of_the_step():
     ],
     ids=["index", "one-hot", "soft", "of half the weight", "ignored", "left out", "of more axes"],
 )
-def test_smooth_labels_spreads_a_fraction_over_all_classes(targets, known):
-    torch.testing.assert_close(smooth_labels(targets, 0.4, num_classes=4), torch.tensor(known))
+def test_smooth_labels_spreads_a_fraction_over_all_classes(targets, expected):
+    torch.testing.assert_close(smooth_labels(targets, 0.4, num_classes=4), torch.tensor(expected))
 
 
 def test_smooth_labels_equals_smoothing_inside_the_loss():

@@ -37,7 +37,7 @@ def test_resize_batch_sides_are_multiples_of_the_increment(side, scale, incremen
 
 
 def test_resize_batch_filters_with_a_triangle():
-    # Half the size: a pixel's triangle is four wide, here with 3, 3 and 1 parts of what is inside the image.
+    # Half the size: a pixel's triangle is four wide, here with 3, 3 and 1 parts inside the image.
     made = resize_batch(image(1, 4).expand(1, 2, 4), scale=0.5, size_increment=1)
     torch.testing.assert_close(made, torch.tensor([[[5 / 7, 16 / 7]]]))
 
@@ -61,8 +61,8 @@ def test_resize_batch_crops_at_the_offset():
 def test_linear_growth_grows_from_delay_to_full():
     run = RunLength(total=100)
     scale = linear_growth(0.5, Duration.parse("0.5dur"), Duration.parse("0.8dur"))
-    found = [scale(Clock(step=step, run_length=run)) for step in (0, 49, 50, 65, 79, 80, 99, 100)]
-    assert found == pytest.approx([0.5, 0.5, 0.5, 0.75, 0.5 + 0.5 * 29 / 30, 1.0, 1.0, 1.0])
+    scales = [scale(Clock(step=step, run_length=run)) for step in (0, 49, 50, 65, 79, 80, 99, 100)]
+    assert scales == pytest.approx([0.5, 0.5, 0.5, 0.75, 0.5 + 0.5 * 29 / 30, 1.0, 1.0, 1.0])
 
 
 def test_linear_growth_may_increase_in_one_step():

@@ -1,4 +1,4 @@
-"""Selective backprop: who is drawn, with which chance, and that ranks run as many forwards."""
+"""Selective backprop: the chosen samples, their chances, and equal numbers of forwards on all ranks."""
 
 import math
 
@@ -45,7 +45,7 @@ def seen_by(calls):
     return loss
 
 
-# ---- who is drawn -----------------------------------------------------------------------------------------------------------
+# ---- the chosen samples -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -263,16 +263,16 @@ def ragged(strategy: str, counts: list[int]) -> list[float]:
 @pytest.mark.parametrize("counts", [[4, 3], [5, 1], [0, 4]], ids=str)
 def test_ranks_with_ragged_batches_score_their_own_samples(ranks, strategy, counts):
     kept = sum(math.ceil(count / 2) for count in counts)
-    found = ranks(2).run(ragged, strategy, counts)
-    assert [scored for scored, *_ in found] == [3 * count for count in counts]
-    assert found[0][1:] == found[1][1:]
-    assert found[0][1] == 3 * kept
+    results = ranks(2).run(ragged, strategy, counts)
+    assert [scored for scored, *_ in results] == [3 * count for count in counts]
+    assert results[0][1:] == results[1][1:]
+    assert results[0][1] == 3 * kept
 
 
 def spoiled() -> str:
     def losses(model, batch):
-        found = losses_of(model, batch)
-        return found[:-1] if torch.distributed.get_rank() == 1 else found
+        values = losses_of(model, batch)
+        return values[:-1] if torch.distributed.get_rank() == 1 else values
 
     step, state = sharded("full_shard", selective_backprop(losses))
     try:
@@ -293,11 +293,11 @@ def failing() -> list:
     calls = []
 
     def losses(model, batch):
-        found = losses_of(model, batch)
-        calls.append(found)
+        values = losses_of(model, batch)
+        calls.append(values)
         if len(calls) == 2:
             raise RuntimeError("after the forward")
-        return found
+        return values
 
     step, state = sharded("shard_grad_op", selective_backprop(losses))
     state, _ = step(state, {"x": samples(4)["x"]})
@@ -330,14 +330,14 @@ def test_uncountable_batch_on_one_rank_is_refused_on_all_ranks(ranks):
 
 def cost() -> list[dict]:
     """Return the collectives of a step with and without the transform."""
-    found = []
+    counts = []
     for start in ("9ba", 0):
         step, state = sharded("full_shard", selective_backprop(losses_of, start=start))
         state, _ = step(state, {"x": samples(4)["x"]})
         with count_collectives() as seen:
             step(state, {"x": samples(4)["x"]})
-        found.append(seen.counts())
-    return found
+        counts.append(seen.counts())
+    return counts
 
 
 def test_step_adds_one_record_exchange_and_one_forward_of_gathers(ranks):
@@ -361,4 +361,4 @@ def on_context_parallelism() -> str:
 
 
 def test_context_parallelism_is_refused(ranks):
-    assert all("Ranks along cp have parts of samples" in found for found in ranks(2).run(on_context_parallelism))
+    assert all("Ranks along cp have parts of samples" in error for error in ranks(2).run(on_context_parallelism))

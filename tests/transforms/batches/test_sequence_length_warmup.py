@@ -1,4 +1,4 @@
-"""Sequence-length warm-up: which lengths, and what becomes of a batch."""
+"""Sequence-length warm-up: the lengths, and the changed batches."""
 
 from functools import partial
 

@@ -40,8 +40,8 @@ def in_layouts(world_size: int) -> dict[str, dict]:
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_methods_are_equal_in_every_sharding_layout(ranks, world_size):
-    for found in ranks(world_size).run(in_layouts, world_size):
-        for name, differences in found.items():
+    for by_layout in ranks(world_size).run(in_layouts, world_size):
+        for name, differences in by_layout.items():
             assert max(differences.values()) <= METHODS[name][1], (name, differences)
 
 
@@ -135,14 +135,14 @@ def by_hand(weight, grad, clipping, eps):
 
 @pytest.mark.parametrize("clipping", [0.01, 0.5, 100.0])
 def test_adaptive_clip_matches_a_reference_for_each_unit(clipping):
-    given, found, changed = params(), params(), set()
-    clip_grad_adaptive_(found, clipping, eps=1e-3)
+    given, clipped, changed = params(), params(), set()
+    clip_grad_adaptive_(clipped, clipping, eps=1e-3)
     for name in given:
         if given[name].grad is not None:
             expected = by_hand(given[name].detach(), given[name].grad, clipping, 1e-3)
-            torch.testing.assert_close(found[name].grad, expected, rtol=1e-12, atol=0)
-            changed.add((given[name].grad != found[name].grad).any().item())
-    assert found["without"].grad is None
+            torch.testing.assert_close(clipped[name].grad, expected, rtol=1e-12, atol=0)
+            changed.add((given[name].grad != clipped[name].grad).any().item())
+    assert clipped["without"].grad is None
     assert clipping != 0.5 or changed == {True, False}, "this case has clipped units and others"
 
 
@@ -181,17 +181,17 @@ def test_adaptive_clip_communicates_only_for_sharded_units(ranks, names, layout,
 
 
 def test_centralize_subtracts_row_means_and_keeps_vectors():
-    given, found, twice = params(), params(), params()
-    centralize_gradients_(found)
+    given, centered, twice = params(), params(), params()
+    centralize_gradients_(centered)
     for name in ("matrix", "image", "few", "zero"):
         rows = given[name].grad.flatten(1)
         expected = torch.stack([row - sum(row.tolist()) / len(row) for row in rows]).view_as(given[name].grad)
-        torch.testing.assert_close(found[name].grad, expected, rtol=1e-12, atol=ROUNDING)
+        torch.testing.assert_close(centered[name].grad, expected, rtol=1e-12, atol=ROUNDING)
     for name in ("vector", "short", "number"):
-        assert torch.equal(found[name].grad, given[name].grad)
+        assert torch.equal(centered[name].grad, given[name].grad)
     centralize_gradients_(twice)
     centralize_gradients_(twice)
-    assert max((found[n].grad - twice[n].grad).abs().max().item() for n in found if n != "without") <= ROUNDING
+    assert max((centered[n].grad - twice[n].grad).abs().max().item() for n in centered if n != "without") <= ROUNDING
 
 
 def test_masked_centralize_does_not_change_other_parameters():

@@ -1,4 +1,4 @@
-"""The gradient noise scale against what is known of the data; and that measuring it changes nothing."""
+"""The gradient noise scale compared with that of known data; and that measuring it changes nothing."""
 
 from functools import partial
 
@@ -32,12 +32,12 @@ def test_noise_scale_matches_the_known_value_of_the_data():
     step, state = begin(noise_scale(lambda step: step / (step + 1), every=1))  # the plain mean over all steps
     for number in range(200):
         state, metrics = step(state, samples(number, 32))
-    found = state.transform_states["noise_scale"]
+    estimate = state.transform_states["noise_scale"]
     # Standard deviations of the means: noise 200 steps of 50 numbers, 1.4%; signal about 2%.
-    assert found["noise"].item() == pytest.approx(DIM, rel=0.06)
-    assert found["signal"].item() == pytest.approx(DIM * TRUE**2, rel=0.1)
+    assert estimate["noise"].item() == pytest.approx(DIM, rel=0.06)
+    assert estimate["signal"].item() == pytest.approx(DIM * TRUE**2, rel=0.1)
     assert metrics["noise_scale"].total.item() == pytest.approx(1 / TRUE**2, rel=0.1)
-    assert found["measured"] == 200
+    assert estimate["measured"] == 200
 
 
 def test_estimates_from_batch_halves_match_the_paper():

@@ -1,4 +1,4 @@
-"""Gradients that are not finite: one decision on all ranks, what is counted, and when it is too much."""
+"""Gradients that are not finite: one decision on all ranks, its counts, and its limit."""
 
 import pytest
 import torch
@@ -45,7 +45,7 @@ def test_skip_changes_no_parameters_optimizer_or_inner_transform(bad):
     assert all(torch.equal(a["momentum_buffer"], b) for a, b in zip(state.optimizer.state.values(), moments, strict=True))
     assert all(torch.equal(average, averages[name]) for name, average in state.transform_states["ema"]["params"].items())
     assert all(param.grad is None for param in state.params.values())
-    assert state.step == 2  # the clock goes on
+    assert state.step == 2  # the clock advances
 
 
 def test_skip_counts_total_and_consecutive_steps():
@@ -83,7 +83,7 @@ def test_overflow_of_the_squared_norm_is_not_a_nonfinite_gradient():
 
 
 def test_nonfinite_listed_before_loss_scale_is_refused():
-    """The scale is too large for the gradient, and nobody would tell it."""
+    """The scale is too large for the gradient, and no transform lowers it."""
     step, state = begin(nonfinite(), dt.transforms.loss_scale(initial_scale=2.0**127, grow_every=1))
     state, skipped = run(step, state, [FINE])
     assert skipped == [0.0]
@@ -101,7 +101,7 @@ def test_nonfinite_listed_after_loss_scale_sees_finite_gradients():
 
 
 def on_ranks(action):
-    """One row of the weight is on each rank, and only the gradient of the last one is spoiled, by a hook."""
+    """One row of the weight is on each rank, and a hook spoils only the gradient of the last row."""
 
     def update(inner):
         def spoiled(state, metrics):

@@ -1,4 +1,4 @@
-"""SAM against the paper's formulas; what comes back bit for bit, and what the second pass leaves."""
+"""SAM compared with the paper's formulas; values restored bit for bit, and the state after the second pass."""
 
 import math
 
@@ -51,10 +51,10 @@ def test_step_matches_a_reference_loop():
 
 @pytest.mark.parametrize("adaptive", [False, True])
 def test_perturb_has_norm_rho_and_restore_is_bit_exact(adaptive):
-    given, found = params(), params()
-    kept = perturb_params_(found, 0.7, adaptive=adaptive, eta=0.01)
-    names = [name for name, param in found.items() if param.grad is not None]
-    moved = {name: (found[name] - given[name]).detach() for name in names}
+    given, perturbed = params(), params()
+    kept = perturb_params_(perturbed, 0.7, adaptive=adaptive, eta=0.01)
+    names = [name for name, param in perturbed.items() if param.grad is not None]
+    moved = {name: (perturbed[name] - given[name]).detach() for name in names}
     size = {name: given[name].detach().abs() + 0.01 if adaptive else torch.ones(()) for name in names}
     # The way is the longest one for the gradient within the ball of moved / size, so that has the norm rho ...
     assert math.sqrt(sum((moved[n] / size[n]).square().sum().item() for n in names)) == pytest.approx(0.7, rel=1e-9)
@@ -62,17 +62,17 @@ def test_perturb_has_norm_rho_and_restore_is_bit_exact(adaptive):
     rise = sum((moved[n] * given[n].grad).sum().item() for n in names)
     steepest = math.sqrt(sum((size[n] * given[n].grad).square().sum().item() for n in names))
     assert rise == pytest.approx(0.7 * steepest, rel=1e-9)
-    assert torch.equal(found["without"], given["without"])
-    restore_params_(found, kept)
-    assert all(torch.equal(found[name], given[name]) for name in given)
+    assert torch.equal(perturbed["without"], given["without"])
+    restore_params_(perturbed, kept)
+    assert all(torch.equal(perturbed[name], given[name]) for name in given)
 
 
-def perturb(found):
-    perturb_params_(found, 0.7)
+def perturb(named_params):
+    perturb_params_(named_params, 0.7)
 
 
-def perturb_adaptively(found):
-    perturb_params_(found, 0.7, adaptive=True)
+def perturb_adaptively(named_params):
+    perturb_params_(named_params, 0.7, adaptive=True)
 
 
 def in_layouts(world_size):
@@ -185,15 +185,15 @@ def sharded(strategy: str) -> list[float]:
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "replicate"])
 def test_ranks_with_each_sharding_strategy_match_one_process(ranks, strategy):
     expected = sharded("none")
-    for found in ranks(2).run(sharded, strategy):
-        assert found == pytest.approx(expected, rel=1e-11, abs=1e-13)
+    for trained in ranks(2).run(sharded, strategy):
+        assert trained == pytest.approx(expected, rel=1e-11, abs=1e-13)
 
 
 @pytest.mark.slow
 def test_hybrid_sharded_ranks_match_one_process(ranks):
     expected = sharded("none")
-    for found in ranks(4).run(sharded, "hybrid_shard"):
-        assert found == pytest.approx(expected, rel=1e-11, abs=1e-13)
+    for trained in ranks(4).run(sharded, "hybrid_shard"):
+        assert trained == pytest.approx(expected, rel=1e-11, abs=1e-13)
 
 
 def looking(name: str, seen: list[float]) -> dt.Transform:
@@ -227,8 +227,8 @@ def test_parameter_reads_see_the_perturbation_only_while_it_applies(ranks):
     first, moved, last = expected = looked_at()
     assert first == last
     assert first != moved
-    for found in ranks(2).run(looked_at):
-        assert found == pytest.approx(expected, rel=1e-12)
+    for read in ranks(2).run(looked_at):
+        assert read == pytest.approx(expected, rel=1e-12)
 
 
 def test_rho_schedule_is_read_at_the_current_step():

@@ -26,12 +26,12 @@ METHODS = {
 
 
 def differences(plan: str, strategy: str) -> dict[str, float]:
-    """By method, how far a model cut over ranks ends from a whole one with the same parameters and gradients."""
+    """Return by method the distance of a model cut over ranks from a whole model with the same parameters and gradients."""
     net = shard_model(make(), build_mesh(**degrees(strategy, 2)), strategy=strategy, blocks=(Block,), tp_plan=PLANS[plan]())
     state = init_state(net, torch.optim.SGD(net.parameters(), lr=0.1))
     state, _ = microbatch_step(state, share(state.spec.data_rank, state.spec.data_ranks), loss_fn=loss_fn)
     grads = {name: param.grad for name, param in state.params.items()}
-    found = {}
+    largest = {}
     for method, act in METHODS.items():
         whole = {name: nn.Parameter(full_tensor(param.detach()).clone()) for name, param in state.params.items()}
         before = {name: to_local(param).detach().clone() for name, param in state.params.items()}
@@ -42,10 +42,10 @@ def differences(plan: str, strategy: str) -> dict[str, float]:
         act(whole)
         pairs = [(full_tensor(state.params[name].detach()), param.detach()) for name, param in whole.items()]
         pairs += [(full_tensor(state.params[name].grad), param.grad) for name, param in whole.items()]
-        found[method] = max((here - there).abs().max().item() for here, there in pairs)
+        largest[method] = max((here - there).abs().max().item() for here, there in pairs)
         restore_params_(state.params, kept or {})
         assert all(torch.equal(to_local(param), before[name]) for name, param in state.params.items())
-    return found
+    return largest
 
 
 SLOW = pytest.mark.slow
@@ -60,6 +60,6 @@ CASES = [
 
 @pytest.mark.parametrize(("plan", "strategy"), CASES)
 def test_gradient_transforms_match_unsharded_results_under_tensor_parallelism(ranks, plan, strategy):
-    for found in ranks(4).run(differences, plan, strategy):
-        assert found.keys() == METHODS.keys()
-        assert max(found.values()) <= ROUNDING, found
+    for largest in ranks(4).run(differences, plan, strategy):
+        assert largest.keys() == METHODS.keys()
+        assert max(largest.values()) <= ROUNDING, largest

@@ -19,7 +19,7 @@ LOSS = dt.mean_loss(lambda model, x: model(x).square().mean(), weight=len)
 
 
 def transforms() -> list[dt.Transform]:
-    chosen = selective_backprop(lambda model, x: model(x).square().mean(dim=1), 0.99)  # draws, and leaves out nobody
+    chosen = selective_backprop(lambda model, x: model(x).square().mean(dim=1), 0.99)  # draws, and leaves out no sample
     clips = [centralize_gradients(), adaptive_clip(0.2), clip_by_value(0.2), dt.transforms.clip_by_norm(0.5)]
     return [nonfinite(), noise_scale(every=2), sam(0.3), chosen, *clips]
 
@@ -52,6 +52,6 @@ def test_automatic_microbatch_size_matches_a_fixed_size():
 
 def test_two_ranks_match_one_process(ranks):
     expected = trained(fitted=True)
-    for found in ranks(2).run(fitted):
-        assert found["params"] == pytest.approx(expected["params"], rel=1e-10, abs=1e-12)
-        assert found["metrics"] == pytest.approx(expected["metrics"], rel=1e-10)
+    for result in ranks(2).run(fitted):
+        assert result["params"] == pytest.approx(expected["params"], rel=1e-10, abs=1e-12)
+        assert result["metrics"] == pytest.approx(expected["metrics"], rel=1e-10)

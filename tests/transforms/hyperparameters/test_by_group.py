@@ -1,4 +1,4 @@
-"""Options of groups as schedules: which group gets what, what is refused, and that all is as it was afterwards."""
+"""Options of groups as schedules: the groups they select, refusals, and that all is as it was afterwards."""
 
 import pytest
 import torch
@@ -27,10 +27,10 @@ def begin(*transforms: dt.Transform, named: bool = True) -> tuple[dt.step.Step, 
 def seen(*transforms: dt.Transform, option: str, named: bool = True) -> tuple[list, dict[str, float]]:
     """The option of each group while the optimizer runs, and the metrics of the step."""
     step, state = begin(*transforms, named=named)
-    found = []
-    state.optimizer.register_step_pre_hook(lambda optimizer, *_: found.extend(g[option] for g in optimizer.param_groups))
+    values = []
+    state.optimizer.register_step_pre_hook(lambda optimizer, *_: values.extend(g[option] for g in optimizer.param_groups))
     _, metrics = step(state, BATCH)
-    return found, dt.reduce_metrics(metrics)
+    return values, dt.reduce_metrics(metrics)
 
 
 @pytest.mark.parametrize(
@@ -151,8 +151,8 @@ def test_unnamed_groups_are_refused_with_a_listing():
 
 
 def test_positions_select_unnamed_groups():
-    found, metrics = seen(set_option("weight_decay", {0: 0.3, 3: linear(0.5, 0.0, 10)}), option="weight_decay", named=False)
-    assert found == [0.3, 0.0, 0.1, 0.5]
+    decays, metrics = seen(set_option("weight_decay", {0: 0.3, 3: linear(0.5, 0.0, 10)}), option="weight_decay", named=False)
+    assert decays == [0.3, 0.0, 0.1, 0.5]
     assert {name: value for name, value in metrics.items() if name != "loss"} == {"weight_decay.0": 0.3, "weight_decay.3": 0.5}
     assert seen(scale_lr({2: 0.5}), option="lr", named=False)[0] == pytest.approx([0.4, 0.4, 0.1, 0.2])
 

@@ -106,7 +106,7 @@ def test_scale_lr_accepts_a_number_or_a_schedule():
 @pytest.mark.parametrize(
     ("schedule", "warned"),
     [
-        (dt.schedules.linear(1.0, 0.0, 4), [5]),  # over at 4, and the second step without a rate is the one that tells
+        (dt.schedules.linear(1.0, 0.0, 4), [5]),  # over at 4, and the second step without a rate warns
         (dt.schedules.cosine(1.0, 0.1, 4), []),
         (dt.schedules.with_unit("sp", dt.schedules.linear(1.0, 0.0, 8)), [5]),
         (lambda t: float(t > 2), []),  # not begun yet
@@ -121,5 +121,7 @@ def test_scale_lr_warns_when_the_schedule_reaches_zero_early(schedule, warned):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             state, _ = step(state, BATCH)
-        told += [number for each in caught if "scale_lr: the rate of every group is 0 from this step on" in str(each.message)]
+        told += [
+            number for warning in caught if "scale_lr: the rate of every group is 0 from this step on" in str(warning.message)
+        ]
     assert told == warned

@@ -1,4 +1,4 @@
-"""Autocast as a transform: what torch's own would compute, per microbatch, with every strategy."""
+"""Autocast as a transform: the results of torch's own autocast, per microbatch, with every strategy."""
 
 from __future__ import annotations
 
@@ -53,9 +53,9 @@ def by_hand(dtype: str, cache: bool, steps: int) -> dict[str, torch.Tensor]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(steps):
         optimizer.zero_grad()
-        for part in batch().split(2):
+        for microbatch in batch().split(2):
             with torch.autocast("cpu", dtype=LOW[dtype], cache_enabled=cache):
-                loss = loss_fn(model, part).total
+                loss = loss_fn(model, microbatch).total
             loss.backward()
         for param in model.parameters():
             param.grad /= SAMPLES
@@ -83,9 +83,9 @@ def test_sharded_training_matches_torch_autocast(ranks, strategy, accumulate):
     world = 4 if strategy == "hybrid_shard" else 2
     for dtype, cache in (("bf16", True), ("bf16", False), ("fp16", True)):
         expected = by_hand(dtype, cache, 3)
-        found = ranks(world).run(trained, strategy, accumulate, dtype, cache, 3)[0]
-        assert found["out"] == str(LOW[dtype])
-        for name, values in found["params"].items():
+        result = ranks(world).run(trained, strategy, accumulate, dtype, cache, 3)[0]
+        assert result["out"] == str(LOW[dtype])
+        for name, values in result["params"].items():
             assert torch.allclose(torch.tensor(values), expected[name].flatten(), rtol=1e-5, atol=1e-6), (name, dtype, cache)
 
 
@@ -110,9 +110,9 @@ SEEN: dict[str, bool] = {}
 
 def test_autocast_covers_later_loss_wrappers_but_not_backward():
     def hooked(model: nn.Module, x: torch.Tensor) -> dt.LossSum:
-        found = loss_fn(model, x)
-        found.total.register_hook(lambda grad: SEEN.update(backward=torch.is_autocast_enabled("cpu")))
-        return found
+        loss = loss_fn(model, x)
+        loss.total.register_hook(lambda grad: SEEN.update(backward=torch.is_autocast_enabled("cpu")))
+        return loss
 
     step = dt.compose_step(hooked, [inside("before"), autocast(), inside("after")])
     model = net()
@@ -158,6 +158,6 @@ def held_after_forward(how: str) -> int:
 
 def test_autocast_with_full_shard_keeps_low_precision_weight_copies(ranks):
     copies = 8 * SIDE * SIDE * 2
-    late = 0.25 * copies  # one gathered weight: gloo may drop what it has sent late, on a busy machine
+    late = 0.25 * copies  # one gathered weight: gloo may drop sent tensors late, on a busy machine
     assert ranks(2).run(held_after_forward, "precision")[0] < late
     assert 0.8 * copies < ranks(2).run(held_after_forward, "autocast")[0] < 1.1 * copies + late

@@ -1,4 +1,4 @@
-"""Loss scaling: the numbers of torch's GradScaler, one decision on all ranks, and gradients that nobody sees scaled."""
+"""Loss scaling: the numbers of torch's GradScaler, one decision on all ranks, and unscaled gradients for other transforms."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ def begin(transforms: list[Transform], model: nn.Module | None = None, **parts: 
 # ---- against torch's own ----------------------------------------------------------------------------------------------------
 
 
-def spoiled(at: set[int], value: float) -> Transform:
+def spoiled(steps: set[int], value: float) -> Transform:
     """Makes one gradient infinite or NaN in some steps, before the scale is taken off."""
 
     def wrap(inner: Any) -> Any:
         def broken(state: Any, *given: Any, **options: Any) -> Any:
             after, metrics = inner(state, *given, **options)
-            if state.step in at:
+            if state.step in steps:
                 state.params["0.bias"].grad[1] = value
             return after, metrics
 
@@ -65,7 +65,7 @@ def spoiled(at: set[int], value: float) -> Transform:
     return Transform(name="spoiled", grad_step=wrap)
 
 
-def peer(steps: int, at: set[int], value: float, **options: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
+def peer(steps: int, spoiled_steps: set[int], value: float, **options: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
     """The same training by hand with ``torch.amp.GradScaler``: the scale of each step, and the parameters."""
     model, x = net(), batch()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -77,7 +77,7 @@ def peer(steps: int, at: set[int], value: float, **options: Any) -> tuple[list[f
         scaled = scaler.scale(loss)
         scales.append(scaler.get_scale())
         scaled.backward()
-        if step in at:
+        if step in spoiled_steps:
             model[0].bias.grad[1] = value
         scaler.unscale_(optimizer)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
@@ -91,20 +91,20 @@ def peer(steps: int, at: set[int], value: float, **options: Any) -> tuple[list[f
     ("growth", "backoff", "interval", "initial"), [(2.0, 0.5, 3, 2.0**10), (1.7, 0.3, 2, 1000.1), (2.0, 0.5, 1, 2.0**127)]
 )
 def test_scales_and_updates_match_torch_grad_scaler(growth, backoff, interval, initial, value):
-    steps, at = 14, {2, 3, 9}
+    steps, spoiled_steps = 14, {2, 3, 9}
     names = {"init_scale": initial, "growth_factor": growth, "backoff_factor": backoff, "growth_interval": interval}
-    scales, expected = peer(steps, at, value, **names)
+    scales, expected = peer(steps, spoiled_steps, value, **names)
     ours = loss_scale(initial, growth=growth, backoff=backoff, grow_every=interval)
-    step, state = begin([autocast("fp16"), dt.transforms.clip_by_norm(0.5), ours, spoiled(at, value)])
-    found, skipped = [state.transform_states["loss_scale"]["scale"]], 0.0
+    step, state = begin([autocast("fp16"), dt.transforms.clip_by_norm(0.5), ours, spoiled(spoiled_steps, value)])
+    traced, skipped = [state.transform_states["loss_scale"]["scale"]], 0.0
     for _ in range(steps):
         state, metrics = step(state, batch())
         numbers = dt.reduce_metrics(metrics)
-        assert numbers["loss_scale"] == found[-1]
-        found.append(state.transform_states["loss_scale"]["scale"])
+        assert numbers["loss_scale"] == traced[-1]
+        traced.append(state.transform_states["loss_scale"]["scale"])
         skipped += numbers["skipped"]
-    assert found == scales
-    assert skipped >= len(at)
+    assert traced == scales
+    assert skipped >= len(spoiled_steps)
     for name, param in state.params.items():
         assert torch.allclose(param, expected[name], rtol=1e-6, atol=1e-7), name  # one divides before backward, one after
 
@@ -123,7 +123,7 @@ def test_loss_scale_preserves_gradients_below_float16_range():
     assert (grads[1] - exact).norm() / exact.norm() < 0.01  # float16 has 11 bits
 
 
-# ---- what the others see ----------------------------------------------------------------------------------------------------
+# ---- values that other transforms see -----------------------------------------------------------------------------------
 
 
 SEEN: dict[str, list[torch.Tensor]] = {}
@@ -160,12 +160,12 @@ def seen_of(transform: Transform) -> list[torch.Tensor]:
 
 
 def penalised() -> Transform:
-    """At the loss seam: adds to the loss what only the parameters decide."""
+    """A transform at the loss seam: adds a term that only the parameters decide."""
 
     def wrap(inner: Any, context: StepContext) -> Any:
         def loss(model: Any, x: Any) -> dt.LossSum:
-            found = inner(model, x)
-            return replace(found, total=found.total + sum(p.square().sum() for p in model.parameters()))
+            plain = inner(model, x)
+            return replace(plain, total=plain.total + sum(p.square().sum() for p in model.parameters()))
 
         return loss
 
@@ -201,8 +201,8 @@ def test_other_transforms_see_unscaled_losses_and_gradients(order):
     exact = exact_gradient(1.0)
     for name in ("a", "b"):
         first, loss, second, _ = SEEN[name]
-        for found in (first, second):
-            assert (found - exact).norm() / exact.norm() < 1e-12
+        for grad in (first, second):
+            assert (grad - exact).norm() / exact.norm() < 1e-12
         assert loss < 100.0  # not 512 times as much
 
 
@@ -218,14 +218,14 @@ def test_loss_terms_with_separate_weights_are_scaled_once():
     grad = partial(
         dt.microbatch_step, microbatch_size=3, batch_spec=dt.batch_spec(weight=lambda x: {"loss": len(x), "more": 2.0 * len(x)})
     )
-    found = []
+    results = []
     for transforms in ([], [loss_scale(2.0**9)]):
         step, state = begin([*transforms, seen := watching()], net(torch.float64), loss=with_terms, grad=grad)
         _, metrics = step(state, batch(torch.float64))
-        found.append(
+        results.append(
             (seen_of(seen)[0], {name: value for name, value in dt.reduce_metrics(metrics).items() if name != "loss_scale"})
         )
-    (plain, numbers), (scaled, same) = found
+    (plain, numbers), (scaled, same) = results
     assert (plain - scaled).norm() / plain.norm() < 1e-12
     assert {**numbers, "skipped": 0.0} == same
 
@@ -246,7 +246,7 @@ def test_overflow_skips_the_transforms_listed_after_loss_scale(first, average):
 
 
 class Gained(nn.Module):
-    """A scalar parameter, which stays whole, beside those that are cut."""
+    """A scalar parameter, which stays whole, beside cut parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -281,8 +281,8 @@ def overflow_on_one_rank(strategy: str, accumulate: str) -> dict[str, Any]:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_overflow_on_one_rank_skips_the_step_on_all_ranks(ranks, strategy, accumulate):
     expected = [[True, 0.0, 1024.0], [False, 1.0, 512.0], [True, 0.0, 512.0], [True, 0.0, 1024.0]]
-    for found in ranks(4 if strategy == "hybrid_shard" else 2).run(overflow_on_one_rank, strategy, accumulate):
-        assert found == {"trace": expected, "finite": True}
+    for result in ranks(4 if strategy == "hybrid_shard" else 2).run(overflow_on_one_rank, strategy, accumulate):
+        assert result == {"trace": expected, "finite": True}
 
 
 def cost_of_a_step(scaled: bool) -> list[Any]:

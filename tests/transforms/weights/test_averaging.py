@@ -1,4 +1,4 @@
-"""An average in the place of the parameters: what sees it, what is refused meanwhile, and that every bit comes back."""
+"""An average in the place of the parameters: its readers, refused calls meanwhile, and that every bit comes back."""
 
 import pytest
 import torch
@@ -139,27 +139,27 @@ def evaluated(strategy: str) -> dict[str, object]:
     for _ in range(2):
         state, _ = step(state, batch)
     means = state.transform_states["ema"]["params"]
-    known = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2)).double()
-    known.load_state_dict({name: full_tensor(mean).clone() for name, mean in means.items()})
+    copy = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2)).double()
+    copy.load_state_dict({name: full_tensor(mean).clone() for name, mean in means.items()})
     with torch.no_grad():
-        expected = [loss(known, batch).total.item() / 3, known(batch).sum().item()]
+        expected = [loss(copy, batch).total.item() / 3, copy(batch).sum().item()]
     before = [to_local(p).detach().clone() for p in (*state.params.values(), *means.values())]
     places = [to_local(p).data_ptr() for p in state.params.values()]
     with torch.no_grad():
         outside = model(batch).sum().item()  # leaves gathered copies of the parameters
         with use_average(state):
-            found = [dt.reduce_metrics(dt.evaluate(model, [batch], loss))["loss"]]
+            numbers = [dt.reduce_metrics(dt.evaluate(model, [batch], loss))["loss"]]
             with dt.shard.unshard_params(model):
-                found.append(model(batch).sum().item())
+                numbers.append(model(batch).sum().item())
             whole = {name: full.clone() for name, full in dt.full_params(state)}
             model(batch)
         again = model(batch).sum().item()
-    dt.evaluate(model, [batch], loss)  # puts away what that forward has left
+    dt.evaluate(model, [batch], loss)  # frees the tensors of that forward
     after = [to_local(p).detach().clone() for p in (*state.params.values(), *means.values())]
     step(state, batch)
     return {
-        "error": max(abs(a - b) for a, b in zip(found, expected, strict=True)),
-        "whole": all(torch.equal(whole[name], tensor) for name, tensor in known.state_dict().items()),
+        "error": max(abs(a - b) for a, b in zip(numbers, expected, strict=True)),
+        "whole": all(torch.equal(whole[name], tensor) for name, tensor in copy.state_dict().items()),
         "outside": outside == again != expected[1],
         "bits": all(torch.equal(a, b) for a, b in zip(before, after, strict=True)),
         "places": places == [to_local(p).data_ptr() for p in state.params.values()],
@@ -168,6 +168,6 @@ def evaluated(strategy: str) -> dict[str, object]:
 
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "replicate"])
 def test_sharded_model_computes_with_its_average(ranks, strategy):
-    for found in ranks(2).run(evaluated, strategy):
-        assert found.pop("error") < 1e-12
-        assert found == {"whole": True, "outside": True, "bits": True, "places": True}
+    for result in ranks(2).run(evaluated, strategy):
+        assert result.pop("error") < 1e-12
+        assert result == {"whole": True, "outside": True, "bits": True, "places": True}

@@ -122,10 +122,10 @@ def test_compiled_model_runs_uncompiled_in_update_batch_norm():
 
 
 def shared(cuts: list[int]) -> list[float]:
-    """This rank's part of each batch is what comes before the cut, or after it; the one of none is left out."""
+    """This rank's part of each batch is the rows before the cut, or after it; an empty part is left out."""
     model = dt.shard_model(copy.deepcopy(make()), dt.build_mesh(), strategy="full_shard", blocks=(nn.Conv2d, nn.Linear))
     parts = [(image[:cut], image[cut:])[get_dist_info().rank] for image, cut in zip(images(), cuts, strict=True)]
-    assert update_batch_norm_(model, [part for part in parts if len(part)], forward) == len(SIZES)
+    assert update_batch_norm_(model, [batch for batch in parts if len(batch)], forward) == len(SIZES)
     return statistics(model)
 
 

@@ -61,19 +61,19 @@ def along_a_line(transforms: Any, steps: int, slopes: tuple[float, ...], lr: flo
     step = compose_step(linear_loss, transforms)
     state = step.init(model, torch.optim.SGD(model.parameters(), lr=lr))
     place = get_dist_info().rank if len(slopes) > 1 else 0
-    found = []
+    values = []
     for _ in range(steps):
         state, _ = step(state, torch.full((3,), slopes[place], dtype=torch.float64))
-        found.append(full_tensor(state.params["weight"].detach())[0].item())
-    return found
+        values.append(full_tensor(state.params["weight"].detach())[0].item())
+    return values
 
 
 def test_one_replica_applies_the_outer_lr_and_nesterov_momentum():
     # The inner rate for one of two equal weights: 0.1 / 2 a step. Two steps go 0.1.
-    found = along_a_line([diloco(2)], 4, (1.0,))
+    values = along_a_line([diloco(2)], 4, (1.0,))
     first = 1 - 0.7 * (0.1 + 0.9 * 0.1)
     m = 0.9 * 0.1 + 0.1
-    assert found == pytest.approx([0.95, first, first - 0.05, first - 0.7 * (0.1 + 0.9 * m)], abs=1e-12)
+    assert values == pytest.approx([0.95, first, first - 0.05, first - 0.7 * (0.1 + 0.9 * m)], abs=1e-12)
 
 
 def two_on_a_line() -> list[float]:
@@ -84,14 +84,14 @@ def test_two_replicas_step_by_the_mean_of_their_updates(ranks):
     # Slopes 1 and 3: the copies go 0.1 and 0.3 in a round, 0.2 on average.
     first = 1 - 0.7 * (0.2 + 0.9 * 0.2)  # 0.734
     second = first - 0.7 * (0.2 + 0.9 * (0.9 * 0.2 + 0.2))  # 0.3546
-    for slope, found in zip((0.05, 0.15), ranks(2).run(two_on_a_line), strict=True):
-        assert found == pytest.approx([1 - slope, first, first - slope, second], abs=1e-12)
+    for slope, values in zip((0.05, 0.15), ranks(2).run(two_on_a_line), strict=True):
+        assert values == pytest.approx([1 - slope, first, first - slope, second], abs=1e-12)
     assert (first, second) == pytest.approx((0.734, 0.3546), abs=1e-12)
 
 
 def test_outer_schedules_are_read_at_round_end():
-    found = along_a_line([diloco(2, lr=lambda step: [9, 1, 9, 0.5][step], momentum=lambda step: 0.0)], 4, (1.0,))
-    assert found == pytest.approx([0.95, 0.9, 0.85, 0.85], abs=1e-12)
+    values = along_a_line([diloco(2, lr=lambda step: [9, 1, 9, 0.5][step], momentum=lambda step: 0.0)], 4, (1.0,))
+    assert values == pytest.approx([0.95, 0.9, 0.85, 0.85], abs=1e-12)
 
 
 def test_outer_step_matches_torch_sgd_with_nesterov():
@@ -119,8 +119,8 @@ def outer(interval: int, *, moments: bool) -> Any:
     kept = [p.detach().clone().requires_grad_() for p in net().parameters()]
     optimizer = torch.optim.SGD(kept, lr=0.7, momentum=0.9, nesterov=True)
 
-    def end(at: int, nets: list, optimizers: list) -> None:
-        if at % interval == 0:
+    def end(step: int, nets: list, optimizers: list) -> None:
+        if step % interval == 0:
             for param, mean in zip(kept, mean_of(nets), strict=True):
                 param.grad = param.detach() - mean
             optimizer.step()
@@ -140,15 +140,15 @@ def trained(interval: int, strategy: str, kind: Any, steps: int, keep: bool) -> 
 @pytest.mark.parametrize(("strategy", "kind"), [("hybrid_shard", ADAMW), ("replicate", MOMENTUM)], ids=["adamw", "momentum"])
 def test_two_replicas_match_a_reference_with_torch_outer_optimizer(ranks, strategy, kind, keep):
     nets, optimizers = simulated(5, 2, kind=kind, sizes=RAGGED[2], end_of_round=outer(2, moments=not keep))
-    for place, found in enumerate(ranks(2).run(trained, 2, strategy, kind, 5, keep)):
-        assert largest_difference(found, expected(nets, optimizers, place)) <= TOLERANCE
+    for place, values in enumerate(ranks(2).run(trained, 2, strategy, kind, 5, keep)):
+        assert largest_difference(values, expected(nets, optimizers, place)) <= TOLERANCE
 
 
 @pytest.mark.slow
 def test_two_replicas_of_two_ranks_match_the_reference(ranks):
     nets, optimizers = simulated(5, 2, kind=ADAMW, sizes=RAGGED[4], end_of_round=outer(2, moments=True))
-    for rank, found in enumerate(ranks(4).run(trained, 2, "hybrid_shard", ADAMW, 5, False)):
-        assert largest_difference(found, expected(nets, optimizers, rank // 2)) <= TOLERANCE
+    for rank, values in enumerate(ranks(4).run(trained, 2, "hybrid_shard", ADAMW, 5, False)):
+        assert largest_difference(values, expected(nets, optimizers, rank // 2)) <= TOLERANCE
 
 
 def as_local_sgd() -> float:
@@ -162,12 +162,12 @@ def test_diloco_with_lr_1_and_no_momentum_equals_local_sgd(ranks):
 
 def sent() -> list[int]:
     step, state = begin([diloco(2)], "hybrid_shard", MOMENTUM)
-    found = []
-    for at in range(4):
+    sizes = []
+    for number in range(4):
         with count_collectives() as seen:
-            state = train(step, state, at + 1)
-        found.append(sum(r.bytes for r in seen.records if r.op == "all_reduce" and r.group != "control"))
-    return found
+            state = train(step, state, number + 1)
+        sizes.append(sum(r.bytes for r in seen.records if r.op == "all_reduce" and r.group != "control"))
+    return sizes
 
 
 def test_round_communicates_parameters_and_inner_state_once(ranks):
@@ -179,8 +179,8 @@ def laid_out() -> list[bool]:
     _, state = begin([diloco(2)], "hybrid_shard")
     content = state.transform_states["diloco"]
     return [
-        describe_placement(content[part][name]) == describe_placement(param)
-        for part in ("params", "momentum")
+        describe_placement(content[group][name]) == describe_placement(param)
+        for group in ("params", "momentum")
         for name, param in state.params.items()
     ]
 
@@ -213,16 +213,16 @@ def saved(root: str) -> Any:
 def loaded(root: str) -> Any:
     step, state = begin([diloco(3)], "hybrid_shard", ADAMW)
     state = load_sharded(root, state)
-    found = {**numbers(state), **whole_slice(state)}
-    return found, train(step, state, 6).step
+    values = {**numbers(state), **whole_slice(state)}
+    return values, train(step, state, 6).step
 
 
 def whole_slice(state: Any) -> Any:
     content = state.transform_states["diloco"]
     return {
-        f"{part} {name}": full_tensor(t).flatten().tolist()
-        for part in ("params", "momentum")
-        for name, t in content[part].items()
+        f"{group} {name}": full_tensor(t).flatten().tolist()
+        for group in ("params", "momentum")
+        for name, t in content[group].items()
     }
 
 
@@ -230,14 +230,14 @@ def whole_slice(state: Any) -> Any:
 def test_checkpoint_of_two_replicas_resumes_on_a_different_rank_count(ranks, tmp_path, world):
     one, other = ranks(2).run(saved, str(tmp_path))
     assert one == other
-    for found, steps in ranks(world).run(loaded, str(tmp_path)):
-        assert found == one
+    for values, steps in ranks(world).run(loaded, str(tmp_path)):
+        assert values == one
         assert steps == 6
 
 
 def test_late_first_round_starts_from_the_current_parameters():
-    found = along_a_line([between(2, 6, diloco(2, lr=0.5, momentum=0))], 6, (1.0,))
-    assert found == pytest.approx([0.95, 0.9, 0.85, 0.85, 0.8, 0.8], abs=1e-12)
+    values = along_a_line([between(2, 6, diloco(2, lr=0.5, momentum=0))], 6, (1.0,))
+    assert values == pytest.approx([0.95, 0.9, 0.85, 0.85, 0.8, 0.8], abs=1e-12)
 
 
 @pytest.mark.parametrize(

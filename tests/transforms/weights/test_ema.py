@@ -50,9 +50,9 @@ def test_half_life_halves_the_weight_of_the_initial_average():
 )
 def test_half_life_equals_the_equivalent_decay_per_step(half_life, interval, decay):
     run = RunLength(total=12, steps_per_epoch=3, samples_per_step=2)
-    found = take(*begin(ema(half_life=half_life, every=interval), run_length=run), steps=6)
-    known = take(*begin(ema(decay, every=interval)), steps=6)
-    assert average(found, "ema") == pytest.approx(average(known, "ema"), rel=1e-7)
+    by_half_life = take(*begin(ema(half_life=half_life, every=interval), run_length=run), steps=6)
+    by_decay = take(*begin(ema(decay, every=interval)), steps=6)
+    assert average(by_half_life, "ema") == pytest.approx(average(by_decay, "ema"), rel=1e-7)
 
 
 def test_half_life_in_epochs_uses_the_loader_of_the_run():
@@ -169,7 +169,7 @@ def test_low_precision_parameters_are_widened_one_at_a_time():
         update_ema_(averages, params, 0.75)
     assert [average.tolist() for average in averages.values()] == [[0.25] * 4] * 3
     assert len(alive) == 3
-    assert max(alive) <= 2  # that of the one before goes when the next one is there
+    assert max(alive) <= 2  # the storage of the last average goes when the next is there
 
 
 def test_ema_of_complex_numbers():

@@ -43,13 +43,13 @@ def test_frozen_optimizer_state_is_kept_and_continues_after_unfreezing():
     seen = []
     for _ in range(5):
         state, _ = step(state, batch())
-        found = state.optimizer.state[param]
-        seen.append((found["step"].item(), found["exp_avg"].clone(), param.detach().clone()))
+        slots = state.optimizer.state[param]
+        seen.append((slots["step"].item(), slots["exp_avg"].clone(), param.detach().clone()))
         assert param.requires_grad
     assert [count for count, _, _ in seen] == [1, 2, 2, 2, 3]
-    for at in (2, 3):  # no update, no weight decay, no moment
-        assert torch.equal(seen[at][1], seen[1][1])
-        assert torch.equal(seen[at][2], seen[1][2])
+    for number in (2, 3):  # no update, no weight decay, no moment
+        assert torch.equal(seen[number][1], seen[1][1])
+        assert torch.equal(seen[number][2], seen[1][2])
     assert not torch.equal(seen[4][2], seen[1][2])
     assert [state.optimizer.state[state.params["2.bias"]]["step"].item()] == [5]
 
@@ -96,8 +96,8 @@ def test_layers_are_frozen_evenly_up_to_the_level():
 
 def test_durations_of_different_units_are_converted_to_steps():
     run = RunLength(total=8, steps_per_epoch=2)
-    found, known = (start(freeze_layers(start=begin, end=8), run_length=run) for begin in ("1ep", 2))
-    (step, state), (other_step, other) = found, known
+    in_epochs, in_steps = (start(freeze_layers(start=begin, end=8), run_length=run) for begin in ("1ep", 2))
+    (step, state), (other_step, other) = in_epochs, in_steps
     for _ in range(7):
         state, other = step(state, batch())[0], other_step(other, batch())[0]
     assert all(torch.equal(a, b) for a, b in zip(state.params.values(), other.params.values(), strict=True))
@@ -187,12 +187,12 @@ def test_frozen_unit_skips_gradient_reduction_and_most_gathers(ranks):
     for counts in ranks(2).run(communicated):
         whole, one, both = counts[0], counts[2], counts[4]
         assert (counts[1], counts[3]) == (whole, one)
-        assert [whole["reduce_scatter"] - found["reduce_scatter"] for found in (one, both)] == [1, 2]
-        # FSDP2 gathers ahead what is next in backward, and does not know that backward ends there.
-        assert [whole["all_gather"] - found["all_gather"] for found in (one, both)] == [0, 1]
+        assert [whole["reduce_scatter"] - frozen["reduce_scatter"] for frozen in (one, both)] == [1, 2]
+        # FSDP2 gathers the next unit of backward ahead, and does not know that backward ends there.
+        assert [whole["all_gather"] - frozen["all_gather"] for frozen in (one, both)] == [0, 1]
 
 
-def out_of_memory_when_frozen(at: int, inside: bool = False) -> list:
+def out_of_memory_when_frozen(failing_step: int, inside: bool = False) -> list:
     """Rank 1 runs out of memory in a step that has other collectives than those before it."""
     armed = []
 
@@ -205,7 +205,7 @@ def out_of_memory_when_frozen(at: int, inside: bool = False) -> list:
     transforms = [freeze_layers(start=0, end=8), auto_microbatch(initial_size=4, grow_every=None)]
     step, state = sharded(*(transforms[::-1] if inside else transforms), loss=loss)
     for _ in range(6):
-        armed = [True] if state.step == at else []
+        armed = [True] if state.step == failing_step else []
         state, _ = step(state, batch(4))
     sizes = state.transform_states["auto_microbatch"]["size"]
     return [sizes, [full_tensor(param).flatten().tolist() for param in state.params.values()]]
@@ -213,9 +213,9 @@ def out_of_memory_when_frozen(at: int, inside: bool = False) -> list:
 
 @pytest.mark.parametrize("inside", [False, True], ids=["around auto_microbatch", "inside of it"])
 def test_out_of_memory_in_the_freezing_step_is_retried(ranks, inside):
-    known = ranks(2).run(out_of_memory_when_frozen, 99)
-    found = ranks(2).run(out_of_memory_when_frozen, 4, inside, timeout_s=60)  # the first step without the first layer
-    assert [size for size, _ in found] == [2, 2]
-    assert found[0] == found[1]
-    values = [torch.tensor([v for param in run[0][1] for v in param], dtype=torch.float64) for run in (known, found)]
+    undisturbed = ranks(2).run(out_of_memory_when_frozen, 99)
+    retried = ranks(2).run(out_of_memory_when_frozen, 4, inside, timeout_s=60)  # the first step without the first layer
+    assert [size for size, _ in retried] == [2, 2]
+    assert retried[0] == retried[1]
+    values = [torch.tensor([v for param in run[0][1] for v in param], dtype=torch.float64) for run in (undisturbed, retried)]
     assert (values[0] - values[1]).norm() <= 1e-12 * values[0].norm()

@@ -1,4 +1,4 @@
-"""Copies that train apart: what each computes, and what is sent."""
+"""Replicas that train apart: their computations, and their messages."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ TOLERANCE = 1e-12  # float64, a few steps
 EVEN = (4, 4)
 
 
-# What copies compute.
+# Computations of replicas.
 
 
 def trained(transforms: Any, strategy: str, kind: Any, steps: int, sizes: tuple[int, ...] = (), **options: Any) -> Any:
@@ -101,16 +101,16 @@ def apart(strategy: str, kind: Any, steps: int, options: dict[str, Any]) -> Any:
 @pytest.mark.parametrize(("strategy", "kind", "steps", "options"), CASES.values(), ids=CASES)
 def test_two_replicas_with_ragged_batches_match_two_reference_models(ranks, strategy, kind, steps, options):
     nets, optimizers = simulated(steps, 2, kind=kind, sizes=RAGGED[2], end_of_round=averaging(3))
-    for place, found in enumerate(ranks(2).run(apart, strategy, kind, steps, options)):
-        assert largest_difference(found, expected(nets, optimizers, place)) <= TOLERANCE
+    for place, values in enumerate(ranks(2).run(apart, strategy, kind, steps, options)):
+        assert largest_difference(values, expected(nets, optimizers, place)) <= TOLERANCE
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [MOMENTUM, ADAMW], ids=["momentum", "adamw"])
 def test_two_replicas_of_two_ranks_match_two_reference_models(ranks, kind):
     nets, optimizers = simulated(5, 2, kind=kind, sizes=RAGGED[4], end_of_round=averaging(3))
-    for rank, found in enumerate(ranks(4).run(apart, "hybrid_shard", kind, 5, {})):
-        assert largest_difference(found, expected(nets, optimizers, rank // 2)) <= TOLERANCE
+    for rank, values in enumerate(ranks(4).run(apart, "hybrid_shard", kind, 5, {})):
+        assert largest_difference(values, expected(nets, optimizers, rank // 2)) <= TOLERANCE
 
 
 def tensor_parallel(strategy: str) -> Any:
@@ -125,8 +125,8 @@ def tensor_parallel(strategy: str) -> Any:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_replicas_with_tensor_sharded_layers_match_the_reference(ranks, strategy):
     nets, optimizers = simulated(5, 2, kind=MOMENTUM, sizes=RAGGED[2], end_of_round=averaging(3))
-    for rank, found in enumerate(ranks(4).run(tensor_parallel, strategy)):
-        assert largest_difference(found, expected(nets, optimizers, rank // 2)) <= TOLERANCE
+    for rank, values in enumerate(ranks(4).run(tensor_parallel, strategy)):
+        assert largest_difference(values, expected(nets, optimizers, rank // 2)) <= TOLERANCE
 
 
 def kept() -> tuple[Any, bool]:
@@ -136,9 +136,9 @@ def kept() -> tuple[Any, bool]:
 
 def test_optimizer_state_without_averaging_stays_local_to_each_replica(ranks):
     nets, optimizers = simulated(6, 2, kind=MOMENTUM, sizes=RAGGED[2], end_of_round=averaging(3, moments=False))
-    for place, (found, still) in enumerate(ranks(2).run(kept)):
+    for place, (values, still) in enumerate(ranks(2).run(kept)):
         assert still
-        assert largest_difference(found, expected(nets, optimizers, place)) <= TOLERANCE
+        assert largest_difference(values, expected(nets, optimizers, place)) <= TOLERANCE
 
 
 def clipped() -> list[float]:
@@ -155,9 +155,9 @@ def test_clipping_uses_the_replica_norm_and_metrics_cover_all_replicas(ranks):
         mean.backward()
         norms.append(torch.cat([p.grad.flatten() for p in model.parameters()]).norm().item())
         losses.append(mean.item() * RAGGED[2][place] / 8)
-    found = ranks(2).run(clipped)
-    assert [norm for norm, _ in found] == pytest.approx(norms, rel=1e-12)
-    assert [value for _, value in found] == pytest.approx([sum(losses)] * 2, rel=1e-12)
+    results = ranks(2).run(clipped)
+    assert [norm for norm, _ in results] == pytest.approx(norms, rel=1e-12)
+    assert [value for _, value in results] == pytest.approx([sum(losses)] * 2, rel=1e-12)
 
 
 def in_backward() -> float:
@@ -183,24 +183,24 @@ def fitted() -> tuple[float, int]:
     _, state = begin([], "hybrid_shard", MOMENTUM)
     step = compose_step(greedy, [local_sgd(2), auto_microbatch(initial_size=8)])
     state = train(step, step.init(state.model, state.optimizer), 5)
-    found = numbers(state)
-    return largest_difference(found, trained([local_sgd(2)], "hybrid_shard", MOMENTUM, 5)), len(failures)
+    values = numbers(state)
+    return largest_difference(values, trained([local_sgd(2)], "hybrid_shard", MOMENTUM, 5)), len(failures)
 
 
 def test_replicas_agree_on_a_microbatch_size_after_out_of_memory(ranks):
-    found = ranks(2).run(fitted)
-    assert max(difference for difference, _ in found) <= TOLERANCE
-    assert [failures > 0 for _, failures in found] == [False, True]
+    results = ranks(2).run(fitted)
+    assert max(difference for difference, _ in results) <= TOLERANCE
+    assert [failures > 0 for _, failures in results] == [False, True]
 
 
-# What a copy without weight, or with a broken gradient, does.
+# A replica without weight, or with a broken gradient.
 
 
 def masked_loss(weights: tuple[float, float]) -> Any:
     def weighted(model: nn.Module, batch: Any) -> Any:
-        found = loss(model, batch)
+        plain = loss(model, batch)
         return replace(
-            found, total=found.total * weights[get_dist_info().rank], weight=found.weight * weights[get_dist_info().rank]
+            plain, total=plain.total * weights[get_dist_info().rank], weight=plain.weight * weights[get_dist_info().rank]
         )
 
     return weighted
@@ -286,18 +286,18 @@ def test_backward_outside_a_step_reduces_over_all_ranks(ranks):
     assert max(ranks(2).run(own_backward)) <= TOLERANCE
 
 
-# What is sent.
+# Messages.
 
 
 def sent(interval: int) -> list[dict[str, int]]:
     step, state = begin([local_sgd(interval)], "hybrid_shard", MOMENTUM)
-    found = []
-    for at in range(2 * interval):
+    messages = []
+    for number in range(2 * interval):
         with count_collectives() as seen:
-            state = train(step, state, at + 1)
+            state = train(step, state, number + 1)
         across = [r for r in seen.records if r.op == "all_reduce" and r.group in ("training", "dp_replicate")]
-        found.append({"count": len(across), "bytes": sum(record.bytes for record in across)})
-    return found
+        messages.append({"count": len(across), "bytes": sum(record.bytes for record in across)})
+    return messages
 
 
 def test_replicas_communicate_only_at_round_end(ranks):
@@ -305,19 +305,19 @@ def test_replicas_communicate_only_at_round_end(ranks):
     params = sum(p.numel() for p in net().parameters()) * 8
     local = {"count": 1, "bytes": weights}
     rounds = {"count": 3, "bytes": weights + 2 * params}  # parameters, momenta
-    for found in ranks(2).run(sent, 3):
-        assert found == [local, local, rounds] * 2
+    for messages in ranks(2).run(sent, 3):
+        assert messages == [local, local, rounds] * 2
 
 
 def waits() -> list[int]:
-    found = []
+    counts = []
     for transforms in ([], [local_sgd(2)]):
         step, state = begin(transforms, "hybrid_shard", MOMENTUM)
         state = train(step, state, 2)
         with count_host_syncs() as seen:
             train(step, state, 4)
-        found.append(seen.count)
-    return found
+        counts.append(seen.count)
+    return counts
 
 
 def test_local_step_adds_no_host_sync(ranks):
@@ -339,7 +339,7 @@ def test_invalid_arguments_are_refused(arguments, match):
         local_sgd(**arguments)
 
 
-# What may be saved, and what goes on from there.
+# Saves, and resumes from them.
 
 
 def hand_written() -> float:
@@ -389,16 +389,16 @@ def saved_at_a_boundary(root: str) -> bool:
 def loaded(root: str) -> Any:
     step, state = begin([local_sgd(3)], "hybrid_shard", MOMENTUM)
     state = load_sharded(root, state)
-    found = numbers(state)
-    return found, train(step, state, 6).step
+    values = numbers(state)
+    return values, train(step, state, 6).step
 
 
 @pytest.mark.parametrize("world", [1, pytest.param(4, marks=pytest.mark.slow)])
 def test_checkpoint_of_two_replicas_resumes_on_a_different_rank_count(ranks, tmp_path, world):
     assert ranks(2).run(saved_at_a_boundary, str(tmp_path)) == [True, True]
     nets, optimizers = simulated(3, 2, kind=MOMENTUM, sizes=RAGGED[2], end_of_round=averaging(3))
-    for found, steps in ranks(world).run(loaded, str(tmp_path)):
-        assert largest_difference(found, expected(nets, optimizers, 0)) <= TOLERANCE
+    for values, steps in ranks(world).run(loaded, str(tmp_path)):
+        assert largest_difference(values, expected(nets, optimizers, 0)) <= TOLERANCE
         assert steps == 6
 
 
@@ -475,7 +475,7 @@ def ended() -> list[Any]:
 
 def test_between_delays_rounds_and_replicas_differ_until_joined(ranks):
     (marks, one), (_, other) = ranks(2).run(ended)
-    assert marks == [False, False, False, True, True, True, True]  # steps 3 to 5 begin a round that nobody ends
+    assert marks == [False, False, False, True, True, True, True]  # steps 3 to 5 begin a round that does not end
     assert one == other
 
 
@@ -487,11 +487,11 @@ def test_every_function_named_on_the_page_exists():
     assert public.unknown_in(page) == set()
 
 
-# What is refused.
+# Refusals.
 
 
 def refusals() -> list[str]:
-    found = []
+    messages = []
     for transforms, strategy, mesh in (
         ([local_sgd(2)], "full_shard", {"dp_replicate": 2}),
         ([local_sgd(2)], "replicate", {"cp": 2}),
@@ -501,8 +501,8 @@ def refusals() -> list[str]:
         step = compose_step(loss, transforms)
         with pytest.raises(ConfigError) as raised:
             step.init(model, torch.optim.SGD(model.parameters()))
-        found.append(str(raised.value))
-    return found
+        messages.append(str(raised.value))
+    return messages
 
 
 def test_models_and_masks_without_replicas_are_refused(ranks):

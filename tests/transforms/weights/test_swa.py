@@ -22,14 +22,14 @@ def test_average_matches_torch():
     loss = dt.mean_loss(lambda model, x: model(x).square().mean(), weight=len)
     step = dt.compose_step(loss, [swa(start=3, end=9, every=2, load_average=False)])
     state = step.init(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    for at in range(1, 12):
+    for number in range(1, 12):
         state, _ = step(state, torch.randn(4, 3))
-        if at in (3, 4, 6, 8):  # the start, and the boundaries of two steps from there to the end
+        if number in (3, 4, 6, 8):  # the start, and the boundaries of two steps from there to the end
             peer.update_parameters(model)
     assert state.transform_states["swa"]["averaged"] == peer.n_averaged.item() == 4
     for name, param in peer.module.named_parameters():
-        found = state.transform_states["swa"]["params"][name]
-        assert found.sub(param.detach()).norm() <= 1e-6 * found.norm()  # it divides first: rounding in float32
+        average = state.transform_states["swa"]["params"][name]
+        assert average.sub(param.detach()).norm() <= 1e-6 * average.norm()  # it divides first: rounding in float32
 
 
 @pytest.mark.parametrize(("strategy", "theirs"), [("linear", "linear"), ("cosine", "cos")])
@@ -42,13 +42,13 @@ def test_lr_annealing_matches_torch(strategy, theirs):
         state, metrics = step(state, BATCH)
         rates.append(dt.reduce_metrics(metrics)["lr"])
         assert [group["lr"] for group in state.optimizer.param_groups] == [0.5]
-    known = []
+    expected = []
     for _ in range(7):
-        known.append(peer_optimizer.param_groups[0]["lr"])
+        expected.append(peer_optimizer.param_groups[0]["lr"])
         peer_optimizer.step()
         peer.step()
     assert rates[:2] == [0.5, 0.5]
-    assert rates[2:] == pytest.approx(known)
+    assert rates[2:] == pytest.approx(expected)
 
 
 def test_lr_annealing_starts_from_the_outer_schedule_value():
@@ -125,7 +125,7 @@ def test_end_may_equal_the_run_length():
 
 @pytest.mark.parametrize(("around", "weights"), [(True, (4.0 + 3.5 + 3.0) / 3), (False, (3.5 + 3.0) / 2)])
 def test_first_averaged_weights_wait_for_an_unskipped_step(around, weights):
-    """The step that comes to the start is skipped by a loss scale, around which or inside of which the average is."""
+    """A loss scale skips the step that begins the average; the average is inside or outside of the loss scale."""
     transforms = [swa(start=1, end=9, every=1, load_average=False), dt.transforms.loss_scale(2.0)]
     step, state = begin(*(transforms if around else transforms[::-1]))
     state, _ = step(state, BATCH * math.inf)

@@ -45,15 +45,15 @@ def test_uncompressed_bytes_raise(name: str) -> None:
 
 @pytest.mark.parametrize("name", COMPRESSIONS)
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(at=st.integers(0, 10**6), bit=st.integers(0, 7))
-def test_flipped_bit_raises_data_error_or_stays_within_the_limit(name: str, at: int, bit: int) -> None:
+@given(byte=st.integers(0, 10**6), bit=st.integers(0, 7))
+def test_flipped_bit_raises_data_error_or_stays_within_the_limit(name: str, byte: int, bit: int) -> None:
     stored = bytearray(compress(name, TEXT[:3000]))
-    stored[at % len(stored)] ^= 1 << bit
+    stored[byte % len(stored)] ^= 1 << bit
     try:
-        found = unpacked(name, bytes(stored), limit=10**6)
+        content = unpacked(name, bytes(stored), limit=10**6)
     except DataError:
-        found = b""
-    assert len(found) <= 10**6  # br and snappy have no checksum of their own: digests of the index are for that
+        content = b""
+    assert len(content) <= 10**6  # br and snappy have no checksum of their own: digests of the index are for that
 
 
 @pytest.mark.parametrize("name", ["gz", "bz2", "zstd"])

@@ -85,12 +85,12 @@ def test_lines_equal_those_of_a_reference_reader(parts: list[bytes], piece: int)
     before = lines_module._CHUNK_BYTES
     lines_module._CHUNK_BYTES = piece  # hypothesis runs the body many times within one fixture
     try:
-        assert texts(data) == [part.decode().removesuffix("\r") for part in kept]
+        assert texts(data) == [line.decode().removesuffix("\r") for line in kept]
         starts, stops = get_format("jsonl").bounds(Held(data))
     finally:
         lines_module._CHUNK_BYTES = before
     assert [data[start:stop] for start, stop in zip(starts, stops, strict=True)] == [
-        part for part in kept if part.strip(b" \t\r")
+        line for line in kept if line.strip(b" \t\r")
     ]
 
 

@@ -113,10 +113,10 @@ def test_values_of_mosaicml_streaming_are_read(encoding: str, tmp_path: Path) ->
     samples = [{"value": value, "a": "before", "z": 3} for value in VALUES[encoding]]
     written(tmp_path, {"value": encoding, "a": "str", "z": "int"}, samples)
     expected = theirs(tmp_path)
-    found = samples_of(tmp_path, **({"allow_pickle": True} if encoding == "pkl" else {}))
-    assert len(found) == len(expected) == len(samples)
-    assert all(list(ours) == list(their) for ours, their in zip(found, expected, strict=True))
-    assert all(same(ours[name], their[name]) for ours, their in zip(found, expected, strict=True) for name in their)
+    read = samples_of(tmp_path, **({"allow_pickle": True} if encoding == "pkl" else {}))
+    assert len(read) == len(expected) == len(samples)
+    assert all(list(ours) == list(their) for ours, their in zip(read, expected, strict=True))
+    assert all(same(ours[name], their[name]) for ours, their in zip(read, expected, strict=True) for name in their)
 
 
 @pytest.mark.parametrize("encoding", sorted(VALUES), ids=str)
@@ -155,9 +155,9 @@ def test_mosaicml_reads_our_compression(compression: str, tmp_path: Path, monkey
     write_shards(ROWS, tmp_path / "data", format="mds", compression=compression, max_shard_bytes=4000)
     with mosaicml.released():
         dataset = mosaicml.StreamingDataset(local=str(tmp_path / "data"), shuffle=False, batch_size=1)
-        found = [dataset[number] for number in range(len(dataset))]
+        rows = [dataset[number] for number in range(len(dataset))]
         del dataset
-    assert found == ROWS
+    assert rows == ROWS
     assert samples_of(tmp_path / "data") == ROWS
 
 
@@ -192,7 +192,7 @@ def test_pickled_column_is_refused_unless_trusted_or_excluded(tmp_path: Path) ->
     with pytest.raises(ConfigError, match="column 'evil' is pickled"):
         opened(data, "mds")
     with pytest.raises(ConfigError, match="column 'evil' is pickled"):
-        opened(data, "mds", allow_pickle="yes")  # what is not exactly True is no consent
+        opened(data, "mds", allow_pickle="yes")  # only True itself is consent
     assert opened(data, "mds", columns=["n"])[0] == {"n": 2}
     assert opened(data, "mds", allow_pickle=True)[0] == {"evil": {"a": 1}, "n": 2}
 
@@ -213,7 +213,7 @@ def test_arrays_are_writable_and_do_not_keep_the_file_open(tmp_path: Path) -> No
     array = shard[0]["x"]
     array += 1
     shard.close()
-    source.data.release()  # BufferError if anything still looks at it
+    source.data.release()  # BufferError if a view of it is alive
     assert array.tolist() == [1, 2, 3, 4]
 
 

@@ -46,9 +46,9 @@ VALUES = {
 @pytest.mark.parametrize("name", VALUES)
 def test_values_are_plain_python_objects(name: str) -> None:
     array, expected = VALUES[name]
-    found = [sample["x"] for sample in rows(opened(file_of(pa.table({"x": array})), "parquet"))]
-    assert found == expected
-    assert [type(value) for value in found] == [type(value) for value in expected]
+    values = [sample["x"] for sample in rows(opened(file_of(pa.table({"x": array})), "parquet"))]
+    assert values == expected
+    assert [type(value) for value in values] == [type(value) for value in expected]
 
 
 @pytest.mark.parametrize("kind", [pa.list_(pa.int32()), pa.large_list(pa.int32()), pa.list_(pa.int32(), 3)], ids=str)
