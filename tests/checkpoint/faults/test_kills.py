@@ -11,12 +11,13 @@ from checkpoint.faults.training import EVERY
     ("draw", "count"), [(kills.draw_short, 12), pytest.param(kills.draw, 40, marks=pytest.mark.slow)], ids=["short", "long"]
 )
 def test_killed_run_resumes_without_loss_or_corruption(collect, draw, count):
-    tally = collect(draw, count=count)
-    assert tally.wrong == []
-    assert tally.count >= count
-    assert {fault.split(",")[0] for fault in tally.kinds} == set(TARGETS)
-    assert tally.largest["steps of work lost, sync"] <= EVERY * IN_FLIGHT["sync"]
-    assert tally.largest["steps of work lost, async"] <= EVERY * IN_FLIGHT["async"]
+    # One run of a slow machine can take all kills of a mode: each mode has kills of its own.
+    tallies = {mode: collect(draw, count=count // 2, first=first, stride=2) for first, mode in enumerate(IN_FLIGHT)}
+    assert [tally.wrong for tally in tallies.values()] == [[], []]
+    assert all(tally.count >= count // 2 for tally in tallies.values())
+    assert {fault.split(",")[0] for tally in tallies.values() for fault in tally.kinds} == set(TARGETS)
+    for mode, tally in tallies.items():
+        assert tally.largest[f"steps of work lost, {mode}"] <= EVERY * IN_FLIGHT[mode]
 
 
 def test_checks_detect_every_simulated_kill_damage(nursery):
