@@ -100,18 +100,17 @@ def memory(setting: Setting) -> Iterator[Table]:
     # Plans need a process without process groups.
     planned = [_planned(setting, sizes, layout) for layout in layouts]
     with setting.open_dist(), setting.memory() as counter:
-        rows = [_plan_row(setting, sizes, layout, plan, counter) for layout, plan in zip(layouts, planned, strict=True)]
         yield Table(
             title=f"Peak memory of a step against the plan, {_described(sizes)}",
             columns=("layout", "planned, GiB", "measured, GiB", "planned over measured", "verdict"),
-            rows=rows,
+            rows=(_plan_row(setting, sizes, layout, plan, counter) for layout, plan in zip(layouts, planned, strict=True)),
             note=f"Target: within {TOLERANCE:.0%} of the measured peak of torch's allocator.",
         )
         names = list(OPTIONS)[2:4] if setting.toy else list(OPTIONS)
         yield Table(
             title=f"Activation memory: peak and time of a step with each option against none, {_described(sizes)}, bf16",
             columns=("option", "peak, GiB", "peak over none", "step, ms", "time over none", "A/A band"),
-            rows=[_option_row(setting, sizes, name, counter) for name in names],
+            rows=(_option_row(setting, sizes, name, counter, share=1 / len(names)) for name in names),
             note="`transforms.autocast` on plain parameters; offload copies to pinned memory. On a CPU offload does nothing.",
         )
 
@@ -168,8 +167,7 @@ def _stepping(
     setting: Setting, sizes: Sizes, change: Change, optimizer: Optimizer, shard_args: dict[str, Any], transforms: list[Any]
 ) -> Callable[[], None]:
     """Return a function that trains one step."""
-    torch.manual_seed(0)
-    model: nn.Module = GPT(sizes.config).to(setting.device)
+    model = setting.build(partial(GPT, sizes.config))
     change(model)
     model = dt.shard_model(model, dt.build_mesh(), blocks=(Block,), **shard_args)
     composed = dt.compose_step(loss_fn, transforms)
@@ -192,7 +190,7 @@ def _peak(step: Callable[[], None], counter: Memory) -> int:
     return counter.peak
 
 
-def _option_row(setting: Setting, sizes: Sizes, name: str, counter: Memory) -> list[Cell]:
+def _option_row(setting: Setting, sizes: Sizes, name: str, counter: Memory, *, share: float) -> list[Cell]:
     """Measure peaks one after the other, then the times of both sides interleaved."""
     make = partial(
         _stepping,
@@ -204,12 +202,12 @@ def _option_row(setting: Setting, sizes: Sizes, name: str, counter: Memory) -> l
     )
     changes = {"none": _unchanged, name: OPTIONS[name]}
     steps, peaks = {}, {}
-    for each, change in changes.items():
+    for label, change in changes.items():
         setting.release()
         before = counter.live
-        steps[each] = make(change)
-        peaks[each] = _peak(steps[each], counter) - before
-    timings = setting.timed(steps, seconds=20)["device"]
+        steps[label] = make(change)
+        peaks[label] = _peak(steps[label], counter) - before
+    timings = setting.timed(steps, share=share)["device"]
     ratio = compare(timings[name], timings["none"])
     low, high = ratio.band
     return [name, peaks[name] / GIB, peaks[name] / peaks["none"], ratio.a_s * 1e3, ratio.ratio, f"{low:.3f} to {high:.3f}"]
