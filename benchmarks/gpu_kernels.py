@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.attention.varlen import varlen_attn
 from torch.utils.checkpoint import checkpoint
 
 import dtrain as dt
@@ -90,7 +91,7 @@ def _compared(setting: Setting, runs: Mapping[str, Run], *, share: float, memory
                 run()
                 peaks[name] = (memory.peak - before) / MIB
             usable[name] = run
-        except (RuntimeError, NotImplementedError, dt.errors.ConfigError) as error:
+        except (RuntimeError, NotImplementedError, TypeError, dt.errors.ConfigError) as error:
             reasons[name] = f"not available: {(str(error).splitlines() or [type(error).__name__])[0][:80]}"
     timings = setting.timed(usable, share=share)["device"] if usable else {}
     rows: list[list[Cell]] = []
@@ -172,6 +173,11 @@ def _attentions(setting: Setting, sizes: Sizes, memory: Memory) -> Table:
     def masked(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
+    def variable(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        starts = torch.arange(0, batch * length + 1, length // 4, dtype=torch.int32, device=setting.device)
+        tokens = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (q, k, v))
+        return varlen_attn(*tokens, starts, starts, length // 4, length // 4, window_size=(-1, 0))
+
     runs = {
         "torch's choice, causal": both_ways(partial(causal, kernel=None)),
         **{
@@ -184,6 +190,7 @@ def _attentions(setting: Setting, sizes: Sizes, memory: Memory) -> Table:
             )
         },
         "4 packed documents, mask of bools": both_ways(partial(masked, mask=packed)),
+        "4 packed documents, torch's `varlen_attn`": both_ways(variable),
         "`dt.surgery.add_alibi_bias`, causal": both_ways(
             partial(masked, mask=dt.surgery.add_alibi_bias(None, bias, causal=True))
         ),

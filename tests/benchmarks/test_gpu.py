@@ -55,7 +55,7 @@ FIGURES = {
     "activation offload": ("memory", 1, "peak over none", ["activations offloaded"]),
     "time of activation offload": ("memory", 1, "time over none", ["activations offloaded"]),
     "linear cross-entropy": ("kernels", 1, "peak, MiB", ["`linear_cross_entropy`", "8 chunks", "cross_entropy"]),
-    "attention variants": ("kernels", 2, "ms", ["flash", "cudnn", "efficient", "math", "packed", "alibi"]),
+    "attention variants": ("kernels", 2, "ms", ["flash", "cudnn", "efficient", "math", "packed", "varlen", "alibi"]),
     "optimizers against torch's fused": ("kernels", 3, "dtrain over torch", ["both fused", "Muon"]),
     "fp8": ("kernels", 4, "over the first row", ["bf16", "fp8"]),
 }
