@@ -95,7 +95,8 @@ def run_pytest(arguments: Sequence[str], results: Path, *, seconds: float, env: 
     """Run pytest with the plugin; interrupt it after ``seconds``. Return its exit code, None if interrupted."""
     path = os.pathsep.join([str(HERE), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
     command = [sys.executable, "-m", "pytest", "-p", "gpu_pytest", "--results", str(results), "-p", "no:cacheprovider"]
-    options = ["-q", "--tb=short", "--continue-on-collection-errors", *arguments]
+    # pytest-benchmark, if it is there, warns of the workers, and warnings are errors.
+    options = ["-p", "no:benchmark", "-q", "--tb=short", "--continue-on-collection-errors", *arguments]
     deadline = time.monotonic() + seconds
     with subprocess.Popen([*command, *options], cwd=ROOT, env={**os.environ, "PYTHONPATH": path, **env}) as process:
         try:

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ import figures
 import gpu
 import gpu_part
 import gpu_results
+import gpu_save
 import gpu_smoke
 import gpu_tests
 import on_device
@@ -230,6 +232,18 @@ def test_each_row_is_written_before_the_next_one_is_measured(tmp_path):
         file.add(Table(title="Title", columns=("a", "b"), rows=rows()))
     assert not json.loads(file.path.read_text())["complete"]
     assert not file.failed
+
+
+def test_saves_go_to_the_fastest_folder_that_has_room(monkeypatch):
+    rates, free = {"/tmp": 1.0, "/dev/shm": 2.0}, {"/tmp": 10**12, "/dev/shm": 10**12}
+    monkeypatch.setattr(gpu_save.tempfile, "gettempdir", lambda: "/tmp")
+    monkeypatch.setattr(gpu_save, "_write_rate", rates.get)
+    monkeypatch.setattr(gpu_save.shutil, "disk_usage", lambda folder: SimpleNamespace(free=free[folder]))
+    assert gpu_save.fastest_folder(10**9) == ("/dev/shm", 2.0)
+    free["/dev/shm"] = 10**9
+    assert gpu_save.fastest_folder(10**9) == ("/tmp", 1.0)
+    with pytest.raises(SystemExit, match=r"have no room for checkpoints of 931\.3 GiB"):
+        gpu_save.fastest_folder(10**12)
 
 
 def test_losses_of_a_killed_run_take_the_last_record_of_a_step(tmp_path):
