@@ -3,8 +3,8 @@
     python benchmarks/figures.py            # writes the pages
     python benchmarks/figures.py --check    # changes nothing; exits with 1 if a page differs from the files
 
-A table stands between ``<!-- benchmarks/results/NAME.json -->`` and ``<!-- end of NAME.json -->``. The tables of a GPU may have
-no file yet; the list of its runs stands between ``<!-- runs on a GPU -->`` and ``<!-- end of runs on a GPU -->``.
+A table stands between ``<!-- benchmarks/results/NAME.json -->`` and ``<!-- end of NAME.json -->``; the list of runs
+on a GPU between ``<!-- runs on a GPU -->`` and ``<!-- end of runs on a GPU -->``, and their tables between marks of results.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "figures.md"
 GPU_PAGE = ROOT / "docs" / "gpu.md"
 _TABLE = re.compile(r"(<!-- benchmarks/results/([\w-]+)\.json -->\n)(.*?)(?=<!-- end of \2\.json -->)", re.S)
-_GPU_RUNS = re.compile(r"(<!-- runs on a GPU -->\n)(.*?)(?=<!-- end of runs on a GPU -->)", re.S)
+_GPU_PARTS = re.compile(r"(<!-- (runs|results) on a GPU -->\n)(.*?)(?=<!-- end of \2 on a GPU -->)", re.S)
 
 
 def peers(content: Mapping[str, Any]) -> str:
@@ -92,9 +92,8 @@ def with_gpu_tables(page: str, folder: Path = gpu_results.RESULTS) -> str:
         ValueError: a file does not name its device, or is a dry run.
     """
     contents = gpu_results.read_results(folder)
-    page = _GPU_RUNS.sub(lambda match: f"{match[1]}\n{gpu_results.page_summary(contents)}\n", page)
-    sections = {f"gpu-{name}": gpu_results.page_section(contents.get(name)) for name in gpu_results.BENCHMARKS}
-    return _TABLE.sub(lambda match: f"{match[1]}\n{sections[match[2]]}\n", page)
+    parts = {"runs": gpu_results.page_summary(contents), "results": gpu_results.page_results(contents)}
+    return _GPU_PARTS.sub(lambda match: f"{match[1]}\n{parts[match[2]]}\n", page)
 
 
 def main() -> None:

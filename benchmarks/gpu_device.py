@@ -9,18 +9,20 @@ from __future__ import annotations
 import gc
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 
 import dtrain as dt
 from measure import Rounds, Run, timed_rounds
 
 MIB, GIB = 2**20, 2**30
-WARMUP, MOST_ROUNDS, LEAST_ROUNDS = 3, 100, 3
+WARMUP, MOST_ROUNDS, LEAST_ROUNDS = 2, 100, 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,10 +32,20 @@ class Setting:
     Args:
         device: device of all tensors.
         toy: if True, small models and few rounds: a dry run.
+        seconds: limit of the benchmark. Half of it is for timed rounds, the rest for compilers and everything else.
+        folder: folder of the benchmark's files.
     """
 
     device: torch.device
     toy: bool
+    seconds: float
+    folder: Path
+
+    def build(self, make: Callable[[], nn.Module]) -> nn.Module:
+        """Return a model with the same weights each time, made on the device: a billion draws on a host take a minute."""
+        torch.manual_seed(0)
+        with self.device:
+            return make()
 
     @property
     def backend(self) -> str:
@@ -69,14 +81,12 @@ class Setting:
         end.synchronize()
         return {"host": host, "device": start.elapsed_time(end) / 1e3}
 
-    def timed(self, candidates: Mapping[str, Run], *, seconds: float) -> dict[str, dict[str, Rounds]]:
-        """Time candidates in interleaved rounds, as many as fit into about ``seconds``: rounds by clock and candidate."""
+    def timed(self, candidates: Mapping[str, Run], *, share: float) -> dict[str, dict[str, Rounds]]:
+        """Time candidates in as many rounds as fit into a share of the timed half; return rounds by clock and candidate."""
         if self.toy:
             return timed_rounds(candidates, self.timer, rounds=2, warmup=1)
-        timed_rounds(candidates, self.timer, rounds=1, warmup=WARMUP)
-        begun = time.perf_counter()
-        timed_rounds(candidates, self.timer, rounds=1, warmup=0)
-        fitting = int(seconds / (time.perf_counter() - begun))
+        first = timed_rounds(candidates, self.timer, rounds=1, warmup=WARMUP)["device"]
+        fitting = int(share * self.seconds / 2 / sum(sum(pair) for rounds in first.values() for pair in rounds))
         return timed_rounds(candidates, self.timer, rounds=min(max(fitting, LEAST_ROUNDS), MOST_ROUNDS), warmup=0)
 
     def memory(self) -> AbstractContextManager[Memory]:

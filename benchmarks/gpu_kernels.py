@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.attention.varlen import varlen_attn
 from torch.utils.checkpoint import checkpoint
 
 import dtrain as dt
@@ -66,7 +67,7 @@ def kernels(setting: Setting) -> Iterator[Table]:
 def _products(setting: Setting, sizes: Sizes) -> Table:
     """Measure the rate of a large product, which bounds the MFU of a model."""
     a, b = (torch.randn(sizes.square, sizes.square, device=setting.device, dtype=torch.bfloat16) for _ in range(2))
-    timings = setting.timed({"product": lambda: a @ b}, seconds=5)["device"]["product"]
+    timings = setting.timed({"product": lambda: a @ b}, share=0.05)["device"]["product"]
     rate = 2 * sizes.square**3 / compare(timings, timings).a_s
     cuda = setting.device.type == "cuda"
     peak = dt.monitors.peak_flops(torch.cuda.get_device_name(setting.device), "bf16") if cuda else None
@@ -77,8 +78,8 @@ def _products(setting: Setting, sizes: Sizes) -> Table:
     )
 
 
-def _compared(setting: Setting, runs: Mapping[str, Run], *, seconds: float, memory: Memory | None = None) -> list[list[Cell]]:
-    """Compare all runs with the first run; a run that fails gets a row with its reason."""
+def _compared(setting: Setting, runs: Mapping[str, Run], *, share: float, memory: Memory | None = None) -> list[list[Cell]]:
+    """Compare all runs with the first one; a run that fails gets a row with its reason."""
     usable, reasons, peaks = {}, {}, {}
     for name, run in runs.items():
         try:
@@ -90,9 +91,9 @@ def _compared(setting: Setting, runs: Mapping[str, Run], *, seconds: float, memo
                 run()
                 peaks[name] = (memory.peak - before) / MIB
             usable[name] = run
-        except (RuntimeError, NotImplementedError, dt.errors.ConfigError) as error:
+        except (RuntimeError, NotImplementedError, TypeError, dt.errors.ConfigError) as error:
             reasons[name] = f"not available: {(str(error).splitlines() or [type(error).__name__])[0][:80]}"
-    timings = setting.timed(usable, seconds=seconds)["device"] if usable else {}
+    timings = setting.timed(usable, share=share)["device"] if usable else {}
     rows: list[list[Cell]] = []
     for name in runs:
         if name in reasons:
@@ -148,7 +149,7 @@ def _losses(setting: Setting, sizes: Sizes, memory: Memory) -> Table:
     return Table(
         title=f"Loss of {sizes.tokens:,} tokens, dim {sizes.dim}, vocabulary of {sizes.vocab:,}, forward and backward, bf16",
         columns=(*COLUMNS, "peak, MiB"),
-        rows=_compared(setting, runs, seconds=40, memory=memory),
+        rows=_compared(setting, runs, share=0.25, memory=memory),
     )
 
 
@@ -172,6 +173,11 @@ def _attentions(setting: Setting, sizes: Sizes, memory: Memory) -> Table:
     def masked(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
+    def variable(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        starts = torch.arange(0, batch * length + 1, length // 4, dtype=torch.int32, device=setting.device)
+        tokens = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (q, k, v))
+        return varlen_attn(*tokens, starts, starts, length // 4, length // 4, window_size=(-1, 0))
+
     runs = {
         "torch's choice, causal": both_ways(partial(causal, kernel=None)),
         **{
@@ -184,6 +190,7 @@ def _attentions(setting: Setting, sizes: Sizes, memory: Memory) -> Table:
             )
         },
         "4 packed documents, mask of bools": both_ways(partial(masked, mask=packed)),
+        "4 packed documents, torch's `varlen_attn`": both_ways(variable),
         "`dt.surgery.add_alibi_bias`, causal": both_ways(
             partial(masked, mask=dt.surgery.add_alibi_bias(None, bias, causal=True))
         ),
@@ -192,7 +199,7 @@ def _attentions(setting: Setting, sizes: Sizes, memory: Memory) -> Table:
     return Table(
         title=f"Attention of {batch} x {heads} heads, {length} tokens, head dim {dim}, forward and backward, bf16",
         columns=(*COLUMNS, "peak, MiB"),
-        rows=_compared(setting, runs, seconds=60, memory=memory),
+        rows=_compared(setting, runs, share=0.3, memory=memory),
     )
 
 
@@ -220,7 +227,7 @@ def _flex_runs(
 
 def _optimizers(setting: Setting) -> Table:
     """Steps of dtrain's optimizers against torch's own, on the same gradients."""
-    build = MODELS["tiny MLP, 6 tensors"] if setting.toy else partial(GPT, MEMORY_SIZES.config)
+    build = partial(setting.build, MODELS["tiny MLP, 6 tensors"] if setting.toy else partial(GPT, MEMORY_SIZES.config))
     rows: list[list[Cell]] = []
     for what, (ours, theirs) in CLAIMS.items():
         sides = {"ours": Side(build, ours, setting.device.type), "theirs": Side(build, theirs, setting.device.type)}
@@ -228,7 +235,7 @@ def _optimizers(setting: Setting) -> Table:
             side.step()
         values = {name: side.values() for name, side in sides.items()}
         apart = float((values["ours"] - values["theirs"]).norm() / values["theirs"].norm())
-        timings = setting.timed({name: side.step for name, side in sides.items()}, seconds=15)["device"]
+        timings = setting.timed({name: side.step for name, side in sides.items()}, share=0.2 / len(CLAIMS))["device"]
         comparison = compare(timings["ours"], timings["theirs"])
         band = f"{comparison.band[0]:.3f} to {comparison.band[1]:.3f}"
         rows.append([what, comparison.b_s * 1e3, comparison.a_s * 1e3, comparison.ratio, band, apart])
@@ -280,6 +287,6 @@ def _fp8(setting: Setting, sizes: Sizes) -> Table:
     return Table(
         title=f"Two linear layers of {sizes.width} x {4 * sizes.width}, {tokens:,} tokens, compiled, forward and backward",
         columns=COLUMNS,
-        rows=_compared(setting, runs, seconds=30),
+        rows=_compared(setting, runs, share=0.2),
         note="fp8 by `dt.shard.convert_to_fp8`, which needs torchao.",
     )

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -60,17 +61,15 @@ def auto_microbatch(setting: Setting) -> Iterator[Table]:
     """The size found over the largest by hand, the cost of a later step, and induced failures."""
     sizes = TOY if setting.toy else FULL
     with setting.memory() as memory:
-        rows: list[list[Cell]] = []
-        for limit in _limits(setting, sizes, memory):
-            rows += _found_sizes(setting, sizes, memory, limit)
-            setting.release()
+        limits = _limits(setting, sizes, memory)
         yield Table(
             title="Size found against the largest that works by hand (GPT, AdamW, two microbatches)",
             columns=("limit, GiB", "headroom", "size found", "largest by hand", "found over by hand", "probes", "search, s"),
-            rows=rows,
+            rows=(row for limit in limits for row in _found_sizes(setting, sizes, memory, limit)),
             note="By hand: bisection with forward and backward in plain PyTorch, until torch raises out of memory.",
         )
         memory.limit = sys.maxsize
+        setting.release()
         yield _later_step(setting, sizes)
         setting.release()
         yield _induced_failures(setting, sizes, memory)
@@ -92,8 +91,7 @@ def _limits(setting: Setting, sizes: Sizes, memory: Memory) -> list[int]:
 
 def _gpt_state(setting: Setting, sizes: Sizes) -> tuple[dt.TrainState, Tensor]:
     """Return a state with optimizer state, and a batch in host memory, from which microbatches are copied."""
-    torch.manual_seed(0)
-    model = GPT(sizes.config).to(setting.device)
+    model = setting.build(partial(GPT, sizes.config))
     state = dt.compose_step(gpt_loss).init(model, torch.optim.AdamW(model.parameters(), lr=1e-4))
     batch = torch.randint(sizes.config.vocab, (sizes.samples, sizes.config.max_seq + 1))
     state, metrics = dt.microbatch_step(state, batch[:2], loss_fn=gpt_loss, microbatch_size=1)
@@ -135,6 +133,7 @@ def _fits(setting: Setting, model: nn.Module, batch: Tensor, size: int) -> bool:
 def _found_sizes(setting: Setting, sizes: Sizes, memory: Memory, limit: int) -> list[list[Cell]]:
     """Search with each headroom, then bisect by hand."""
     memory.limit = sys.maxsize
+    setting.release()
     state, batch = _gpt_state(setting, sizes)
     memory.limit = limit
     searches = []
@@ -158,7 +157,7 @@ def _later_step(setting: Setting, sizes: Sizes) -> Table:
         "auto": _stepping(setting, sizes, batch, transforms=[dt.auto_microbatch(initial_size=size)]),
         "fixed": _stepping(setting, sizes, batch, microbatch_size=size),
     }
-    timings = setting.timed(runs, seconds=45)
+    timings = setting.timed(runs, share=0.4)
     rows: list[list[Cell]] = []
     for clock, by_name in timings.items():
         ratio = compare(by_name["auto"], by_name["fixed"])
@@ -176,8 +175,7 @@ def _later_step(setting: Setting, sizes: Sizes) -> Table:
 def _stepping(
     setting: Setting, sizes: Sizes, batch: Tensor, *, transforms: Any = (), microbatch_size: int | None = None
 ) -> Callable[[], None]:
-    torch.manual_seed(0)
-    model = GPT(sizes.config).to(setting.device)
+    model = setting.build(partial(GPT, sizes.config))
     step = dt.compose_step(gpt_loss, transforms, microbatch_size=microbatch_size)
     state = step.init(model, torch.optim.AdamW(model.parameters(), lr=1e-4))
 
@@ -190,9 +188,12 @@ def _stepping(
 
 def _layers(setting: Setting, width: int) -> nn.Module:
     """Return layers with dropout, whose kernels give the same bits each time."""
-    torch.manual_seed(0)
-    blocks = [nn.Sequential(nn.Linear(width, width), nn.Dropout(0.1), nn.GELU()) for _ in range(4)]
-    return nn.Sequential(*blocks, nn.Linear(width, 1)).to(setting.device)
+
+    def make() -> nn.Module:
+        blocks = [nn.Sequential(nn.Linear(width, width), nn.Dropout(0.1), nn.GELU()) for _ in range(4)]
+        return nn.Sequential(*blocks, nn.Linear(width, 1))
+
+    return setting.build(make)
 
 
 def _induced_failures(setting: Setting, sizes: Sizes, memory: Memory) -> Table:
@@ -203,7 +204,10 @@ def _induced_failures(setting: Setting, sizes: Sizes, memory: Memory) -> Table:
     batch = torch.randn(sizes.rows, 256, sizes.width)
     memory.limit = _limit_below_whole_batch(auto, batch[: sizes.rows // 4].to(setting.device), memory)
     live, equal, failed, took = 0, 0, 0, []
+    deadline = time.perf_counter() + setting.seconds / 4
     for number in range(sizes.failures):
+        if not setting.toy and time.perf_counter() > deadline:
+            break
         torch.manual_seed(number)
         step = dt.compose_step(square_loss, [dt.auto_microbatch(initial_size=sizes.rows)])
         begun = time.perf_counter()
@@ -222,7 +226,7 @@ def _induced_failures(setting: Setting, sizes: Sizes, memory: Memory) -> Table:
     return Table(
         title="Steps whose first size ran out of memory, each against a step that starts with the size that fits",
         columns=("steps", "ran out of memory", "equal bit for bit", "memory left over, bytes", "median s per failed step"),
-        rows=[[sizes.failures, failed, equal, memory.live - live, median(took)]],
+        rows=[[len(took), failed, equal, memory.live - live, median(took)]],
     )
 
 

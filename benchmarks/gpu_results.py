@@ -9,7 +9,7 @@ import json
 import platform
 import shutil
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
@@ -17,29 +17,14 @@ from typing import Any
 
 import torch
 
+from gpu import BENCHMARKS, RESULTS
 from measure import Figure, machine
-
-RESULTS = Path(__file__).parent / "results"
-
-BENCHMARKS: Mapping[str, str] = {
-    "train": "gpu_step",
-    "overhead": "gpu_step",
-    "auto_microbatch": "gpu_microbatch",
-    "async_save": "gpu_save",
-    "memory": "gpu_memory",
-    "kernels": "gpu_kernels",
-    "tests": "gpu_tests",
-    "tests_step": "gpu_tests",
-    "tests_shard": "gpu_tests",
-    "tests_checkpoint": "gpu_tests",
-    "tests_data": "gpu_tests",
-    "tests_battery": "gpu_tests",
-    "tests_transforms": "gpu_tests",
-}
-"""Benchmarks, and the module with the function of each name."""
 
 FACTS = ("device", "device_memory_gib", "capability", "driver", "torch", "cuda", "python", "machine", "date", "command")
 """Facts that a file must have to be a result."""
+
+FAILED = "failed"
+"""Cell of a row of which something failed."""
 
 Cell = str | int | float | Figure | None
 
@@ -51,19 +36,19 @@ class Table:
     Args:
         title: sentence above the table.
         columns: headings with units, one per cell.
-        rows: cells; a ``Figure`` is shown with its band, None as an empty cell.
+        rows: cells; a ``Figure`` is shown with its band, None as an empty cell. An iterator measures each row when it is taken.
         note: sentences below the table.
     """
 
     title: str
     columns: Sequence[str]
-    rows: Sequence[Sequence[Cell]]
+    rows: Iterable[Sequence[Cell]]
     note: str = ""
 
 
 @dataclass(slots=True, kw_only=True)
 class ResultFile:
-    """The file of one benchmark, written anew after each table, so that an interrupted run leaves its finished tables."""
+    """The file of one benchmark, written anew after each row, so that a run that is cut off leaves its finished rows."""
 
     folder: Path
     name: str
@@ -75,11 +60,22 @@ class ResultFile:
     def path(self) -> Path:
         return self.folder / f"gpu-{self.name}.json"
 
+    @property
+    def failed(self) -> bool:
+        """True if a cell says ``FAILED``."""
+        return any(FAILED in row for table in self.tables for row in table["rows"])
+
     def add(self, table: Table) -> None:
-        """Add a table and write the file."""
-        rows = [[_as_json(cell) for cell in row] for row in table.rows]
-        self.tables.append({"title": table.title, "columns": list(table.columns), "rows": rows, "note": table.note})
-        self.write(complete=False)
+        """Add a table; print each row and write the file as soon as the row is measured."""
+        content = {"title": table.title, "columns": list(table.columns), "rows": [], "note": table.note}
+        self.tables.append(content)
+        print("\n" + "\n".join(markdown_head(content)), flush=True)
+        for row in table.rows:
+            content["rows"].append([_as_json(cell) for cell in row])
+            self.write(complete=False)
+            print(markdown_row(content["rows"][-1]), flush=True)
+        if table.note:
+            print(f"\n{table.note}", flush=True)
 
     def write(self, *, complete: bool) -> None:
         """Write the file. Refuses a dry run, or a file without facts, in ``benchmarks/results``."""
@@ -183,19 +179,27 @@ def _number(value: float) -> str:
 
 def markdown(table: Mapping[str, Any]) -> str:
     """Return a table of a file as Markdown."""
-    lines = [f"{table['title']}:", "", f"| {' | '.join(table['columns'])} |", "|" + "---|" * len(table["columns"])]
-    lines += [f"| {' | '.join(shown(cell) for cell in row)} |" for row in table["rows"]]
+    lines = [*markdown_head(table), *map(markdown_row, table["rows"])]
     return "\n".join([*lines, *(["", table["note"]] if table["note"] else [])])
 
 
-def page_section(content: Mapping[str, Any] | None) -> str:
-    """Return the part of the page of one benchmark; empty if content is None, since the list of runs names it."""
-    if content is None:
-        return ""
-    ended = "" if content["complete"] else " The run was cut off; the tables are those that were finished."
-    remark = f" {content['remark']}" if content.get("remark") else ""
-    ran = f"`{content['command']}`, {content['date']}, {content['device']}, torch {content['torch']}.{remark}{ended}"
-    return "\n\n".join([ran, *(markdown(table) for table in content["tables"])]) + "\n"
+def markdown_head(table: Mapping[str, Any]) -> list[str]:
+    return [f"{table['title']}:", "", f"| {' | '.join(table['columns'])} |", "|" + "---|" * len(table["columns"])]
+
+
+def markdown_row(row: Sequence[Any]) -> str:
+    return f"| {' | '.join(shown(cell) for cell in row)} |"
+
+
+def page_results(contents: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return the part of the page with the tables of all results, each with the conditions of its run."""
+    sections = []
+    for name, content in ((name, contents[name]) for name in BENCHMARKS if name in contents):
+        ended = "" if content["complete"] else " The run was cut off; the rows are those that were finished."
+        remark = f" {content['remark']}" if content.get("remark") else ""
+        ran = f"`{content['command']}`, {content['date']}, {content['device']}, torch {content['torch']}.{remark}{ended}"
+        sections += [f"### `{name}`", ran, *(markdown(table) for table in content["tables"])]
+    return "\n\n".join(sections) + "\n"
 
 
 def device_sentence(contents: Mapping[str, Mapping[str, Any]]) -> str:
@@ -212,7 +216,7 @@ def page_summary(contents: Mapping[str, Mapping[str, Any]]) -> str:
     """Return the list of runs with commands, dates and devices; then the names of the rest."""
     said = device_sentence(contents)
     if not contents:
-        return f"{said} The commands below are ready.\n"
+        return f"{said}\n"
     lines = [said, "", "| benchmark | commit | date | device | driver | CUDA | torch | Python |", "|" + "---|" * 8]
     for name in (name for name in BENCHMARKS if name in contents):
         content = contents[name]

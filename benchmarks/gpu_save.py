@@ -1,4 +1,4 @@
-"""An asynchronous save on a GPU: how long the training thread stands still, and how far tokens per second dip.
+"""An asynchronous save on a GPU: how long the training thread stands still, and what a checkpoint each 50 steps costs.
 
 Copies by hand to pinned and to pageable memory are the floor of the copy, and show the worth of pinned staging. dtrain stages
 tensors of a GPU in pinned memory.
@@ -6,11 +6,15 @@ tensors of a GPU in pinned memory.
 
 from __future__ import annotations
 
+import os
+import shutil
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -21,14 +25,19 @@ from torch import Tensor, nn
 import dtrain as dt
 from gpu_device import GIB, Setting
 from gpu_results import Cell, Table
-from measure import Figure, typical
+from measure import Figure, compare, typical, verdict
+from observe import unrecorded
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 from helpers.gpt import GPT, GPTConfig
 
-FULL = GPTConfig(n_layer=24, n_head=16, dim=1024, max_seq=1024, vocab=32_768)
+# Its steps and its checkpoint are about an eighth of those of the large model of ``train``.
+FULL = GPTConfig(n_layer=6, n_head=16, dim=1024, max_seq=1024, vocab=32_768)
 TOY = GPTConfig(n_layer=1, n_head=1, dim=16, max_seq=16)
-SAMPLES = 8
+SAMPLES = 16
+STEPS = 50  # per checkpoint
+AT_MOST = 1.02
+BYTES = bytes(2**26)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -42,8 +51,7 @@ class Training:
     batch: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
-        torch.manual_seed(0)
-        model = GPT(self.config).to(self.setting.device)
+        model = self.setting.build(partial(GPT, self.config))
         self.step = dt.compose_step(loss_fn, [dt.transforms.autocast("bf16")])
         self.state = self.step.init(model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True))
         self.batch = torch.randint(self.config.vocab, (SAMPLES, self.config.max_seq + 1)).to(self.setting.device)
@@ -67,12 +75,37 @@ def loss_fn(model: nn.Module, batch: Tensor) -> dt.LossSum:
 
 
 def async_save(setting: Setting) -> Iterator[Table]:
-    """Stall of the training thread by kind of save, and tokens per second around asynchronous saves."""
-    with setting.open_dist(), tempfile.TemporaryDirectory() as folder:
-        training = Training(setting=setting, config=TOY if setting.toy else FULL)
-        size = sum(tensor.nbytes for tensor in training.tensors())
-        yield _stalls(training, Path(folder), size)
-        yield _dip(training, Path(folder), size)
+    """Stall of the training thread by kind of save, and the time of steps with a checkpoint each 50 steps and the ledger."""
+    config = TOY if setting.toy else FULL
+    with torch.device("meta"):
+        # Parameters, and two moments of each.
+        size = 3 * sum(param.nbytes for param in GPT(config).parameters())
+    root, rate = fastest_folder(size)
+    written = f"{size / GIB:.2f} GiB of parameters and optimizer state, written to {root} at {rate / GIB:.2g} GiB/s"
+    with tempfile.TemporaryDirectory(dir=root) as folder, setting.open_dist():
+        training = Training(setting=setting, config=config)
+        yield _stalls(training, Path(folder), size, written)
+        yield _loops(training, Path(folder), written)
+
+
+def fastest_folder(size: int) -> tuple[str, float]:
+    """Return the folder that takes bytes fastest and has room for the checkpoints, and its bytes per second with ``fsync``."""
+    folders = [folder for folder in (tempfile.gettempdir(), "/dev/shm") if os.access(folder, os.W_OK)]
+    # Two roots, each with an old and a new checkpoint.
+    rates = {folder: _write_rate(folder) for folder in folders if shutil.disk_usage(folder).free > 5 * size + len(BYTES)}
+    if not rates:
+        raise SystemExit(f"async_save: {' and '.join(folders)} have no room for checkpoints of {size / GIB:.1f} GiB")
+    fastest = max(rates, key=lambda folder: rates[folder])
+    return fastest, rates[fastest]
+
+
+def _write_rate(folder: str) -> float:
+    with tempfile.TemporaryFile(dir=folder) as file:
+        begun = time.perf_counter()
+        file.write(BYTES)
+        file.flush()
+        os.fsync(file.fileno())
+        return len(BYTES) / (time.perf_counter() - begun)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +140,7 @@ def _save(training: Training, root: Path, mode: Any) -> Stall:
     return Stall(returned=returned, copied=copied, durable=time.perf_counter() - begun)
 
 
-def _stalls(training: Training, folder: Path, size: int) -> Table:
+def _stalls(training: Training, folder: Path, size: int, written: str) -> Table:
     """Measure each kind of copy and save several times, in turn."""
     pinned = training.setting.device.type == "cuda"
     hosts = {
@@ -120,14 +153,17 @@ def _stalls(training: Training, folder: Path, size: int) -> Table:
         "`save_sharded(mode='async')`, later saves": lambda: _save(training, folder / "async", "async"),
         "`save_sharded(mode='sync')`": lambda: _save(training, folder / "sync", "sync"),
     }
-    by_kind: dict[str, list[Stall]] = {name: [] for name in kinds}
-    for _ in range(2 if training.setting.toy else 6):
+    stalls: dict[str, list[Stall]] = {name: [] for name in kinds}
+    deadline = time.perf_counter() + training.setting.seconds / 4
+    for number in range(6):
+        if number >= 2 and (training.setting.toy or time.perf_counter() > deadline):
+            break
         for name, run in kinds.items():
-            by_kind[name].append(run())
+            stalls[name].append(run())
     rows: list[list[Cell]] = [_stall_row("`save_sharded(mode='async')`, first save, which allocates", [first], size)]
-    rows += [_stall_row(name, stalls, size) for name, stalls in by_kind.items()]
+    rows += [_stall_row(name, measured, size) for name, measured in stalls.items()]
     return Table(
-        title=f"Stall of the training thread, {size / GIB:.2f} GiB of parameters and optimizer state",
+        title=f"Stall of the training thread, {written}",
         columns=("save", "until the call returns, ms", "until copied, ms", "GiB/s of the copy", "until durable, ms"),
         rows=rows,
         note="The median, and the interval of medians drawn again.",
@@ -179,50 +215,52 @@ class StepTimes:
         return [b - a for a, b in zip(self._marks, self._marks[1:], strict=False)]
 
 
-def _dip(training: Training, folder: Path, size: int) -> Table:
-    """Train on before, during and after several asynchronous saves."""
-    steps, saves = (3, 2) if training.setting.toy else (40, 4)
-    phases: dict[str, list[float]] = {"before a save": [], "from the call to the commit": [], "after a save": []}
-    lost = []
-    for _ in range(saves):
-        before = _step_seconds(training, lambda done: done >= steps)
-        training.synchronize()
-        times = StepTimes(training.setting.device)
-        times.mark()
-        handle = dt.save_sharded(folder / "async", training.state, mode="async", keep_last=1)
-        during = _step_seconds(training, lambda done, handle=handle: done > 0 and handle.done, times)
-        handle.wait()
-        after = _step_seconds(training, lambda done: done >= steps)
-        for phase, seconds in zip(phases, (before, during, after), strict=True):
-            phases[phase] += seconds
-        lost.append(sum(during) - len(during) * median(before))
+def _loops(training: Training, folder: Path, written: str) -> Table:
+    """Train on with a checkpoint each 50 steps and the ledger, and without both."""
+    steps = 5 if training.setting.toy else STEPS
+    dt.open_run(folder / "run")
+    seconds: dict[str, list[list[float]]] = {}
+
+    def loop(name: str, *, saved: bool) -> Callable[[], None]:
+        def run() -> None:
+            times = StepTimes(training.setting.device)
+            with nullcontext() if saved else unrecorded():
+                handle = dt.save_sharded(folder / "async", training.state, mode="async", keep_last=1) if saved else None
+                times.mark()
+                for _ in range(steps):
+                    training.run()
+                    times.mark()
+                if handle is not None:
+                    handle.wait()
+            seconds.setdefault(name, []).append(times.seconds())
+
+        return run
+
+    none, both = "neither", f"a checkpoint each {steps} steps, and the ledger"
+    timings = training.setting.timed({none: loop(none, saved=False), both: loop(both, saved=True)}, share=0.5)["host"]
+    usual = median(step for burst in seconds[none] for step in burst)
     return Table(
-        title=f"Tokens per second around {saves} asynchronous saves of {size / GIB:.2f} GiB",
-        columns=("phase", "steps", "tokens/s", "of before", "median step, ms", "longest step, ms"),
-        rows=[_phase_row(training, name, seconds, phases["before a save"]) for name, seconds in phases.items()],
-        note=f"Training time lost per save, by the median step before: {shown_millis(lost)}.",
+        title=f"{steps} steps and the save before them, {written}",
+        columns=(
+            "loop",
+            "tokens/s",
+            "time over neither",
+            "A/A band",
+            "verdict",
+            "first step, ms",
+            "over the median of neither",
+        ),
+        rows=[
+            [
+                name,
+                steps * SAMPLES * training.config.max_seq / (found := compare(timings[name], timings[none])).a_s,
+                found.ratio,
+                f"{found.band[0]:.3f} to {found.band[1]:.3f}",
+                verdict(found.ratio, at_most=AT_MOST),
+                (first := median(burst[0] for burst in seconds[name])) * 1e3,
+                first / usual,
+            ]
+            for name in (none, both)
+        ],
+        note=f"Target: at most {AT_MOST}, also of the first step. The steps wait for the save's end, as the next save does.",
     )
-
-
-def shown_millis(seconds: Sequence[float]) -> str:
-    return ", ".join(f"{duration * 1e3:.0f}" for duration in sorted(seconds)) + " ms"
-
-
-def _step_seconds(training: Training, ended: Callable[[int], bool], times: StepTimes | None = None) -> list[float]:
-    """Train until ``ended(steps)``; return the seconds of each step."""
-    if times is None:
-        training.synchronize()
-        times = StepTimes(training.setting.device)
-        times.mark()
-    done = 0
-    while not ended(done):
-        training.run()
-        times.mark()
-        done += 1
-    return times.seconds()
-
-
-def _phase_row(training: Training, name: str, seconds: Sequence[float], before: Sequence[float]) -> list[Cell]:
-    tokens = SAMPLES * training.config.max_seq
-    rate, usual = (tokens * len(durations) / sum(durations) for durations in (seconds, before))
-    return [name, len(seconds), rate, rate / usual, median(seconds) * 1e3, max(seconds) * 1e3]

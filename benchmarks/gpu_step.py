@@ -7,7 +7,7 @@ Both sides of a ratio train the same weights on the same batches. ``train`` comp
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import cycle
@@ -26,12 +26,17 @@ from measure import Comparison, Rounds, compare, typical, verdict
 from step_overhead import WORKS, Composed, Hand, Work, check_arithmetic, looped
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
-from helpers.gpt import GPT, Block, GPTConfig
+from helpers.gpt import GPT, Block, GPTConfig, Linear
 
 LARGE = GPTConfig(n_layer=20, n_head=16, dim=2048, max_seq=2048, vocab=32_768)
 SMALL = GPTConfig(n_layer=2, n_head=2, dim=32, max_seq=32)
+# Shapes of nanochat's models of depth 24 and 26: dim 64 times the depth, heads of 128.
+NANOCHAT = {
+    "d24": GPTConfig(n_layer=24, n_head=12, dim=1536, max_seq=2048, vocab=32_768),
+    "d26": GPTConfig(n_layer=26, n_head=13, dim=1664, max_seq=2048, vocab=32_768),
+}
 SAMPLES = 8
-TRAIN_AT_MOST = 1 / 0.99
+TRAIN_AT_MOST, FP8_AT_MOST = 1.0, 1 / 1.15  # of the time by hand, in bf16
 SAME_LOSS = 0.02  # relative, after some bf16 steps: kernels round in another order
 
 LossOf = Callable[[Tensor, Tensor], Tensor]
@@ -49,9 +54,7 @@ class TrainJob:
 
     def model(self) -> nn.Module:
         """Return the model with the same float32 weights each time."""
-        torch.manual_seed(0)
-        with self.setting.device:
-            return GPT(self.config)
+        return self.setting.build(partial(GPT, self.config))
 
     def adamw(self, model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
@@ -109,8 +112,8 @@ def like_torchtitan(job: TrainJob) -> Step:
     return step
 
 
-def with_dtrain(job: TrainJob, *, autocast: bool) -> Step:
-    """A composed step, in bf16 by autocast or by FSDP2's mixed precision."""
+def with_dtrain(job: TrainJob, *, autocast: bool = False, fp8: bool = False) -> Step:
+    """A composed step, in bf16 by autocast or by FSDP2's mixed precision; the blocks multiply in 8 bits if ``fp8``."""
 
     def loss_fn(model: nn.Module, batch: Tensor) -> dt.LossSum:
         targets = batch[:, 1:]
@@ -118,7 +121,8 @@ def with_dtrain(job: TrainJob, *, autocast: bool) -> Step:
 
     precision = None if autocast else dt.Precision.preset("DEFAULT", "bf16")
     strategy = "replicate" if autocast else "full_shard"
-    model = dt.shard_model(job.model(), dt.build_mesh(), strategy=strategy, blocks=(Block,), precision=precision)
+    model = _in_8_bits(job) if fp8 else job.model()
+    model = dt.shard_model(model, dt.build_mesh(), strategy=strategy, blocks=(Block,), precision=precision)
     dt.compile_blocks(model, blocks=(Block,), backend=job.setting.backend)
     transforms = [dt.transforms.clip_by_norm(1.0), *([dt.transforms.autocast("bf16")] if autocast else [])]
     step = dt.compose_step(loss_fn, transforms)
@@ -133,46 +137,99 @@ def with_dtrain(job: TrainJob, *, autocast: bool) -> Step:
     return run
 
 
+def _in_8_bits(job: TrainJob) -> nn.Module:
+    model = job.model()
+    for layer in (module for module in model.modules() if type(module) is Linear):
+        # The example's subclass differs in its initial weights alone; subclasses are not converted.
+        layer.__class__ = nn.Linear
+    return dt.shard.convert_to_fp8(model, ignore="head", emulate=job.setting.device.type != "cuda")
+
+
 def train(setting: Setting) -> Iterator[Table]:
-    """Tokens per second and MFU of a GPT of a billion parameters in bf16, compiled, against the same model by hand."""
-    config = SMALL if setting.toy else LARGE
-    plain = TrainJob(setting=setting, config=config, loss=summed_cross_entropy)
-    compiled = replace(plain, loss=torch.compile(summed_cross_entropy, backend=setting.backend))
+    """Tokens per second and MFU of GPTs in bf16 and fp8, compiled, against the same models by hand."""
+    job = TrainJob(setting=setting, config=SMALL if setting.toy else LARGE, loss=summed_cross_entropy)
+    compiled = replace(job, loss=torch.compile(summed_cross_entropy, backend=setting.backend))
+    torchtitan = Side(name="by hand, FSDP2 and compiled loss, as torchtitan", make=like_torchtitan)
+    ours = Side(name="dtrain, `full_shard`, `Precision`, the same loss", make=with_dtrain, at_most=TRAIN_AT_MOST)
     with setting.open_dist():
-        yield trained(plain, "by hand, autocast", by_hand, "dtrain, `replicate`, `transforms.autocast`", autocast=True)
+        sides = [
+            Side(
+                name="dtrain, `replicate`, `transforms.autocast`",
+                make=partial(with_dtrain, autocast=True),
+                at_most=TRAIN_AT_MOST,
+            ),
+            Side(name="by hand, autocast", make=by_hand),
+        ]
+        yield trained(job, sides, kind="bf16 by autocast", share=0.25)
         setting.release()
-        title = "by hand, FSDP2 and compiled loss, as torchtitan"
-        yield trained(compiled, title, like_torchtitan, "dtrain, `full_shard`, `Precision`, the same loss", autocast=False)
+        yield trained(compiled, [ours, torchtitan], kind="bf16 by mixed precision of FSDP2", share=0.25)
+        fp8 = Side(name="dtrain, the same in fp8, `tensorwise`", make=partial(with_dtrain, fp8=True), at_most=FP8_AT_MOST)
+        for depth, config in ({"d24": SMALL} if setting.toy else NANOCHAT).items():
+            setting.release()
+            shape = replace(compiled, config=config)
+            yield trained(shape, [ours, fp8, torchtitan], kind=f"shape of nanochat's {depth}, bf16 and fp8", share=0.2)
 
 
-def trained(job: TrainJob, hand_name: str, hand: Callable[[TrainJob], Step], our_name: str, *, autocast: bool) -> Table:
-    """Time the steps of both sides, and compare their losses."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Side:
+    """One side of a comparison.
+
+    Args:
+        name: first cell of its row.
+        make: function that builds the model and returns its step.
+        at_most: target over the time by hand; None for the side by hand.
+    """
+
+    name: str
+    make: Callable[[TrainJob], Step]
+    at_most: float | None = None
+
+
+def trained(job: TrainJob, sides: Sequence[Side], *, kind: str, share: float) -> Table:
+    """Time the steps of all sides, and compare the losses of the first one and of the last one, which is by hand.
+
+    A side between them that fails, such as fp8 without torchao, gets a row with its reason.
+    """
     batches = job.batches()
-    steps = {our_name: with_dtrain(job, autocast=autocast), hand_name: hand(job)}
     losses: dict[str, Tensor] = {}
+    reasons: dict[str, str] = {}
 
-    def loop(name: str) -> Callable[[], None]:
+    def loop(name: str, step: Step) -> Callable[[], None]:
         endless = cycle(batches)
 
         def run() -> None:
-            losses[name] = steps[name](next(endless))
+            losses[name] = step(next(endless))
 
         return run
 
-    timings = job.setting.timed({name: loop(name) for name in steps}, seconds=75)["device"]
-    ratio = compare(timings[our_name], timings[hand_name])
+    runs = {}
+    for side in sides:
+        try:
+            run = loop(side.name, side.make(job))
+            # The first call compiles.
+            run()
+        except (RuntimeError, NotImplementedError, dt.errors.ConfigError) as error:
+            if side in (sides[0], sides[-1]):
+                raise
+            reasons[side.name] = f"not available: {(str(error).splitlines() or [type(error).__name__])[0][:100]}"
+        else:
+            runs[side.name] = run
+    timings = job.setting.timed(runs, share=share)["device"]
+    hand = timings[sides[-1].name]
     return Table(
-        title=(
-            f"GPT of {_parameters(job):,} parameters, {SAMPLES} sequences of {job.config.max_seq} tokens per step, bf16 by "
-            f"{'autocast' if autocast else 'mixed precision of FSDP2'}"
-        ),
+        title=f"GPT of {_parameters(job):,} parameters, {SAMPLES} sequences of {job.config.max_seq} tokens per step, {kind}",
         columns=("step", "tokens/s", "ms per step", "MFU, %", "time over by hand", "A/A band", "last loss", "verdict"),
-        rows=[_train_row(job, name, timings[name], ratio if name == our_name else None, losses[name]) for name in steps],
-        note=_loss_note(losses, our_name, hand_name),
+        rows=[
+            [side.name, *[None] * 6, reasons[side.name]]
+            if side.name in reasons
+            else _train_row(job, side, timings[side.name], compare(timings[side.name], hand), losses[side.name])
+            for side in sides
+        ],
+        note=_loss_note(losses, sides),
     )
 
 
-def _train_row(job: TrainJob, name: str, timings: Rounds, ratio: Comparison | None, loss: Tensor) -> list[Cell]:
+def _train_row(job: TrainJob, side: Side, timings: Rounds, ratio: Comparison, loss: Tensor) -> list[Cell]:
     tokens, seconds = SAMPLES * job.config.max_seq, typical(timings).value
     rate = tokens / seconds
     flops = dt.monitors.transformer_flops(
@@ -186,10 +243,10 @@ def _train_row(job: TrainJob, name: str, timings: Rounds, ratio: Comparison | No
     peak = dt.monitors.peak_flops(torch.cuda.get_device_name(device), "bf16") if device.type == "cuda" else None
     utilization = None if peak is None else 100 * rate * flops / peak
     against: list[Cell] = ["", "", loss.item(), ""]
-    if ratio is not None:
+    if side.at_most is not None:
         low, high = ratio.band
-        against = [ratio.ratio, f"{low:.3f} to {high:.3f}", loss.item(), verdict(ratio.ratio, at_most=TRAIN_AT_MOST)]
-    return [name, rate, seconds * 1e3, utilization, *against]
+        against = [ratio.ratio, f"{low:.3f} to {high:.3f}", loss.item(), verdict(ratio.ratio, at_most=side.at_most)]
+    return [side.name, rate, seconds * 1e3, utilization, *against]
 
 
 def _parameters(job: TrainJob) -> int:
@@ -197,12 +254,14 @@ def _parameters(job: TrainJob) -> int:
         return sum(param.numel() for param in GPT(job.config).parameters())
 
 
-def _loss_note(losses: dict[str, Tensor], ours: str, theirs: str) -> str:
-    apart = abs(losses[ours].item() / losses[theirs].item() - 1)
-    same = "the losses agree" if apart <= SAME_LOSS else "**the losses differ**: the sides did not do the same"
+def _loss_note(losses: Mapping[str, Tensor], sides: Sequence[Side]) -> str:
+    # Products in 8 bits, of the sides between, give another loss.
+    apart = abs(losses[sides[0].name].item() / losses[sides[-1].name].item() - 1)
+    same = "the losses in bf16 agree" if apart <= SAME_LOSS else "**the losses differ**: the sides did not do the same"
+    targets = " and ".join(f"{at_most:.3f}" for at_most in dict.fromkeys(side.at_most for side in sides) if at_most is not None)
     return (
-        f"Target: at most {TRAIN_AT_MOST:.3f} of the time by hand. MFU: `dt.monitors.transformer_flops` over "
-        f"`dt.monitors.peak_flops`. After as many steps {same}, by {apart:.1e}."
+        f"Target: at most {targets} of the time by hand. MFU: `dt.monitors.transformer_flops`, which counts as nanochat does, "
+        f"over the dense bf16 rate of `dt.monitors.peak_flops`, also for fp8. After as many steps {same}, by {apart:.1e}."
     )
 
 
@@ -219,25 +278,18 @@ def _draw_middle(generator: torch.Generator) -> dict[str, Tensor]:
 
 
 MIDDLE_WORK = Work(
-    name="12-layer GPT, dim 768", build=_middle_gpt, draw=_draw_middle, microbatch_size=4, at_most=1.02, blocks=(Block,)
+    name="12-layer GPT, dim 768", build=_middle_gpt, draw=_draw_middle, microbatch_size=4, at_most=1.01, blocks=(Block,)
 )
 
 
 def overhead(setting: Setting) -> Iterator[Table]:
     """Time of a composed step over the same step by hand, without CUDA graphs, for tiny and middle models."""
     works = [WORKS["mlp"]] if setting.toy else [*WORKS.values(), MIDDLE_WORK]
-    works = [replace(work, device=str(setting.device)) for work in works]
-    for work in works:
-        # Kernels of a GPU add in another order on each side. A wrong weight shows as 1e-4 and more.
-        check_arithmetic(work, [Composed, Hand], steps=2 if setting.toy or work.build is _middle_gpt else 20, tolerance=1e-8)
-    setting.release()
-    rows: list[list[Cell]] = []
-    for work in works:
-        rows += _overhead_rows(setting, work)
+    works = [replace(work, device=str(setting.device), build=partial(setting.build, work.build)) for work in works]
     yield Table(
         title="Composed step (loss, clipping, average, 4 microbatches) against the same step by hand, float32 with TF32",
         columns=("model", "clock", "by hand, ms", "dtrain, ms", "dtrain over by hand", "A/A band", "difference, us", "verdict"),
-        rows=rows,
+        rows=(row for work in works for row in _overhead_rows(setting, work, share=1 / len(works))),
         note=(
             "Host: until Python goes on. Device: between CUDA events before the first and after the last of the steps of one "
             "call, between which the host does not wait."
@@ -245,13 +297,17 @@ def overhead(setting: Setting) -> Iterator[Table]:
     )
 
 
-def _overhead_rows(setting: Setting, work: Work) -> list[list[Cell]]:
-    steps = 1 if setting.toy else 10
+def _overhead_rows(setting: Setting, work: Work, *, share: float) -> list[list[Cell]]:
+    # Kernels of a GPU add in another order on each side. A wrong weight shows as 1e-4 and more.
+    check_arithmetic(work, [Composed, Hand], steps=2 if setting.toy or work.name == MIDDLE_WORK.name else 20, tolerance=1e-8)
+    setting.release()
+    # Steps per call: a tiny step is short beside the wait for the device after a call.
+    steps = 1 if setting.toy else 10 if work.name == WORKS["mlp"].name else 2
     before = dt.dist.use_tf32()
     try:
         sides = {"dtrain": Composed(work, torch.float32), "by hand": Hand(work, torch.float32)}
         runs = {name: partial(_repeat, looped(side, work.batches()), steps) for name, side in sides.items()}
-        timings = setting.timed(runs, seconds=60)
+        timings = setting.timed(runs, share=share)
     finally:
         dt.dist.use_tf32(before)
     rows: list[list[Cell]] = []

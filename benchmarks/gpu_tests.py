@@ -1,135 +1,135 @@
-"""Tests on a GPU, in processes of their own: the marker ``gpu``, and the core's tests with their tensors on the device."""
+"""Tests on a GPU: those with the marker ``gpu``, and the core's tests with their tensors on the device.
+
+The result of each test is a line of ``gpu-NAME.jsonl`` at once, so that a run that is cut off leaves what had ended.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
-import xml.etree.ElementTree as ET
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
-from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
+from gpu import HERE, ROOT
 from gpu_device import Setting
-from gpu_results import Cell, Table
+from gpu_results import FAILED, Table
 
-ROOT = Path(__file__).parents[1]
-PART_TIMEOUT_S, DEVICE_PART_TIMEOUT_S = 110.0, 480.0
-MOST_NAMES = 30
+sys.path.append(str(ROOT / "tests"))
+from on_device import ROOMS
 
-INTERRUPT_GRACE_S = 20.0
-"""Seconds that an interrupted pytest has to end its ranks and to write its report."""
+MARKED_WORKERS, CORE_WORKERS = 6, 14
+PROGRESS_S = 10.0
+MOST_ERRORS = 40
 
-PARTS: tuple[tuple[str, ...], ...] = (
-    ("tests/step", "tests/transforms", "tests/optim"),
-    ("tests/memory", "tests/planning", "tests/shard"),
-    ("tests/checkpoint", "tests/data", "tests/dist"),
-    ("tests/monitors", "tests/profiling"),
-)
-"""Folders of each part. Every test with the marker is in one of them."""
+REPORT_S = 15.0
+"""Seconds before the limit in which an interrupted pytest ends its workers and the file is written."""
 
-DEVICE_PARTS: Mapping[str, tuple[str, ...]] = {
-    "tests_step": ("tests/step", "tests/optim"),
-    "tests_shard": ("tests/shard",),
-    "tests_checkpoint": ("tests/checkpoint",),
-    "tests_data": ("tests/data", "tests/memory", "tests/surgery"),
-    "tests_battery": ("tests/battery",),
-    "tests_transforms": ("tests/transforms", "tests/monitors", "tests/profiling"),
-}
-"""Folders of each part of the core's tests with their tensors on the device, by ``DTRAIN_TEST_DEVICE=cuda``."""
-
-COLUMNS = ("part", "passed", "failed", "skipped", "seconds", "names of failures")
+Results = Mapping[str, Mapping[str, Any]]
+"""Lines of the tests that have ended, by the test's id."""
 
 
-def command(folders: Sequence[str], *, marked: bool) -> list[str]:
-    """Return the command of one part, which needs no installation beyond ``PYTHONPATH=src``."""
-    marker = ["-m", "gpu"] if marked else []
-    return ["-m", "pytest", *marker, "-p", "no:cacheprovider", "-q", "--continue-on-collection-errors", *folders]
+def marked_files() -> list[str]:
+    """Return the files that have tests with the marker, relative to the root."""
+    files = sorted((ROOT / "tests").rglob("test_*.py"))
+    return [str(path.relative_to(ROOT)) for path in files if "@pytest.mark.gpu" in path.read_text()]
 
 
 def tests(setting: Setting) -> Iterator[Table]:
-    """Run all parts of the tests with the marker. A dry run collects one file."""
-    parts: Sequence[Sequence[str]] = [("tests/step/test_auto_gpu.py",)] if setting.toy else PARTS
+    """Run the tests with the marker. A dry run has one file."""
+    files = ["tests/step/test_auto_gpu.py"] if setting.toy else marked_files()
+    yield from _tables(setting, "tests", ["-m", "gpu", *files], MARKED_WORKERS, {}, "Tests with the marker `gpu`")
+
+
+def core(setting: Setting) -> Iterator[Table]:
+    """Run the core's tests with their tensors on the device, files in random order. A dry run has one file."""
+    places = ["tests/step/test_means.py"] if setting.toy else [f"tests/{room}" for room in ROOMS]
+    title = "Tests of the core with their tensors on the device"
+    yield from _tables(setting, "core", places, CORE_WORKERS, {"DTRAIN_TEST_DEVICE": setting.device.type}, title)
+
+
+def _tables(
+    setting: Setting, name: str, selection: Sequence[str], workers: int, env: Mapping[str, str], title: str
+) -> Iterator[Table]:
+    """Run the selected tests in parallel; yield their numbers by folder, and the errors, most frequent first."""
+    path = setting.folder / f"gpu-{name}.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.unlink(missing_ok=True)
+    order = int(time.time())
+    parallel = ["-n", str(min(workers, max(1, (os.cpu_count() or 1) - 2)))] if find_spec("xdist") and not setting.toy else []
+    code = run_pytest([*parallel, "--order", str(order), *selection], path, seconds=setting.seconds - REPORT_S, env=env)
+    results = read_results(path)
+    by_folder = defaultdict[str, list[Mapping[str, Any]]](list)
+    for test, result in results.items():
+        by_folder["/".join(test.split("/")[:2])].append(result)
+    ended = f"pytest ended with code {code}" if code is not None else f"pytest was interrupted after {setting.seconds:.0f} s"
     yield Table(
-        title="Tests with the marker `gpu`",
-        columns=COLUMNS,
-        rows=[_part_row(folders, marked=True, timeout=PART_TIMEOUT_S, env=os.environ) for folders in parts],
+        title=title,
+        columns=("tests", "result", "passed", "failed", "skipped", "seconds of the tests"),
+        rows=[
+            _numbers("all", list(results.values()), code),
+            *(_numbers(name, by_folder[name], code=0) for name in sorted(by_folder)),
+        ],
+        note=f"Order of files {order}; {ended}.",
     )
+    errors = defaultdict[str, list[str]](list)
+    for test, result in results.items():
+        if result["outcome"] == "failed":
+            errors[result["error"]].append(f"{test} ({result['place']})" if result["place"] else test)
+    frequent = sorted(errors.items(), key=lambda error: -len(error[1]))
+    if frequent:
+        yield Table(
+            title=f"First lines of the errors, {min(len(frequent), MOST_ERRORS)} of {len(frequent)}",
+            columns=("error", "tests", "one of them"),
+            rows=[[error.replace("|", "/"), len(failed), failed[0]] for error, failed in frequent[:MOST_ERRORS]],
+        )
 
 
-def _on_device(setting: Setting, *, name: str) -> Iterator[Table]:
-    """Run one part of the core's tests with their tensors on the device. A dry run has one file."""
-    folders = ("tests/step/test_means.py",) if setting.toy else DEVICE_PARTS[name]
-    env = {**os.environ, "DTRAIN_TEST_DEVICE": setting.device.type}
-    yield Table(
-        title="Tests of the core with their tensors on the device",
-        columns=COLUMNS,
-        rows=[_part_row(folders, marked=False, timeout=DEVICE_PART_TIMEOUT_S, env=env)],
-        note=f"A part is interrupted after {DEVICE_PART_TIMEOUT_S / 60:.0f} minutes, and counts the tests that had ended.",
-    )
-
-
-tests_step, tests_shard, tests_checkpoint, tests_data, tests_battery, tests_transforms = (
-    partial(_on_device, name=name) for name in DEVICE_PARTS
-)
-
-
-def _part_row(folders: Sequence[str], *, marked: bool, timeout: float, env: Mapping[str, str]) -> list[Cell]:
-    label = ", ".join(f"`{folder}`" for folder in folders)
-    begun = time.perf_counter()
-    with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder) / "report.xml"
-        run = [sys.executable, *command(folders, marked=marked), f"--junitxml={report}"]
-        ended = _run_interruptible(run, timeout=timeout, env=env)
-        took = time.perf_counter() - begun
-        if not report.exists():
-            return [label, None, None, None, took, "timeout" if not ended else "pytest wrote no report"]
-        results = ET.parse(report).getroot()
-        return [label, *counted(results, ended=ended), took, _shown_failures(failures(results), ended=ended)]
-
-
-def _run_interruptible(run: Sequence[str], *, timeout: float, env: Mapping[str, str]) -> bool:
-    """Run pytest; interrupt it after ``timeout`` seconds, and return False then. pytest still writes its report."""
-    with subprocess.Popen(run, cwd=ROOT, env=env, stdout=sys.stderr, start_new_session=True) as process:
+def run_pytest(arguments: Sequence[str], results: Path, *, seconds: float, env: Mapping[str, str]) -> int | None:
+    """Run pytest with the plugin; interrupt it after ``seconds``. Return its exit code, None if interrupted."""
+    path = os.pathsep.join([str(HERE), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, "-m", "pytest", "-p", "gpu_pytest", "--results", str(results), "-p", "no:cacheprovider"]
+    # pytest-benchmark, if it is there, warns of the workers, and warnings are errors.
+    options = ["-p", "no:benchmark", "-q", "--tb=short", "--continue-on-collection-errors", *arguments]
+    deadline = time.monotonic() + seconds
+    with subprocess.Popen([*command, *options], cwd=ROOT, env={**os.environ, "PYTHONPATH": path, **env}) as process:
         try:
-            process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            process.send_signal(signal.SIGINT)
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(INTERRUPT_GRACE_S)
-            return False
+            while time.monotonic() < deadline:
+                try:
+                    return process.wait(min(PROGRESS_S, max(0.0, deadline - time.monotonic())))
+                except subprocess.TimeoutExpired:
+                    _, _, passed, failed, skipped, _ = _numbers("", list(read_results(results).values()), code=0)
+                    print(f"\n{passed:,} passed, {failed} failed, {skipped} skipped", flush=True)
+            return None
         finally:
-            # A command that is interrupted itself leaves no tests behind.
             if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-    return True
+                process.send_signal(signal.SIGINT)
+                try:
+                    process.wait(REPORT_S - 5)
+                except subprocess.TimeoutExpired:
+                    process.kill()
 
 
-def _shown_failures(names: Sequence[str], *, ended: bool) -> str:
-    more = [f"and {len(names) - MOST_NAMES} more"] if len(names) > MOST_NAMES else []
-    return ", ".join([*([] if ended else ["interrupted"]), *names[:MOST_NAMES], *more])
+def read_results(path: Path) -> Results:
+    """Return the line of each test that has ended; a failure stays, whatever else is said of the test."""
+    results: dict[str, Mapping[str, Any]] = {}
+    for line in path.read_text().splitlines() if path.exists() else ():
+        result = json.loads(line)
+        if results.get(result["test"], result)["outcome"] != "failed" or result["outcome"] == "failed":
+            results[result["test"]] = result
+    return results
 
 
-def counted(report: ET.Element, *, ended: bool = True) -> tuple[int, int, int]:
-    """Return the numbers of tests that passed, failed and were skipped, of a report in JUnit's form.
-
-    Args:
-        report: root of the report.
-        ended: if False, pytest was interrupted, and the last test of the report has no result.
-    """
-    cases = list(report.iter("testcase"))
-    failed = len(failures(report))
-    skipped = sum(case.find("skipped") is not None for case in cases)
-    passed = len(cases) - failed - skipped
-    interrupted = not ended and bool(cases) and not len(cases[-1])
-    return passed - interrupted, failed, skipped
-
-
-def failures(report: ET.Element) -> list[str]:
-    """Return the names of tests that failed, or could not be collected."""
-    cases = report.iter("testcase")
-    return [case.get("name", "?") for case in cases if case.find("failure") is not None or case.find("error") is not None]
+def _numbers(name: str, results: Sequence[Mapping[str, Any]], code: int | None) -> tuple[str, str, int, int, int, float]:
+    """Return a row. ``code``: exit code of pytest, None if it was interrupted."""
+    passed, failed, skipped = (
+        sum(result["outcome"] == outcome for result in results) for outcome in ("passed", "failed", "skipped")
+    )
+    outcome = FAILED if failed or code else "ok" if code == 0 else "interrupted"
+    return name, outcome, passed, failed, skipped, sum(result["seconds"] for result in results)
