@@ -66,7 +66,8 @@ class _Settings:
         cache_folder: folder of the cache.
         cache_bytes: maximum of the cache's bytes.
         ranged: if True, only the bytes of the samples are downloaded.
-        prefetch_shards, max_open_shards, verify, follow_links, max_sample_bytes, max_shard_bytes, options: as there.
+        prefetch_shards, max_open_shards, verify, follow_links, max_sample_bytes, max_shard_bytes, options: as in
+            ``ShardedDataset``.
     """
 
     format: str | None
