@@ -110,12 +110,19 @@ def port() -> Iterator[int]:
         yield held.getsockname()[1]
 
 
+class PatientRanks(Ranks):
+    """Ranks on a machine that may be busy with other tests. A hang would last for the groups' timeout, of 600 s."""
+
+    def run(self, fn: Callable[..., Any], *args: Any, timeout_s: float = 300) -> list[Any]:
+        return super().run(fn, *args, timeout_s=timeout_s)
+
+
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Callable[[int], Ranks]]:
     """``ranks(n)``: ``n`` processes with an open process group; ``ranks(n).run(fn, *args)`` runs a test's part on each."""
     multiprocessing.forkserver.set_forkserver_preload(PRELOADED)
     multiprocessing.forkserver.ensure_running()
     pools: dict[int, Ranks] = {}
-    yield lambda world_size: pools.setdefault(world_size, Ranks(world_size, device=on_device.DEVICE))
+    yield lambda world_size: pools.setdefault(world_size, PatientRanks(world_size, device=on_device.DEVICE))
     for pool in pools.values():
         pool.close()

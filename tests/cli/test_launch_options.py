@@ -12,7 +12,7 @@ import sys
 
 import pytest
 
-from dtrain.cli.launch_options import parse_nproc
+from dtrain.cli.launch import parse_nproc
 from dtrain.cli.main import run
 from dtrain.errors import ConfigError
 from dtrain.launch import supervisor

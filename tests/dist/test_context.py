@@ -16,7 +16,7 @@ def test_last_hooks_run_after_all_other_hooks():
     register_shutdown_hook("ledger", lambda error: called.append(("ledger", error)), last=True)
     register_shutdown_hook("saves", lambda error: called.append(("saves", error)))
     register_shutdown_hook("sink", lambda error: called.append(("sink", error)))
-    current_context().run_shutdown_hooks(None)
+    current_context().shutdown_hooks.run(None)
     assert called == [("saves", None), ("sink", None), ("ledger", None)]
 
 
@@ -29,7 +29,7 @@ def test_last_hooks_get_the_error_of_an_earlier_hook():
     register_shutdown_hook("ledger", heard.append, last=True)
     register_shutdown_hook("saves", fail)
     with pytest.raises(OSError, match="disk full"):
-        current_context().run_shutdown_hooks(None)
+        current_context().shutdown_hooks.run(None)
     assert [str(error) for error in heard] == ["disk full"]
 
 
@@ -44,5 +44,5 @@ def test_hook_error_runs_remaining_hooks_and_raises_first_error():
     register_shutdown_hook("traces", fail)
     register_shutdown_hook("sinks", heard.append)
     with pytest.raises(OSError, match="disk 1"):
-        current_context().run_shutdown_hooks(None)
+        current_context().shutdown_hooks.run(None)
     assert [str(error) for error in heard] == ["None", "disk 1", "disk 1"]

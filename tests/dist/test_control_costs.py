@@ -108,7 +108,7 @@ def test_costs_of_a_rank_follow_their_laws(forked, monkeypatch, world, node_size
         before, sent = open_files(), {}
         with init_dist(device="cpu"):
             context = current_context()
-            requests = context.store.count
+            requests = context.earlier.store.count
             for name, exchange in exchanges().items():
                 messages.clear()
                 exchange()
@@ -117,7 +117,7 @@ def test_costs_of_a_rank_follow_their_laws(forked, monkeypatch, world, node_size
             peers = len(context.control_plane["control"]._connections)
             # A process starts with about ten files, and a report of a failure connects each rank once more.
             enough = 10 + open_files() - before + world <= open_files_needed(world)
-            return [requests, context.store.count - requests, open_files() - before - tensors, enough, peers, sent]
+            return [requests, context.earlier.store.count - requests, open_files() - before - tensors, enough, peers, sent]
 
     monkeypatch.setattr(rendezvous, "_open_store", lambda *args: CountingStore(real_store(*args)))
     monkeypatch.setattr(init, "open_default_group", open_group)
@@ -153,7 +153,7 @@ def test_gloo_beside_an_accelerator_connects_when_it_is_used(forked, monkeypatch
 
     def body(rank: int) -> list:
         with init_dist(device="cpu"):
-            store = current_context().store
+            store = current_context().earlier.store
             requests, files = store.count, open_files()
             mesh = build_mesh(dp_replicate=2, dp_shard=world // 2)
             files_of_mesh = open_files() - files

@@ -218,7 +218,7 @@ def test_loggers_are_closed_at_end_of_init_dist_block(tmp_path):
     lines = text_file(tmp_path / "log.txt", flush_every=100)
     log = multi(BackgroundLogger("told", Told, convert=dict, timeout_s=PATIENCE_S), lines)
     log(1, {})
-    current_context().run_shutdown_hooks(ValueError("training failed"))
+    current_context().shutdown_hooks.run(ValueError("training failed"))
     assert said == [1, True]
     assert (tmp_path / "log.txt").read_text().endswith("step 1\n")
 

@@ -60,7 +60,7 @@ def loop(folder, steps=4):
     dict(full_params(state))
     save_sharded(f"{folder}/ckpt", state, mode="async")
     all_gather_json(1)
-    current_context().run_shutdown_hooks(None)
+    current_context().shutdown_hooks.run(None)
     left = len(spans._RECORDER.stack)
     lines = [json.loads(line) for line in (run / run_files.LEDGER / run_files.ledger_name(run.rank)).read_text().splitlines()]
     lines = [line for line in lines if line["attempt"] == run.attempt]

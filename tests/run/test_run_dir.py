@@ -54,7 +54,7 @@ def steps(first, last, *, spent="step"):
 
 
 def leave(error=None):
-    current_context().run_shutdown_hooks(error)
+    current_context().shutdown_hooks.run(error)
 
 
 def test_open_run_creates_attempt_and_ledger(tmp_path, monkeypatch):
@@ -159,7 +159,7 @@ def test_failing_shutdown_hook_is_recorded_in_close_line(tmp_path, monkeypatch):
         raise OSError("disk full")
 
     run = open_run(tmp_path)
-    monkeypatch.setitem(current_context().shutdown_hooks, "a test's", fail)
+    monkeypatch.setitem(current_context().shutdown_hooks.first, "a test's", fail)
     with pytest.raises(OSError, match="disk full"):
         leave()
     assert lines_of(run.path)[-1]["error"] == "OSError: disk full"

@@ -17,7 +17,6 @@ from dtrain.shard import skipped_units
 from dtrain.step.microbatch_step import microbatch_step
 from dtrain.testing import count_collectives
 
-CAP_S = 120.0
 DIM = 4
 
 
@@ -135,13 +134,13 @@ def swept(root: bool, strategy: str, steps: int, special: str) -> float:
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "hybrid_shard"])
 def test_units_skipped_on_some_ranks_count_as_zero(ranks, strategy, root, request):
     steps = 200 if request.config.getoption("--slow") else 12
-    for error in ranks(4 if strategy == "hybrid_shard" else 2).run(swept, root, strategy, steps, "", timeout_s=CAP_S):
+    for error in ranks(4 if strategy == "hybrid_shard" else 2).run(swept, root, strategy, steps, ""):
         assert error <= 1e-12
 
 
 @pytest.mark.parametrize(("special", "at_most"), [("checkpointed", 1e-12), ("bf16", 0.03)])
 def test_skipped_units_count_as_zero_with_checkpointing_and_bf16(ranks, special, at_most):
-    for error in ranks(2).run(swept, True, "full_shard", 12, special, timeout_s=CAP_S):
+    for error in ranks(2).run(swept, True, "full_shard", 12, special):
         assert error <= at_most
 
 
@@ -173,7 +172,7 @@ def collectives_by_part(root: bool, strategy: str, most: int) -> list[list[str]]
 )
 def test_step_issues_equal_collectives_for_any_skipped_units(ranks, strategy, root, request):
     most = 5 if request.config.getoption("--slow") else 2  # one of the units that have a gradient must be left
-    assert ranks(2).run(collectives_by_part, root, strategy, most, timeout_s=CAP_S) == [[], []]
+    assert ranks(2).run(collectives_by_part, root, strategy, most) == [[], []]
 
 
 class Generating(nn.Module):
@@ -210,7 +209,7 @@ def generated(root: bool, tokens: list[int], without: list[list[int]]) -> list[i
 
 @pytest.mark.parametrize("root", [True, False], ids=["root with parameters", "root without"])
 def test_no_grad_forwards_gather_once_per_loss_forward(ranks, root):
-    first, second = ranks(2).run(generated, root, [9, 1, 3, 12, 2], [[], [], [], [], [1]], timeout_s=CAP_S)
+    first, second = ranks(2).run(generated, root, [9, 1, 3, 12, 2], [[], [], [], [], [1]])
     assert first == second
     per_token = (first[3] - first[1]) / 11
     assert per_token >= 3  # three blocks, and the units that backward gathers ahead of them
@@ -243,7 +242,7 @@ def first_step(missing: str) -> list:
     ],
 )
 def test_unit_skipped_in_first_step_is_named_on_all_ranks(ranks, missing, comes_to):
-    first, second = ranks(2).run(first_step, missing, timeout_s=CAP_S)
+    first, second = ranks(2).run(first_step, missing)
     assert first == second
     message, clean, error = first
     assert message == (
@@ -280,7 +279,7 @@ def under_auto() -> float:
 
 
 def test_skipped_units_count_as_zero_with_auto_microbatch(ranks):
-    for error in ranks(2).run(under_auto, timeout_s=CAP_S):
+    for error in ranks(2).run(under_auto):
         assert error <= 1e-12
 
 
@@ -302,7 +301,7 @@ def frozen_part() -> tuple[list[int], float]:
 
 
 def test_unit_order_is_recorded_again_after_freezing_parameters(ranks):
-    for counts, error in ranks(2).run(frozen_part, timeout_s=CAP_S):
+    for counts, error in ranks(2).run(frozen_part):
         assert counts[0] == counts[1]
         assert counts[2] == counts[3] < counts[0]
         assert error <= 1e-12
@@ -335,9 +334,9 @@ def test_later_unit_reordering_is_reported_by_the_reordered_rank(ranks):
     with pytest.raises(
         RankError, match=r"rank 1 of 2 raised[^$]*StepError: step: this rank runs 'units.1' later than in the first"
     ):
-        ranks(2).run(swapped_later, [[[0, 1, 2]] * 2, [[0, 1, 2], [0, 2, 1]]], 2.0, timeout_s=CAP_S)
+        ranks(2).run(swapped_later, [[[0, 1, 2]] * 2, [[0, 1, 2], [0, 2, 1]]], 2.0)
 
 
 def test_new_or_reordered_units_on_all_ranks_are_accepted(ranks):
     orders = [[0, 1], [0, 2, 1], [0, 1, 1, 2], [2, 1, 0], [2, 1, 0], [1, 0, 2]]
-    ranks(2).run(swapped_later, [[order] * 2 for order in orders], timeout_s=CAP_S)
+    ranks(2).run(swapped_later, [[order] * 2 for order in orders])

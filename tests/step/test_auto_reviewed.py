@@ -27,7 +27,6 @@ from step.abandoned import batches, fingerprint
 from step.abandoned import start as start_small
 
 WIDTH = 32
-CAP_S = 90.0
 OUT_OF_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB.")
 
 
@@ -110,7 +109,7 @@ def told_differently() -> int | str:
 
 
 def test_ranks_with_different_saved_layouts_search_together(ranks):
-    first, second = ranks(2).run(told_differently, timeout_s=CAP_S)
+    first, second = ranks(2).run(told_differently)
     assert first == second != 3
 
 
@@ -149,7 +148,7 @@ def collective_of_its_own() -> list:
 
 
 def test_loss_with_size_dependent_collectives_records_no_trace(ranks):
-    assert ranks(2).run(collective_of_its_own, timeout_s=CAP_S) == [[4, 2, 0]] * 2
+    assert ranks(2).run(collective_of_its_own) == [[4, 2, 0]] * 2
 
 
 def with_a_critic(point: str, call: int) -> dict:
@@ -185,7 +184,7 @@ def with_a_critic(point: str, call: int) -> dict:
 @pytest.mark.parametrize(("point", "call"), [("forward", 14), ("gather", 6), ("backward", 1)])
 def test_second_sharded_model_in_the_loss_is_reset_after_oom(ranks, point, call):
     expected = {"sizes": [4, 4, 4, 2], "equal": True}
-    assert ranks(2).run(with_a_critic, point, call, timeout_s=CAP_S) == [expected] * 2
+    assert ranks(2).run(with_a_critic, point, call) == [expected] * 2
 
 
 def searched_alone() -> list:
@@ -218,7 +217,7 @@ def uncountable() -> str:
 
 
 def test_uncountable_batch_on_one_rank_raises_on_all_ranks(ranks):
-    first, second = ranks(2).run(uncountable, timeout_s=CAP_S)
+    first, second = ranks(2).run(uncountable)
     assert first.startswith("PeerError: auto_batch_eval: rank 1 cannot count its batch")
     assert second.startswith("ConfigError: batch: found no tensor to split")
 

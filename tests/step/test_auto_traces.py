@@ -28,8 +28,6 @@ from shard.parallel import batch as whole_batch
 from shard.parallel import loss_fn as token_loss
 from step.test_auto_sweep import OUT_OF_MEMORY, Unit, bits, loss_fn
 
-CAP_S = 120.0  # a rank that waits for another one would wait for many minutes
-
 
 class Ordered(nn.Module):
     """Units of different sizes, which run in the order that is set."""
@@ -101,7 +99,7 @@ def reordered_on_one_rank(checked: bool) -> list:
 
 @pytest.mark.parametrize("checked", [False, True])
 def test_reordered_units_on_one_rank_fail_before_any_collective(ranks, checked):
-    first, second = ranks(2).run(reordered_on_one_rank, checked, timeout_s=CAP_S)
+    first, second = ranks(2).run(reordered_on_one_rank, checked)
     assert first == second
     message, untouched, as_if_never = first
     assert message.startswith(
@@ -125,7 +123,7 @@ def reordered_on_all() -> list:
 
 
 def test_reordered_units_on_all_ranks_update_the_trace(ranks):
-    assert ranks(2).run(reordered_on_all, timeout_s=CAP_S) == [[[True, False, True, False, True], True, False]] * 2
+    assert ranks(2).run(reordered_on_all) == [[[True, False, True, False, True], True, False]] * 2
 
 
 def never_twice_the_same() -> list:
@@ -138,7 +136,7 @@ def never_twice_the_same() -> list:
 
 
 def test_repeatedly_changing_unit_order_enables_permanent_checks(ranks):
-    assert ranks(2).run(never_twice_the_same, timeout_s=CAP_S) == [[True, True]] * 2
+    assert ranks(2).run(never_twice_the_same) == [[True, True]] * 2
 
 
 def another_number(change: int) -> list:
@@ -165,7 +163,7 @@ def another_number(change: int) -> list:
 @pytest.mark.parametrize("change", [-1, 1])
 def test_different_microbatch_count_on_one_rank_fails_on_all_ranks(ranks, change):
     expected = ["step: ranks were about to issue different collectives, and none wa", True]
-    assert ranks(2).run(another_number, change, timeout_s=CAP_S) == [expected] * 2
+    assert ranks(2).run(another_number, change) == [expected] * 2
 
 
 def forgetful() -> list:
@@ -181,7 +179,7 @@ def forgetful() -> list:
 
 
 def test_missing_trace_on_one_rank_restarts_the_check(ranks):
-    assert ranks(2).run(forgetful, timeout_s=CAP_S) == [[[True, False, True, False], True]] * 2
+    assert ranks(2).run(forgetful) == [[[True, False, True, False], True]] * 2
 
 
 def refuses_zeros() -> list:
@@ -206,7 +204,7 @@ def refuses_zeros() -> list:
 
 
 def test_errors_caused_by_a_peers_zero_filled_tensors_are_ignored(ranks):
-    assert ranks(2).run(refuses_zeros, timeout_s=CAP_S) == [[True, "PeerError"], [True, "KeyError"]]
+    assert ranks(2).run(refuses_zeros) == [[True, "PeerError"], [True, "KeyError"]]
 
 
 def catches_everything(point: str, steps: int) -> list:
@@ -230,7 +228,7 @@ def catches_everything(point: str, steps: int) -> list:
 
 @pytest.mark.parametrize(("point", "steps"), [("forward", 0), ("gather", 0), ("gather", 2)])
 def test_oom_retry_works_when_the_loss_catches_exceptions(ranks, point, steps):
-    assert ranks(2).run(catches_everything, point, steps, timeout_s=CAP_S) == [[True, steps + 1]] * 2
+    assert ranks(2).run(catches_everything, point, steps) == [[True, steps + 1]] * 2
 
 
 def start_tensor_parallel(*transforms, **options) -> tuple[Step, TrainState]:
@@ -263,17 +261,17 @@ NEVER = 100
 def test_tensor_parallel_steps_exchange_records_only_until_the_shapes_are_known(ranks):
     sequences = [[8], [8], [4], [8], [4]]
     expected = [[True, False, True, False, False], True, False]
-    assert ranks(2).run(tensor_parallel, sequences, NEVER, timeout_s=CAP_S) == [expected] * 2
+    assert ranks(2).run(tensor_parallel, sequences, NEVER) == [expected] * 2
 
 
 def test_tensor_parallel_groups_whose_batches_differ_in_shape_have_traces(ranks):
     sequences = [[8, 4], [8, 4], [4, 8], [8, 8], [8, 4], [8, 8]]
     expected = [[True, False, True, True, False, False], True, False]
-    assert ranks(4).run(tensor_parallel, sequences, NEVER, timeout_s=CAP_S) == [expected] * 4
+    assert ranks(4).run(tensor_parallel, sequences, NEVER) == [expected] * 4
 
 
 @pytest.mark.parametrize("fails_at", [0, 1])
 def test_tensor_parallel_step_that_runs_out_of_memory_is_repeated_on_all_ranks(ranks, fails_at):
-    for _, same_as_by_hand, always_checked in ranks(4).run(tensor_parallel, [[8, 4]] * 3, fails_at, timeout_s=CAP_S):
+    for _, same_as_by_hand, always_checked in ranks(4).run(tensor_parallel, [[8, 4]] * 3, fails_at):
         assert same_as_by_hand
         assert not always_checked

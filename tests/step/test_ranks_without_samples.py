@@ -20,7 +20,6 @@ STRATEGIES = ("full_shard", "shard_grad_op", "hybrid_shard", "replicate")
 DIM, TASKS = 4, 3
 # float64: sums of a few numbers in another order.
 AT_MOST = 1e-12
-CAP_S = 120.0
 # Samples of each rank in each step. Ranks without a sample change, and some of them are there in the first step.
 SIZES = {
     1: [[5], [3], [1]],
@@ -203,44 +202,44 @@ def check(results: list) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_ranks_without_microbatches_train_as_one_process(ranks, strategy, kind):
-    check(ranks(2).run(trained, kind, strategy, timeout_s=CAP_S))
+    check(ranks(2).run(trained, kind, strategy))
 
 
 @pytest.mark.parametrize("strategy", ["full_shard", "replicate"])
 def test_three_ranks_of_which_two_have_no_sample_train_as_one_process(ranks, strategy):
-    check(ranks(3).run(trained, "microbatches", strategy, timeout_s=CAP_S))
-    check(ranks(1).run(trained, "microbatches", strategy, timeout_s=CAP_S))
+    check(ranks(3).run(trained, "microbatches", strategy))
+    check(ranks(1).run(trained, "microbatches", strategy))
 
 
 def test_shards_of_a_replica_without_samples_train_as_one_process(ranks):
-    check(ranks(4).run(trained, "microbatches", "hybrid_shard", timeout_s=CAP_S))
+    check(ranks(4).run(trained, "microbatches", "hybrid_shard"))
 
 
 @pytest.mark.parametrize("strategy", ["full_shard", "replicate"])
 def test_sharded_accumulation_needs_no_sample_on_each_rank(ranks, strategy):
-    check(ranks(2).run(trained, "microbatches", strategy, "", 1, False, {"accumulate": "sharded"}, timeout_s=CAP_S))
+    check(ranks(2).run(trained, "microbatches", strategy, "", 1, False, {"accumulate": "sharded"}))
 
 
 @pytest.mark.parametrize(("kind", "strategy"), [("microbatches", "full_shard"), ("auto", "full_shard"), ("whole", "replicate")])
 def test_pair_of_tensor_parallel_ranks_without_samples_trains_as_one_process(ranks, kind, strategy):
-    check(ranks(4).run(trained, kind, strategy, "", 2, timeout_s=CAP_S))
+    check(ranks(4).run(trained, kind, strategy, "", 2))
 
 
 # FSDP2 replicates a model with offloaded parameters.
 @pytest.mark.parametrize("strategy", ["full_shard", "replicate"])
 def test_ranks_without_microbatches_train_with_offloaded_parameters(ranks, strategy):
-    check(ranks(2).run(trained, "microbatches", strategy, "", 1, False, {"offload": "params"}, timeout_s=CAP_S))
+    check(ranks(2).run(trained, "microbatches", strategy, "", 1, False, {"offload": "params"}))
 
 
 @pytest.mark.parametrize("strategy", ["full_shard", "replicate"])
 @pytest.mark.parametrize("variant", ["checkpointed", "one unit", "frozen"])
 def test_variant_of_the_model_trains_as_one_process(ranks, variant, strategy):
-    check(ranks(2).run(trained, "microbatches", strategy, variant, timeout_s=CAP_S))
+    check(ranks(2).run(trained, "microbatches", strategy, variant))
 
 
 @pytest.mark.parametrize("strategy", ["shard_grad_op", "replicate"])
 def test_rank_that_never_has_a_sample_trains_as_one_process(ranks, strategy):
-    check(ranks(2).run(trained, "microbatches", strategy, "", 1, True, timeout_s=CAP_S))
+    check(ranks(2).run(trained, "microbatches", strategy, "", 1, True))
 
 
 def small() -> nn.Module:
@@ -374,18 +373,18 @@ def trained_beside(how: str, strategy: str, reference_strategy: str, auto: bool)
 def test_second_sharded_model_in_the_loss_trains_as_one_process(ranks, strategy, how):
     reference = "shard_grad_op" if strategy == "shard_grad_op" else "full_shard"
     for auto in (False, True):
-        assert max(ranks(2).run(trained_beside, how, strategy, reference, auto, timeout_s=CAP_S)) <= AT_MOST
+        assert max(ranks(2).run(trained_beside, how, strategy, reference, auto)) <= AT_MOST
 
 
 @pytest.mark.parametrize("how", ["eval_mode", "no_grad"])
 def test_second_sharded_model_on_three_ranks_and_on_one_trains_as_one_process(ranks, how):
-    assert max(ranks(3).run(trained_beside, how, "full_shard", "shard_grad_op", False, timeout_s=CAP_S)) <= AT_MOST
-    assert max(ranks(1).run(trained_beside, how, "full_shard", "full_shard", False, timeout_s=CAP_S)) <= AT_MOST
+    assert max(ranks(3).run(trained_beside, how, "full_shard", "shard_grad_op", False)) <= AT_MOST
+    assert max(ranks(1).run(trained_beside, how, "full_shard", "full_shard", False)) <= AT_MOST
 
 
 @pytest.mark.parametrize("strategy", ["shard_grad_op", "replicate"])
 def test_second_model_that_is_gathered_in_the_loss_by_hand_is_refused(ranks, strategy):
-    first, second = ranks(2).run(with_collective, strategy, "unshard_params", False, timeout_s=CAP_S)
+    first, second = ranks(2).run(with_collective, strategy, "unshard_params", False)
     assert first == second
     assert (first[0], first[2]) == ("ran", "ran")
     assert "rank 0 allgather" in first[1]
@@ -395,7 +394,7 @@ def test_second_model_that_is_gathered_in_the_loss_by_hand_is_refused(ranks, str
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_collective_in_which_a_rank_would_be_missing_is_refused_on_all_ranks(ranks, strategy, auto):
     where = "model" if strategy == "full_shard" else "loss"
-    first, second = ranks(2).run(with_collective, strategy, where, auto, timeout_s=CAP_S)
+    first, second = ranks(2).run(with_collective, strategy, where, auto)
     assert first == second
     assert (first[0], first[2]) == ("ran", "ran")
     assert first[1].startswith("StepError: step: ranks were about to issue different collectives, and none was issued: rank 0")
@@ -407,6 +406,6 @@ def test_collective_in_which_a_rank_would_be_missing_is_refused_on_all_ranks(ran
 @pytest.mark.parametrize("where", ["error", "error beside"])
 @pytest.mark.parametrize("strategy", ["full_shard", "replicate"])
 def test_error_of_a_rank_with_samples_reaches_a_rank_without(ranks, strategy, where):
-    first, second = ranks(2).run(with_collective, strategy, where, False, timeout_s=CAP_S)
+    first, second = ranks(2).run(with_collective, strategy, where, False)
     assert first == ["ran", "ValueError: of this rank's own", "ran"]
     assert second == ["ran", "PeerError: microbatch_step: rank 0 failed. See its own error.", "ran"]

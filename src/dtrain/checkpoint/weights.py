@@ -252,13 +252,22 @@ def batch_regions(
             yield {group[0]: Region(offset=(row, *(0 for _ in inner)), size=(min(run, rows - row), *inner))}
 
 
-def read_batch(files: TensorFiles, batch: Mapping[str, Region], dtypes: Mapping[str, str] | None = None) -> dict[str, Tensor]:
+def read_batch(
+    files: TensorFiles,
+    batch: Mapping[str, Region],
+    dtypes: Mapping[str, str] | None = None,
+    *,
+    targets: Mapping[str, Tensor] | None = None,
+) -> dict[str, Tensor]:
     """Read regions as tensors of the stored dtypes, or cast to ``dtypes``. The names of a tied tensor share its memory.
 
     Args:
         files: files of the tensors.
         batch: regions by name, equal for all names of a tied tensor.
         dtypes: names of dtypes by name.
+        targets: contiguous CPU tensors of the stored dtypes to read into, by name; None reads into new tensors.
+
+    Mutates: ``targets``.
 
     Raises:
         CorruptCheckpointError: bytes that were changed, as far as the files can tell.
@@ -266,7 +275,8 @@ def read_batch(files: TensorFiles, batch: Mapping[str, Region], dtypes: Mapping[
     keys = {name: files.keys[name] for name in batch}
     regions = {key: batch[name] for name, key in keys.items()}
     refs = {key: files.refs[name] for name, key in keys.items()}
-    tensors = read_tensors(plan_tensors(files.find_shards, regions, refs), files.open_file)
+    by_key = {keys[name]: target for name, target in (targets or {}).items()}
+    tensors = read_tensors(plan_tensors(files.find_shards, regions, refs), files.open_file, targets=by_key)
     return {name: tensors[key].to(DTYPES[(dtypes or {}).get(name, refs[key].dtype)]) for name, key in keys.items()}
 
 

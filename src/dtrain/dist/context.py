@@ -179,6 +179,44 @@ ExchangeObserver = Callable[["Channel", str, int], None]
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
+class ShutdownHooks:
+    """Hooks that run at the end of ``init_dist``'s block, by name: those of ``first``, then those of ``last``."""
+
+    first: dict[str, ShutdownHook] = field(default_factory=dict)
+    last: dict[str, ShutdownHook] = field(default_factory=dict)
+
+    def run(self, error: BaseException | None) -> None:
+        """Run all hooks, also after one has raised. Later hooks are called with the first exception."""
+        failed: BaseException | None = None
+        for hook in [*self.first.values(), *self.last.values()]:
+            try:
+                hook(error)
+            except BaseException as failure:  # noqa: BLE001 - raised below
+                failed = failure if failed is None else failed
+                error = failure if error is None else error
+        if failed is not None:
+            raise failed
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class EarlierInits:
+    """Facts about earlier calls of ``init_dist`` in this process, for the next call.
+
+    Args:
+        rendezvous: rank and store address of the last rendezvous.
+        store: connection to the store, which the next call reuses, because rank 0 cannot listen on its port again.
+        num_reused_groups: number of default groups opened by the user that ``init_dist`` has used.
+        abandoned_group: NCCL groups of a failed run that could not be closed. The reference is weak, because a fork of this
+            process that destroys the groups would wait for threads that exist only in this process.
+    """
+
+    rendezvous: RendezvousConfig | None = None
+    store: dist.Store | None = None
+    num_reused_groups: int = 0
+    abandoned_group: weakref.ref[dist.ProcessGroup] | None = None
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
 class DistContext:
     """Process groups of this process, and everything that opens and closes with them.
 
@@ -195,14 +233,9 @@ class DistContext:
         set_gloo_interface: if True, ``init_dist`` has set gloo's interface variable, which closing removes.
         preemption: stop signals, and the agreement of the ranks to stop.
         flight_recorder: thread that answers the launcher's requests.
-        shutdown_hooks: hooks by name.
-        last_shutdown_hooks: hooks that run after ``shutdown_hooks``, by name.
+        shutdown_hooks: hooks that run when the block ends.
         exchange_observers: functions that are called after each gather of the control plane.
-        rendezvous: rank and store address of the last rendezvous.
-        store: connection to the store, which a second ``init_dist`` reuses, because rank 0 cannot listen on its port again.
-        num_reused_groups: number of default groups opened by the user that ``init_dist`` has used.
-        abandoned_group: NCCL groups of a failed run that could not be closed. The reference is weak, because a fork of this
-            process that destroys the groups would wait for threads that exist only in this process.
+        earlier: facts about earlier calls of ``init_dist``.
         untracked_steps: number of steps of this process on batches without a ``BatchInfo``. A loader compares the number,
             because a copy of a batch has no reference to its loader.
         issuing_loader: identity of the loader that has issued a batch since the last step; None without one.
@@ -217,13 +250,9 @@ class DistContext:
     set_gloo_interface: bool = False
     preemption: Preemption = field(default_factory=Preemption)
     flight_recorder: FlightRecorder = field(default_factory=FlightRecorder)
-    shutdown_hooks: dict[str, ShutdownHook] = field(default_factory=dict)
-    last_shutdown_hooks: dict[str, ShutdownHook] = field(default_factory=dict)
+    shutdown_hooks: ShutdownHooks = field(default_factory=ShutdownHooks)
     exchange_observers: list[ExchangeObserver] = field(default_factory=list)
-    rendezvous: RendezvousConfig | None = None
-    store: dist.Store | None = None
-    num_reused_groups: int = 0
-    abandoned_group: weakref.ref[dist.ProcessGroup] | None = None
+    earlier: EarlierInits = field(default_factory=EarlierInits)
     untracked_steps: int = 0
     issuing_loader: object | None = None
 
@@ -237,18 +266,6 @@ class DistContext:
             # A step has taken the batch, or the loop of another loader has issued one since.
             if self.issuing_loader is loader:
                 self.issuing_loader = None
-
-    def run_shutdown_hooks(self, error: BaseException | None) -> None:
-        """Run all hooks, also after one has raised. Later hooks are called with the first exception."""
-        failed: BaseException | None = None
-        for hook in [*self.shutdown_hooks.values(), *self.last_shutdown_hooks.values()]:
-            try:
-                hook(error)
-            except BaseException as failure:  # noqa: BLE001 - raised below
-                failed = failure if failed is None else failed
-                error = failure if error is None else error
-        if failed is not None:
-            raise failed
 
 
 # The only reference to the context. A process has one context, because torch has one default group per process, and because
@@ -272,7 +289,7 @@ def register_shutdown_hook(name: str, hook: ShutdownHook, *, last: bool = False)
     Mutates: the hooks of the current context.
     """
     context = current_context()
-    (context.last_shutdown_hooks if last else context.shutdown_hooks)[name] = hook
+    (context.shutdown_hooks.last if last else context.shutdown_hooks.first)[name] = hook
 
 
 def exit_exception() -> BaseException | None:

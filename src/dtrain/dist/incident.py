@@ -56,6 +56,7 @@ from dtrain.errors import DistError
 
 if TYPE_CHECKING:
     from dtrain.dist.control_plane import Channel, ChannelName, ControlPlane
+    from dtrain.dist.init import DistInfo
 
 
 GRACE_S = 5.0
@@ -131,13 +132,13 @@ class report_missing_ranks:
             report, is_disconnected = incidents.report_failure(self._group, waited_s, error)
         finally:
             incidents.waits[self._group] = self._outer
-        if report is not None and incidents.rank in report.broken and not report.timed_out:
+        if report is not None and incidents.info.rank in report.broken and not report.timed_out:
             # The collective failed on this rank, not by another rank.
             return
         text = format_missing_ranks(
             self.caller,
-            world_size=incidents.world_size,
-            timeout_s=incidents.timeout_s,
+            world_size=incidents.info.world_size,
+            timeout_s=incidents.info.timeout_s,
             waited_s=waited_s,
             arrivals=report,
             server_rank=incidents.server_rank,
@@ -189,18 +190,14 @@ class Incidents:
     Args:
         store: rendezvous store.
         prefix: prefix of the keys of this rendezvous.
-        rank: index of this rank.
-        world_size: number of ranks.
-        timeout_s: time that a collective waits, in seconds.
+        info: this rank, the number of ranks, and the time that a collective waits.
         grace_s: time to wait for the next sign of a rank, in seconds.
         server_rank: rank that serves the store, None if another process serves the store.
     """
 
     store: dist.Store
     prefix: str
-    rank: int
-    world_size: int
-    timeout_s: float
+    info: DistInfo
     grace_s: float
     server_rank: int | None
     # Blocks of collectives that this rank is in, by group.
@@ -242,7 +239,7 @@ class Incidents:
         if channel is not None and channel.failed:
             incident = self._begin(name, self._sign_of_channel(channel, waited_s))
         else:
-            timed_out = mark_wait(waited_s, self.timeout_s) == TIMED_OUT
+            timed_out = mark_wait(waited_s, self.info.timeout_s) == TIMED_OUT
             sign = Sign(
                 mark=TIMED_OUT if timed_out else LOST,
                 caller=self._caller(name),
@@ -261,7 +258,7 @@ class Incidents:
                 self._open.pop(name, None)
         if incident.report is None and incident.sign.mark == FAILED:
             # This rank is the cause, and reads no report.
-            return ArrivalReport(missing=[self.rank], notes={self.rank: incident.sign.error}), incident.spread
+            return ArrivalReport(missing=[self.info.rank], notes={self.info.rank: incident.sign.error}), incident.spread
         return incident.report, incident.spread
 
     def note_channel_failure(self, group: str, error: BaseException) -> None:
@@ -284,10 +281,10 @@ class Incidents:
         incident.sign_given.wait(limit_s)
         caused_by_peer = isinstance(error, dist.DistError | DistError | KeyboardInterrupt | SystemExit)
         if incident.store_answered and incident.mark not in (0, FAILED) and not caused_by_peer:
-            self._ask(change_to_failed(incident.board, self.rank, incident.mark, text), limit_s)
-        if incident.store_answered and self.server_rank == self.rank and incident.report is None:
+            self._ask(change_to_failed(incident.board, self.info.rank, incident.mark, text), limit_s)
+        if incident.store_answered and self.server_rank == self.info.rank and incident.report is None:
             limit_s = self.grace_s + _READERS_S
-            self._ask(wait_for_readers(incident.board, self.world_size, self.world_size, limit_s), limit_s)
+            self._ask(wait_for_readers(incident.board, self.info.world_size, self.info.world_size, limit_s), limit_s)
 
     def lose_peer(self, name: ChannelName, peer: int) -> None:
         """Handle a closed connection to ``peer``, in the watch's thread."""
@@ -320,16 +317,16 @@ class Incidents:
         try:
             store = self._connect()
             board, sign = incident.board, incident.sign
-            incident.mark = self._drive(give_sign(board, self.rank, sign), store, name, incident)
+            incident.mark = self._drive(give_sign(board, self.info.rank, sign), store, name, incident)
             incident.sign_given.set()
             if sign.mark == FAILED:
                 self._spread(name, incident)
                 return
-            protocol = find_report(board, self.rank, self.world_size, grace_s=self.grace_s, settle_s=settle_s)
+            protocol = find_report(board, self.info.rank, self.info.world_size, grace_s=self.grace_s, settle_s=settle_s)
             incident.report = self._drive(protocol, store, name, incident)
-            if self.server_rank == self.rank:
-                number = self.world_size - len(incident.report.silent)
-                self._drive(wait_for_readers(board, number, self.world_size, _READERS_S), store, name, incident)
+            if self.server_rank == self.info.rank:
+                number = self.info.world_size - len(incident.report.silent)
+                self._drive(wait_for_readers(board, number, self.info.world_size, _READERS_S), store, name, incident)
         finally:
             if incident.report is None:
                 self._spread(name, incident)
@@ -373,14 +370,14 @@ class Incidents:
         """Return the sign of an exchange that has failed."""
         if channel.closed_here:
             return Sign(mark=FAILED, error=f"a control channel that it has closed itself ({channel.name})")
-        mark = mark_wait(waited_s, self.timeout_s)
+        mark = mark_wait(waited_s, self.info.timeout_s)
         return Sign(mark=mark, caller=self._caller(channel.name), peer=channel.lost_peer)
 
     def _mark_of_wait(self, name: ChannelName) -> int:
         """Return the mark of this rank while another thread of it waits, computes, or is elsewhere."""
         assert self.plane is not None
         is_waiting = self.plane[name].waits or (name == "control" and _waits_in_collective())
-        return mark_wait(self._waited_s(name), self.timeout_s) if is_waiting else BUSY
+        return mark_wait(self._waited_s(name), self.info.timeout_s) if is_waiting else BUSY
 
     def _waited_s(self, group: str) -> float:
         """Return how long this rank has been in a block of collectives of ``group``; for the control channel, of any group."""

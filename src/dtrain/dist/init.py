@@ -108,7 +108,7 @@ class DistInfo:
         preemption = context.preemption
         try:
             try:
-                context.run_shutdown_hooks(error)
+                context.shutdown_hooks.run(error)
                 if preemption.saved and isinstance(error, SystemExit) and error.code in (None, 0):
                     # All ranks were asked to stop and have saved, so sys.exit() is a regular way to leave.
                     error = None
@@ -198,7 +198,8 @@ def init_dist(
     context = current_context()
     if context.info is not None:
         return replace(context.info, _owner=False)
-    if dist.is_initialized() and context.abandoned_group is not None and context.abandoned_group() is dist.group.WORLD:
+    abandoned = context.earlier.abandoned_group
+    if dist.is_initialized() and abandoned is not None and abandoned() is dist.group.WORLD:
         raise DistError("init_dist: NCCL groups of a failed run are still open in this process. Start a new process.")
     rank_info, stop_signals = read_rank_from_env(), read_stop_signals()
     raise_open_file_limit("init_dist", rank_info["world_size"])
@@ -270,26 +271,27 @@ def _join_ranks(info: DistInfo, init_method: str | None, init_timeout_s: float) 
     If the user has opened the default group, no rank waits.
     """
     context = current_context()
+    earlier = context.earlier
     # A launcher that restarts ranks may keep the store with its old keys.
     prefix = f"dtrain/{os.environ.get(launch_protocol.RESTART_COUNT, '0')}"
     if info._opened_group:
         address = read_master_address(info.rank, info.world_size) if init_method is None else init_method
         config = RendezvousConfig(rank=info.rank, world_size=info.world_size, address=address)
-        if config != context.rendezvous:
-            context.rendezvous, context.store = config, None
-        if context.store is None:
-            context.store = connect_store(config, timeout_s=init_timeout_s)
+        if config != earlier.rendezvous:
+            earlier.rendezvous, earlier.store = config, None
+        if earlier.store is None:
+            earlier.store = connect_store(config, timeout_s=init_timeout_s)
         try:
-            group_store, prefix = join_rendezvous(context.store, config, prefix=prefix, timeout_s=init_timeout_s)
+            group_store, prefix = join_rendezvous(earlier.store, config, prefix=prefix, timeout_s=init_timeout_s)
         except BaseException:
             # The next attempt opens a new connection, because this one may be lost.
             if info.rank != 0:
-                context.store = None
+                earlier.store = None
             raise
-        store, server_rank = context.store, config.server_rank
+        store, server_rank = earlier.store, config.server_rank
     else:
-        context.num_reused_groups += 1
-        prefix = f"{prefix}/adopted/{context.num_reused_groups}"
+        earlier.num_reused_groups += 1
+        prefix = f"{prefix}/adopted/{earlier.num_reused_groups}"
         store = group_store = dist.distributed_c10d._get_default_store()
         server_rank = None
     # A single rank has no peer that could be missing.
@@ -297,9 +299,7 @@ def _join_ranks(info: DistInfo, init_method: str | None, init_timeout_s: float) 
         context.incidents = Incidents(
             store=store,
             prefix=f"{prefix}/missing",
-            rank=info.rank,
-            world_size=info.world_size,
-            timeout_s=info.timeout_s,
+            info=info,
             grace_s=incident.GRACE_S,
             server_rank=server_rank,
         )
@@ -350,7 +350,9 @@ def _close_groups(info: DistInfo, *, error: BaseException | None = None) -> None
         if not info._opened_group and dist.is_initialized() and (group := current_context().cpu_group) is not None:
             dist.destroy_process_group(group)
         left_open = stuck and info._opened_group and dist.is_initialized()
-        current_context().abandoned_group = weakref.ref(dist.distributed_c10d._get_default_group()) if left_open else None
+        current_context().earlier.abandoned_group = (
+            weakref.ref(dist.distributed_c10d._get_default_group()) if left_open else None
+        )
         _reset(destroy=info._opened_group and dist.is_initialized() and not stuck)
         heartbeats.report(heartbeats.ProgressKind.CLOSED, os.getpid())
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dtrain.launch.entrypoint import find_source
-from dtrain.launch.launch_plan import NodeLayout, NodeRendezvous, Target
+from dtrain.launch.launch_plan import NodeLayout, NodeRendezvous, StatedLayout, Target
 from dtrain.launch.node_messages import (
     PROTOCOL,
     Hello,
@@ -295,7 +295,7 @@ _MAX_NAMED = 8
 _MAX_VALUE = 80  # characters
 
 
-def all_joined(hellos: Mapping[int, Hello]) -> bool:
+def all_joined(hellos: Mapping[int, StatedLayout]) -> bool:
     """Return True if all nodes have joined: by the number of nodes if known, otherwise by the number of ranks."""
     nodes, world_size = _stated_sizes(hellos)
     if nodes is not None:
@@ -332,7 +332,7 @@ def find_rank_conflict(hellos: Mapping[int, Hello], new: Hello) -> str | None:
     return None
 
 
-def assign_layouts(hellos: Mapping[int, Hello], addr: str) -> dict[int, NodeLayout]:
+def assign_layouts(hellos: Mapping[int, StatedLayout], addr: str) -> dict[int, NodeLayout]:
     """Assign ranks to each node. The nodes must agree."""
     firsts = _first_ranks(hellos)
     world_size = sum(hello.nproc for hello in hellos.values())
@@ -349,12 +349,12 @@ def assign_layouts(hellos: Mapping[int, Hello], addr: str) -> dict[int, NodeLayo
     }
 
 
-def _stated_sizes(hellos: Mapping[int, Hello]) -> tuple[int | None, int | None]:
+def _stated_sizes(hellos: Mapping[int, StatedLayout]) -> tuple[int | None, int | None]:
     nodes = next((hello.nodes for hello in hellos.values() if hello.nodes is not None), None)
     return nodes, next((hello.world_size for hello in hellos.values() if hello.world_size is not None), None)
 
 
-def _first_ranks(hellos: Mapping[int, Hello]) -> dict[int, int]:
+def _first_ranks(hellos: Mapping[int, StatedLayout]) -> dict[int, int]:
     """Return the first rank of each node: its own setting, or the rank after the previous node's last rank."""
     firsts, following = {}, 0
     for rank, hello in sorted(hellos.items()):

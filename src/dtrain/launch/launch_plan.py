@@ -269,19 +269,33 @@ DEFAULT_SILENCE_S = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NodeRendezvous:
-    """This node's entry to the rendezvous of the job's launchers. None: unknown before all nodes have joined.
+class StatedLayout:
+    """Layout of a node as its command line and its scheduler state it. None: unknown before all nodes have joined.
+
+    Attributes:
+        node_rank: the node.
+        nodes: number of nodes.
+        nproc: ranks of the node.
+        base_rank: first rank of the node.
+        world_size: ranks of the job.
+    """
+
+    node_rank: int
+    nodes: int | None
+    nproc: int
+    base_rank: int | None = None
+    world_size: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeRendezvous(StatedLayout):
+    """This node's entry to the rendezvous of the job's launchers.
 
     Either ``nodes`` or ``world_size`` must be known, because the rendezvous ends when all nodes have joined.
 
     Attributes:
-        node_rank: this node.
-        nodes: number of nodes.
-        nproc: ranks of this node.
         addr: address of node 0.
         port: port of the rendezvous on node 0.
-        base_rank: first rank of this node.
-        world_size: ranks of the job.
         token: identifier of the job, equal on all its nodes; separates jobs at the same address.
         timeout_s: seconds until all nodes have joined.
         silence_s: seconds without a message until a node is lost.
@@ -292,13 +306,8 @@ class NodeRendezvous:
         store_port: port of the ranks' store, only on node 0.
     """
 
-    node_rank: int
-    nodes: int | None
-    nproc: int
     addr: str
     port: int
-    base_rank: int | None = None
-    world_size: int | None = None
     token: str = ""
     timeout_s: float = DEFAULT_JOIN_TIMEOUT_S
     silence_s: float = DEFAULT_SILENCE_S

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from dtrain.launch.launch_plan import NodeLayout, NodeRendezvous
+from dtrain.launch.launch_plan import NodeLayout, NodeRendezvous, StatedLayout
 from dtrain.machine import list_interfaces
 
 PROTOCOL = 2
@@ -38,8 +38,8 @@ _WILDCARD_ADDRESSES = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Hello:
-    """Record of an arriving node. Fields as in ``NodeRendezvous``.
+class Hello(StatedLayout):
+    """Record of an arriving node. Other fields as in ``NodeRendezvous``.
 
     Attributes:
         token: digest of the run token.
@@ -47,11 +47,6 @@ class Hello:
         own_addr: address of the node on its way to node 0; "" on node 0.
     """
 
-    node_rank: int
-    nodes: int | None
-    nproc: int
-    base_rank: int | None
-    world_size: int | None
     token: str
     host: str
     pid: int

@@ -1,41 +1,17 @@
-"""SGD and AdamW whose weight decay follows the learning rate schedule but does not scale with the peak learning rate.
-
-The first functions choose torch's fused, foreach or plain implementation for a parameter group.
-"""
+"""SGD and AdamW whose weight decay follows the learning rate schedule but does not scale with the peak learning rate."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from dtrain.arguments import check_number
-from dtrain.dist.dtensor import mul_, tensor_mesh
-
-_FUSED_DEVICES = frozenset({"cpu", "cuda", "mps", "xpu"})
-
-
-def on_same_mesh(params: Sequence[Tensor]) -> bool:
-    """Return True if all parameters lie on one mesh or are plain. torch's foreach and fused implementations need this."""
-    return len({tensor_mesh(param) for param in params}) <= 1
-
-
-def can_fuse(params: Sequence[Tensor]) -> bool:
-    """Return True if torch's fused Adam supports the parameters together."""
-    return on_same_mesh(params) and all(param.is_floating_point() and param.device.type in _FUSED_DEVICES for param in params)
-
-
-def sets_implementation(group: dict[str, Any]) -> bool:
-    """Return True if the group sets an implementation, or needs the plain implementation."""
-    return any(group.get(form) is not None for form in ("fused", "foreach")) or bool(group.get("differentiable"))
-
-
-def trainable_in_group(group: dict[str, Any]) -> list[Tensor]:
-    """Return the trainable parameters of a group."""
-    return [param for param in group["params"] if param.requires_grad]
+from dtrain.dist.dtensor import mul_
+from dtrain.optim.groups import can_fuse, on_same_mesh, sets_implementation, trainable_in_group
 
 
 def record_peak_lr_(group: dict[str, Any], caller: str) -> None:
@@ -61,12 +37,6 @@ def unwrap_step(step: Callable[..., Any]) -> Callable[..., Any]:
     return inner
 
 
-def evaluate_closure(closure: Callable[[], float]) -> float:
-    """Return the loss of the closure of an optimizer's ``step``, with gradients enabled."""
-    with torch.enable_grad():
-        return closure()
-
-
 class _DecoupledDecay:
     """Base class in front of a torch optimizer; makes the decay relative to the group's initial learning rate."""
 
@@ -81,7 +51,10 @@ class _DecoupledDecay:
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Decay and update every parameter with a gradient. Mutates: parameters, state."""
-        loss = None if closure is None else evaluate_closure(closure)
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
         groups = self.param_groups
         decays = [group["weight_decay"] for group in groups]
         grad_mode = torch.is_grad_enabled()

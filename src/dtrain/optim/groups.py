@@ -1,6 +1,7 @@
 """Make parameter groups by name, each parameter in exactly one group, with and without weight decay.
 
-``muon_groups`` separates hidden matrices, for Muon, from all other parameters, for AdamW.
+``muon_groups`` separates hidden matrices, for Muon, from all other parameters, for AdamW. The last functions choose torch's
+fused, foreach or plain implementation for a parameter group.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from dtrain.fqn import compile_patterns, modules_by_fqn, parameters_by_fqn
 from dtrain.transforms.combinators import ParamFilter
 
 _CALLER = "param_groups"
+_FUSED_DEVICES = frozenset({"cpu", "cuda", "mps", "xpu"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -341,3 +343,23 @@ def _reason_not_hidden(param: Tensor, head: bool, embedding: bool) -> str | None
     if param.ndim != 2:
         return f"has {param.ndim} dims"
     return "belongs to an embedding" if embedding else "belongs to the head" if head else None
+
+
+def on_same_mesh(params: Sequence[Tensor]) -> bool:
+    """Return True if all parameters lie on one mesh or are plain. torch's foreach and fused implementations need this."""
+    return len({tensor_mesh(param) for param in params}) <= 1
+
+
+def can_fuse(params: Sequence[Tensor]) -> bool:
+    """Return True if torch's fused Adam supports the parameters together."""
+    return on_same_mesh(params) and all(param.is_floating_point() and param.device.type in _FUSED_DEVICES for param in params)
+
+
+def sets_implementation(group: dict[str, Any]) -> bool:
+    """Return True if the group sets an implementation, or needs the plain implementation."""
+    return any(group.get(form) is not None for form in ("fused", "foreach")) or bool(group.get("differentiable"))
+
+
+def trainable_in_group(group: dict[str, Any]) -> list[Tensor]:
+    """Return the trainable parameters of a group."""
+    return [param for param in group["params"] if param.requires_grad]

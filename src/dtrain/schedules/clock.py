@@ -237,3 +237,17 @@ class Clock:
         own = {name: getattr(self, name) for name in _COUNT_FIELDS}
         previous = None if self._previous is None else {name: getattr(self._previous, name) for name in _COUNT_FIELDS}
         return {**own, "previous": previous, **({} if self._step_start is None else {"step_start": [*self._step_start]})}
+
+
+def elapsed_fraction(clock: Clock, start: Duration, length: Duration) -> Fraction:
+    """Return the elapsed fraction of ``length`` since ``start``, from 0 to 1, in steps if the units differ.
+
+    Raises:
+        ConfigError: the run cannot convert a duration to steps.
+    """
+    if start.unit == length.unit:
+        # A count of "dur" is a float close to a fraction whose denominator is the number of steps. Recover this fraction.
+        elapsed = (Fraction(clock.count(start.unit)).limit_denominator(10**7) - start.fraction) / length.fraction
+    else:
+        elapsed = Fraction(clock.step - start.steps(clock.run_length), length.steps(clock.run_length))
+    return min(max(elapsed, Fraction(0)), Fraction(1))

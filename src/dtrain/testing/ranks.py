@@ -391,7 +391,7 @@ def _run_task(task: dict[str, Any], rank: int) -> bytes:
         fn: Any = attrgetter(task["name"])(_load_module(Path(task["file"])))
         result = fn(*task["args"])
         # A task ends as a block of ``init_dist`` does: runs, loggers and checkpointers that it has opened are closed.
-        current_context().run_shutdown_hooks(None)
+        current_context().shutdown_hooks.run(None)
         try:
             return json.dumps({"result": result}).encode()
         except (TypeError, ValueError, RecursionError) as problem:

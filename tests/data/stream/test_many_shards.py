@@ -236,4 +236,4 @@ def test_requests_of_many_shards_are_forgotten(tmp_path, opened, monkeypatch):
     for start in range(0, order.size, 1000):
         clock[0] += 1
         dataset.prefetch(order.indices(0, start, start + 1000))
-    assert len(dataset._requested_at) < 6000
+    assert len(dataset._recent_requests.times) < 6000

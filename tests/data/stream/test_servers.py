@@ -166,7 +166,7 @@ def test_prefetch_downloads_shards(on_s3, data, opened):
     before = len(place.proxy.requests)
     dataset.prefetch(torch.arange(40))
     wanted = len({index for index, end in enumerate(dataset.entries.bounds[1:]) if end - dataset.shard_sizes[index] < 40})
-    wait_for(lambda: len(list(dataset._folder.glob("?" * 32))) == wanted)
+    wait_for(lambda: len(list(dataset._settings.cache_folder.glob("?" * 32))) == wanted)
     assert len(place.shard_requests(before)) == wanted
     assert ids(dataset.__getitems__(range(40))) == list(range(40))
     assert len(place.shard_requests(before)) == wanted

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dtrain.cli.launch_options import parse_log_ranks
+from dtrain.cli.launch import parse_log_ranks
 from dtrain.errors import ConfigError
 from dtrain.launch.job_output import check_output_plan, fill_template, log_paths
 from dtrain.launch.launch_plan import NodeLayout, OutputPlan

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 
 from dtrain import storage
 from dtrain.checkpoint import layout, tree_json
-from dtrain.checkpoint.data_file import BlockDigester, plan_blocks
+from dtrain.checkpoint.data_file import BlockDigester, as_bytes, plan_blocks
 from dtrain.checkpoint.layout import DTYPES, Blocks, Manifest, MeshLayout
 from dtrain.checkpoint.plan import full_region, group_by_size
 from dtrain.checkpoint.state_dict import CheckpointContents
@@ -122,34 +122,57 @@ def _step_contents(weights: WeightStream, step: int, is_buffer: Callable[[str], 
     return CheckpointContents(shared=shared, tensors=tensors, values=values, per_rank={}, frozen=frozenset())
 
 
+# At least the size of an element of any dtype.
+_ALIGNMENT = 16
+
+
 class _StreamingSavePlanner(DefaultSavePlanner):  # type: ignore[misc,unused-ignore]
-    """Save planner that plans with meta tensors, and reads each tensor just before the writer writes the tensor."""
+    """Save planner that plans with meta tensors, and reads each tensor just before the writer writes the tensor.
+
+    The planner reads all tensors into one memory, because the writer keeps an object of every tensor until the end of its
+    file. New memory for each tensor would not return to the system: these small objects come to lie in the gap that a
+    freed tensor leaves in the heap, and the next tensor no longer fits there.
+    """
 
     def __init__(self, weights: WeightStream, names: dict[str, str]) -> None:
         super().__init__()
         self._weights, self._names = weights, names
         refs = weights.files.refs
-        sizes = {name: nbytes(refs[name]) for name in weights.dtypes}
-        together = [
-            {name: full_region(refs[name].shape) for name in group} for group in group_by_size(sizes, limit=BUFFER_BYTES)
-        ]
-        self._regions = {name: group for group in together for name in group}
+        # Views of any dtype must be aligned.
+        self._sizes = {name: -(-nbytes(refs[name]) // _ALIGNMENT) * _ALIGNMENT for name in weights.dtypes}
+        groups = list(group_by_size(self._sizes, limit=BUFFER_BYTES))
+        self._group_of = {name: group for group in groups for name in group}
+        self._stored = _host_memory(max(sum(self._sizes[name] for name in group) for group in groups))
+        self._written = as_bytes(_host_memory(max(weights.sizes.values())))
         self._batch: dict[str, Tensor] = {}
-        self._last: Tensor | None = None
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
-        """Return the tensor of one item. The tensor of the previous item has been written and is freed."""
-        if self._last is not None:
-            # The writer keeps a reference to every tensor until the end of its file.
-            self._last.untyped_storage().resize_(0)
+        """Return the tensor of one item, in the memory of the previous item, which has been written."""
         name = self._names[write_item.index.fqn]
         if name not in self._batch:
             # Tensors of one chunk are read together, because each read fetches the whole chunk.
-            self._batch = read_batch(self._weights.files, self._regions[name], self._weights.dtypes)
-        # Memory that NumPy has exported cannot be resized, so the tensor is cloned.
-        self._last = self._batch.pop(name).clone()
-        self._weights.on_bytes_written(self._last.nbytes)
-        return self._last
+            self._batch = self._read(self._group_of[name])
+        tensor, dtype = self._batch.pop(name), DTYPES[self._weights.dtypes[name]]
+        if not tensor.numel():
+            return tensor.to(dtype)
+        # The storage has the size of the tensor, otherwise the writer would copy the tensor.
+        written = torch.frombuffer(self._written, dtype=dtype, count=tensor.numel()).view(tensor.shape).copy_(tensor)
+        self._weights.on_bytes_written(written.nbytes)
+        return written
+
+    def _read(self, group: Iterable[str]) -> dict[str, Tensor]:
+        """Read a group of tensors into the memory of the previous group."""
+        targets, begin, refs = {}, 0, self._weights.files.refs
+        for name in group:
+            memory = self._stored[begin : begin + nbytes(refs[name])]
+            targets[name] = memory.view(DTYPES[refs[name].dtype]).view(refs[name].shape)
+            begin += self._sizes[name]
+        regions = {name: full_region(refs[name].shape) for name in targets}
+        return read_batch(self._weights.files, regions, targets=targets)
+
+
+def _host_memory(size: int) -> Tensor:
+    return torch.empty(size, dtype=torch.uint8, device="cpu")
 
 
 def write_dcp(folder: Path, weights: WeightStream, *, key: str | None) -> None:

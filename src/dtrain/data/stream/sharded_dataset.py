@@ -6,7 +6,8 @@ import threading
 import time
 import weakref
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -53,6 +54,34 @@ _MAX_REQUEST_TIMES = 4096
 _CACHE_FRACTION = 8
 # A pickled dataset has the table of up to this many shards, which is about a megabyte.
 _MAX_PICKLED_SHARDS = 10_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Settings:
+    """Arguments of ``ShardedDataset``, which a pickled dataset carries.
+
+    Args:
+        format: format of the shards; None uses the index or the names of the files.
+        only: name of the file, if the dataset is a single file.
+        cache_folder: folder of the cache.
+        cache_bytes: maximum of the cache's bytes.
+        ranged: if True, only the bytes of the samples are downloaded.
+        prefetch_shards, max_open_shards, verify, follow_links, max_sample_bytes, max_shard_bytes, options: as in
+            ``ShardedDataset``.
+    """
+
+    format: str | None
+    only: str | None
+    cache_folder: Path
+    cache_bytes: int
+    ranged: bool
+    prefetch_shards: int
+    max_open_shards: int
+    verify: bool
+    follow_links: bool
+    max_sample_bytes: int
+    max_shard_bytes: int
+    options: Mapping[str, Any]
 
 
 class ShardedDataset:
@@ -114,35 +143,47 @@ class ShardedDataset:
         if cache_bytes is not None:
             check_int("ShardedDataset", "cache_bytes", cache_bytes)
         check_choice("ShardedDataset", "download", download, get_args(DownloadMode))
-        self._prefetch_shards = check_int("ShardedDataset", "prefetch_shards", prefetch_shards, minimum=0)
-        self._max_open_shards = check_int("ShardedDataset", "max_open_shards", max_open_shards)
-        self._max_sample_bytes = check_int("ShardedDataset", "max_sample_bytes", max_sample_bytes)
-        self._max_shard_bytes = check_int("ShardedDataset", "max_shard_bytes", max_shard_bytes)
+        prefetch_shards = check_int("ShardedDataset", "prefetch_shards", prefetch_shards, minimum=0)
+        max_open_shards = check_int("ShardedDataset", "max_open_shards", max_open_shards)
+        max_sample_bytes = check_int("ShardedDataset", "max_sample_bytes", max_sample_bytes)
+        max_shard_bytes = check_int("ShardedDataset", "max_shard_bytes", max_shard_bytes)
         if not (text := str(path)):
             raise ConfigError("ShardedDataset: path must not be empty. Pass the folder of the shards.")
         self.path = text
         self.root, only = storage.resolve_path(path), None
         if guess_format(self.root.name) is not None and storage.file_size(self.root) is not None:
             self.root, only = self.root.parent, self.root.name
-        # The user has named the file, so a link is trusted.
-        self._follow_links = follow_links or only is not None
-        self._options, self._verify, self._ranged = options, verify, download == "ranged"
         folder = default_cache_folder(self.root) if cache is None else storage.resolve_path(cache)
         if isinstance(folder, RemotePath):
             raise ConfigError(
                 f"ShardedDataset: cache must be a folder of this machine, got {folder}. "
                 "Pass a local path, such as cache='shard_cache'."
             )
-        self._folder = folder
-        self._limit = default_cache_bytes(self._folder) if cache_bytes is None else cache_bytes
+        self._settings = _Settings(
+            format=format,
+            only=only,
+            cache_folder=folder,
+            cache_bytes=default_cache_bytes(folder) if cache_bytes is None else cache_bytes,
+            ranged=download == "ranged",
+            prefetch_shards=prefetch_shards,
+            max_open_shards=max_open_shards,
+            verify=verify,
+            # The user has named the file, so a link is trusted.
+            follow_links=follow_links or only is not None,
+            max_sample_bytes=max_sample_bytes,
+            max_shard_bytes=max_shard_bytes,
+            options=options,
+        )
         self._open_store()
-        self._found_by = {"format": format, "only": only}
-        entries = find_shards(self._store, **self._found_by)
+        entries = self._find_shards()
         with wrap_shard_errors(str(self.root)):
             self._set_entries(entries)
             self._check_entries()
         self._start_process_state()
         FORK_REGISTRY.register(self)
+
+    def _find_shards(self) -> ShardTable:
+        return find_shards(self._store, format=self._settings.format, only=self._settings.only)
 
     def _set_entries(self, entries: ShardTable) -> None:
         self.entries = entries
@@ -151,27 +192,27 @@ class ShardedDataset:
         """Samples of each shard."""
         # A memoryview gives Python integers without a copy of the column.
         self._bounds: Sequence[int] = entries.bounds.data
-        self._size = self._bounds[-1]
 
     def _open_store(self) -> None:
         # A weak reference, so that the cache does not keep the dataset alive.
         release = weakref.WeakMethod(self._release_shards)
-        private = self._folder.parent if self._folder == default_cache_folder(self.root) else None
-        cache = ShardCache(self._folder, self._limit, lambda: (method := release()) and method(), private=private)
+        settings = self._settings
+        folder = settings.cache_folder
+        private = folder.parent if folder == default_cache_folder(self.root) else None
+        cache = ShardCache(folder, settings.cache_bytes, lambda: (method := release()) and method(), private=private)
         self._store = ShardStore(
             self.root,
             cache,
-            ranged=self._ranged,
-            verify=self._verify,
-            follow_links=self._follow_links,
-            max_shard_bytes=self._max_shard_bytes,
+            ranged=settings.ranged,
+            verify=settings.verify,
+            follow_links=settings.follow_links,
+            max_shard_bytes=settings.max_shard_bytes,
         )
 
     def _start_process_state(self) -> None:
         """Initialize the state of this process. A forked child initializes its own state."""
         # The closures hold these locals, not self, so that they do not keep the dataset alive.
-        store, entries, options = self._store, self.entries, self._options
-        max_sample_bytes = self._max_sample_bytes
+        store, entries, settings = self._store, self.entries, self._settings
         self._decoded = decoded = ByteLRU()
 
         def open_shard(number: int) -> tuple[Shard, int]:
@@ -180,7 +221,8 @@ class ShardedDataset:
                 source, cached_bytes = store.open(entry)
                 try:
                     shard_format = get_format(entry.format)
-                    shard = shard_format.open(source, entry, options, max_sample_bytes=max_sample_bytes, decoded=decoded)
+                    limit = settings.max_sample_bytes
+                    shard = shard_format.open(source, entry, settings.options, max_sample_bytes=limit, decoded=decoded)
                 except DataError as error:
                     raise DataError(f"{store.root}/{error}") from error
                 return shard, cached_bytes
@@ -188,14 +230,13 @@ class ShardedDataset:
         self._opened = OpenShardCache(
             open_shard,
             lambda number: str(store.root / entries[number].file.name),
-            max_open=self._max_open_shards,
-            max_bytes=self._limit // _CACHE_FRACTION,
+            max_open=settings.max_open_shards,
+            max_bytes=settings.cache_bytes // _CACHE_FRACTION,
         )
         self._prefetcher = ShardPrefetcher(
-            lambda number, stopped: store.prefetch(entries[number].file, stopped), self._prefetch_shards
+            lambda number, stopped: store.prefetch(entries[number].file, stopped), settings.prefetch_shards
         )
-        self._requested_at: dict[int, float] = {}
-        self._request_lock = threading.Lock()
+        self._recent_requests = _RecentRequests()
         # A finalizer also runs before the interpreter exits.
         self._end = weakref.finalize(self, self._prefetcher.close)
 
@@ -211,43 +252,43 @@ class ShardedDataset:
 
     def _check_entries(self) -> None:
         # A check may refuse the first shard of each group, and shards that are too large.
-        first = {group.first for group in self.entries.groups}
-        for number in sorted({*first, *self.entries.shards_above(min(self._limit, self._max_shard_bytes))}):
+        settings, first = self._settings, {group.first for group in self.entries.groups}
+        for number in sorted({*first, *self.entries.shards_above(min(settings.cache_bytes, settings.max_shard_bytes))}):
             entry = self.entries[number]
             shard_format = get_format(entry.format)
             try:
-                shard_format.check(entry, self._options)
+                shard_format.check(entry, settings.options)
             except DtrainError as error:
                 raise type(error)(one_line(error)) from error
-            if self._ranged and (entry.file.compression is not None or not shard_format.supports_ranges):
+            if settings.ranged and (entry.file.compression is not None or not shard_format.supports_ranges):
                 description = f"compressed ({kind})" if (kind := entry.file.compression) else f"of format {entry.format}"
                 raise ConfigError(
                     f"{self.root / entry.file.name}: is {description}, without range reads. Use download='whole'."
                 )
             size = bytes_to_reserve(entry.file)
-            if entry.file.compression is not None and size > self._max_shard_bytes:
+            if entry.file.compression is not None and size > settings.max_shard_bytes:
                 raise ConfigError(
                     f"{self.root / entry.file.name}: has {size} bytes after decompression, more than max_shard_bytes="
-                    f"{self._max_shard_bytes}. Raise it to trust the data."
+                    f"{settings.max_shard_bytes}. Raise it to trust the data."
                 )
-            if size > self._limit and self._store.uses_cache(entry.file):
+            if size > settings.cache_bytes and self._store.uses_cache(entry.file):
                 raise ConfigError(
-                    f"{self.root / entry.file.name}: has {size} bytes, more than cache_bytes={self._limit}. Raise cache_bytes."
+                    f"{self.root / entry.file.name}: has {size} bytes, more than cache_bytes={settings.cache_bytes}. "
+                    "Raise cache_bytes."
                 )
 
     def __getstate__(self) -> dict[str, Any]:
-        stored = ["path", "root", "_found_by", "_options", "_verify", "_ranged", "_prefetch_shards", "_max_open_shards"]
-        stored += ["_folder", "_limit", "_follow_links", "_max_sample_bytes", "_max_shard_bytes"]
         # The other process maps the table of a large index. A small table travels.
         table = self.entries if len(self.entries) <= _MAX_PICKLED_SHARDS else None
-        return {"table": table, "fingerprint": self.entries.fingerprint, **{name: self.__dict__[name] for name in stored}}
+        stored = {name: self.__dict__[name] for name in ("path", "root", "_settings")}
+        return {"table": table, "fingerprint": self.entries.fingerprint, **stored}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         table, fingerprint = state.pop("table"), state.pop("fingerprint")
         self.__dict__.update(state)
         self._open_store()
         if table is None:
-            table = find_shards(self._store, **self._found_by)
+            table = self._find_shards()
             if table.fingerprint != fingerprint:
                 raise DataError(f"{self.root}: the shards have changed since the dataset was opened. Start the job again")
         self._set_entries(table)
@@ -255,7 +296,7 @@ class ShardedDataset:
         FORK_REGISTRY.register(self)
 
     def __len__(self) -> int:
-        return self._size
+        return self._bounds[-1]
 
     def __getitem__(self, index: int, /) -> Any:
         """Read and decode sample ``index``.
@@ -265,8 +306,8 @@ class ShardedDataset:
             ShardError: the shard cannot be read.
             DataError: the sample cannot be decoded.
         """
-        if not 0 <= index < self._size:
-            raise IndexError(f"{self.path}: index must be in 0 to {self._size - 1}, got {index}")
+        if not 0 <= index < self._bounds[-1]:
+            raise IndexError(f"{self.path}: index must be in 0 to {len(self) - 1}, got {index}")
         # For a single index, bisect is far faster than NumPy.
         number = bisect_right(self._bounds, index) - 1
         return self._opened.read(number, (index - self._bounds[number],))[0]
@@ -274,9 +315,9 @@ class ShardedDataset:
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         """Read samples in the order of ``indices``. Samples of one shard are read together."""
         requested = np.asarray(indices, dtype=np.int64)
-        if requested.size and (int(requested.min()) < 0 or int(requested.max()) >= self._size):
+        if requested.size and (int(requested.min()) < 0 or int(requested.max()) >= len(self)):
             raise IndexError(
-                f"{self.path}: indices must be in 0 to {self._size - 1}, got {requested.min()} to {requested.max()}"
+                f"{self.path}: indices must be in 0 to {len(self) - 1}, got {requested.min()} to {requested.max()}"
             )
         bounds = self.entries.bounds
         shards = bounds.searchsorted(requested, side="right") - 1
@@ -310,7 +351,7 @@ class ShardedDataset:
 
     @property
     def _uses_range_requests(self) -> bool:
-        return self._ranged and isinstance(self.root, RemotePath)
+        return self._settings.ranged and isinstance(self.root, RemotePath)
 
     def prefetch(self, indices: Tensor) -> None:
         """Download the shards of these samples in the background, in order. Return at once.
@@ -318,23 +359,11 @@ class ShardedDataset:
         Args:
             indices: ``[k]`` int64, the samples that this rank reads soon.
         """
-        if not self._prefetch_shards or not len(indices):
+        if not self._settings.prefetch_shards or not len(indices):
             return
         numbers, first = np.unique(self.entries.bounds.searchsorted(np.asarray(indices), side="right") - 1, return_index=True)
-        now = time.monotonic()
-        with self._request_lock:
-            requested = [
-                n
-                for n in numbers[first.argsort()].tolist()
-                if n < len(self.entries)
-                and now - self._requested_at.get(n, -_REQUEST_AGAIN_S) >= _REQUEST_AGAIN_S
-                and self._store.uses_cache(self.entries[n].file)
-            ]
-            # Old requests have no effect, and a long run would collect one of each shard.
-            if len(self._requested_at) > _MAX_REQUEST_TIMES:
-                self._requested_at = {n: time_s for n, time_s in self._requested_at.items() if now - time_s < _REQUEST_AGAIN_S}
-            self._requested_at.update(dict.fromkeys(requested, now))
-        self._prefetcher.request(requested)
+        new = self._recent_requests.add(n for n in numbers[first.argsort()].tolist() if n < len(self.entries))
+        self._prefetcher.request([n for n in new if self._store.uses_cache(self.entries[n].file)])
 
     def order(self, seed: int, shuffle: bool | BlockShuffle) -> SampleOrder:
         """Return the order of an epoch, with a block shuffle over the shards; see ``BlockShuffle``."""
@@ -347,7 +376,7 @@ class ShardedDataset:
         return {
             "format": ",".join(sorted({group.format for group in self.entries.groups})),
             "shards": len(self.entries),
-            "samples": self._size,
+            "samples": len(self),
             "bytes": self.entries.bytes_total,
             "digest": self.entries.fingerprint,
         }
@@ -359,4 +388,23 @@ class ShardedDataset:
         self._start_process_state()
 
     def __repr__(self) -> str:
-        return f"ShardedDataset({self.path!r}, samples={self._size}, shards={len(self.entries)})"
+        return f"ShardedDataset({self.path!r}, samples={len(self)}, shards={len(self.entries)})"
+
+
+class _RecentRequests:
+    """Times of the last requests of shards, by number. Any thread may use them."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.times: dict[int, float] = {}
+
+    def add(self, numbers: Iterable[int]) -> list[int]:
+        """Record requests of these shards now, and return the shards that were not requested a short time ago."""
+        now = time.monotonic()
+        with self._lock:
+            new = [n for n in numbers if now - self.times.get(n, -_REQUEST_AGAIN_S) >= _REQUEST_AGAIN_S]
+            # Old requests have no effect, and a long run would collect one of each shard.
+            if len(self.times) > _MAX_REQUEST_TIMES:
+                self.times = {n: time_s for n, time_s in self.times.items() if now - time_s < _REQUEST_AGAIN_S}
+            self.times.update(dict.fromkeys(new, now))
+        return new

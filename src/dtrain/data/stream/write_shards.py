@@ -16,11 +16,7 @@ from dtrain.data.stream.formats.compression import (
     new_hash,
     parse_compression,
 )
-from dtrain.data.stream.formats.json_lines import LineWriter
-from dtrain.data.stream.formats.mds import MdsWriter
-from dtrain.data.stream.formats.parquet import ParquetWriter
 from dtrain.data.stream.formats.shard_format import Sample, ShardEntry, ShardFile, ShardWriter, get_format
-from dtrain.data.stream.formats.tar import TarWriter
 from dtrain.data.stream.shard_index import INDEX_NAME, UNFINISHED_NAME, write_index
 from dtrain.errors import ConfigError, DataError
 from dtrain.storage import (
@@ -34,7 +30,6 @@ from dtrain.storage import (
     sync_folder,
     write_parts,
 )
-from dtrain.typing import Plain
 
 
 def make_writer(
@@ -50,17 +45,12 @@ def make_writer(
     Raises:
         ConfigError: the format is unknown, or cannot store such columns.
     """
-    get_format(form)
+    shard_format = get_format(form)
     if columns is not None and not columns:
         raise ConfigError("columns={} leaves nothing to write. Leave out columns to use the first sample's columns.")
-    if form in ("jsonl", "text", "tar") and columns is not None:
+    if columns is not None and not shard_format.has_typed_columns:
         raise ConfigError(f"format {form} has no typed columns, got columns={dict(columns)}. Leave out columns.")
-    settings: dict[str, Plain] = {"compression": compression, "hashes": [*hashes], "size_limit": limit}
-    if form == "mds":
-        return MdsWriter(first, columns, settings)
-    if form == "parquet":
-        return ParquetWriter(first, columns, settings)
-    return TarWriter(settings) if form == "tar" else LineWriter(form, settings)
+    return shard_format.writer(first, columns, {"compression": compression, "hashes": [*hashes], "size_limit": limit})
 
 
 _UPLOAD_PART_BYTES = 2**24

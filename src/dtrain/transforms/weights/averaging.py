@@ -15,7 +15,7 @@ from torch import Tensor
 from dtrain.arguments import check_choice
 from dtrain.dist.dtensor import from_local_like, to_local
 from dtrain.errors import ConfigError
-from dtrain.schedules.clock import Clock
+from dtrain.schedules.clock import Clock, elapsed_fraction
 from dtrain.schedules.durations import Duration, RunLength, parse_window
 from dtrain.schedules.hyperparameters import hyperparameter
 from dtrain.shard.buffers import BufferSnapshot
@@ -205,20 +205,6 @@ def duration_ratio(length: Duration, whole: Duration, run: RunLength | None) -> 
     if length.unit == whole.unit:
         return length.fraction / whole.fraction
     return Fraction(length.steps(run), whole.steps(run))
-
-
-def elapsed_fraction(clock: Clock, start: Duration, length: Duration) -> Fraction:
-    """Return the elapsed fraction of ``length`` since ``start``, from 0 to 1, in steps if the units differ.
-
-    Raises:
-        ConfigError: the run cannot convert a duration to steps.
-    """
-    if start.unit == length.unit:
-        # A count of "dur" is a float close to a fraction whose denominator is the number of steps. Recover this fraction.
-        elapsed = (Fraction(clock.count(start.unit)).limit_denominator(10**7) - start.fraction) / length.fraction
-    else:
-        elapsed = Fraction(clock.step - start.steps(clock.run_length), length.steps(clock.run_length))
-    return min(max(elapsed, Fraction(0)), Fraction(1))
 
 
 @contextmanager

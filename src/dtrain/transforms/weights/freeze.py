@@ -11,11 +11,11 @@ from torch import Tensor
 
 from dtrain.arguments import check_number
 from dtrain.errors import ConfigError
+from dtrain.schedules.clock import elapsed_fraction
 from dtrain.schedules.durations import Duration, parse_window
 from dtrain.state import TrainState
 from dtrain.step.transform import GradFn, Transform
 from dtrain.transforms.combinators import ParamFilter, masked
-from dtrain.transforms.weights.averaging import elapsed_fraction
 from dtrain.typing import Batch, Metrics
 
 

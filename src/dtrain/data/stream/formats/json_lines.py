@@ -154,6 +154,10 @@ class LineFormat(ShardFormat):
         """Count the samples; see ``ShardFormat.count``. Reads the whole file."""
         return len(self.bounds(source)[0]), {}
 
+    def writer(self, first: Sample, columns: Mapping[str, str] | None, details: dict[str, Plain]) -> LineWriter:
+        """Make the writer; see ``ShardFormat.writer``."""
+        return LineWriter(self.name, details)
+
 
 JSONL = LineFormat(name="jsonl", suffixes=(".jsonl", ".ndjson"), decode=json.loads, skip_blank=True)
 TEXT = LineFormat(

@@ -135,6 +135,7 @@ class MdsFormat(ShardFormat):
     suffixes = (".mds",)
     supports_ranges = True
     options = ("columns", "allow_pickle")
+    has_typed_columns = True
 
     def check(self, entry: ShardEntry, options: Mapping[str, Any]) -> None:
         """Check the options and the columns; see ``ShardFormat.check``."""
@@ -168,6 +169,10 @@ class MdsFormat(ShardFormat):
         if not isinstance(config, dict):
             raise DataError(f"columns must be an object, got {type(config).__name__}")
         return len(bounds) - 1, {key: config[key] for key in selected if key in config}
+
+    def writer(self, first: Sample, columns: Mapping[str, str] | None, details: dict[str, Plain]) -> MdsWriter:
+        """Make the writer; see ``ShardFormat.writer``."""
+        return MdsWriter(first, columns, details)
 
 
 MDS = MdsFormat()

@@ -173,6 +173,7 @@ class ParquetFormat(ShardFormat):
     supports_ranges = True
     noun = "rows"
     options = ("columns", "row_group_cache_bytes", "group_bytes")
+    has_typed_columns = True
 
     def check(self, entry: ShardEntry, options: Mapping[str, Any]) -> None:
         """Check the options; see ``ShardFormat.check``."""
@@ -188,6 +189,10 @@ class ParquetFormat(ShardFormat):
     def count(self, source: ByteSource) -> tuple[int, dict[str, Plain]]:
         """Count the samples; see ``ShardFormat.count``. Reads the end of the file."""
         return int(_open_file(source, "file").metadata.num_rows), {}
+
+    def writer(self, first: Sample, columns: Mapping[str, str] | None, details: dict[str, Plain]) -> ParquetWriter:
+        """Make the writer; see ``ShardFormat.writer``."""
+        return ParquetWriter(first, columns, details)
 
 
 PARQUET = ParquetFormat()

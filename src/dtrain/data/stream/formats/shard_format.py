@@ -117,7 +117,10 @@ class ShardEntry:
 
 
 class ShardFormat:
-    """Reader of a file format. One object per format, without state. A subclass implements ``open_unchecked`` and ``count``."""
+    """File format of shards. One object per format, without state.
+
+    A subclass implements ``open_unchecked``, ``count`` and ``writer``.
+    """
 
     name: str
     """Name of the format, also in an index."""
@@ -130,6 +133,9 @@ class ShardFormat:
 
     options: tuple[str, ...] = ()
     """Names of the ``options`` of ``open``."""
+
+    has_typed_columns = False
+    """True if a writer encodes each column by its type."""
 
     noun = "samples"
     """Word for samples in errors."""
@@ -185,6 +191,19 @@ class ShardFormat:
 
         Raises:
             DataError: the bytes are not of this format.
+        """
+        raise NotImplementedError
+
+    def writer(self, first: Sample, columns: Mapping[str, str] | None, details: dict[str, Plain]) -> ShardWriter:
+        """Make the writer of a dataset.
+
+        Args:
+            first: the first sample.
+            columns: types by column; None infers them from the first sample, and is the only value without typed columns.
+            details: details of the entries in the index.
+
+        Raises:
+            ConfigError: the format cannot store such columns, or a package is not installed.
         """
         raise NotImplementedError
 

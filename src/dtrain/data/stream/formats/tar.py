@@ -190,6 +190,10 @@ class TarFormat(ShardFormat):
         """Count the samples; see ``ShardFormat.count``. Reads the headers of all members."""
         return len(_index_samples(source, "file")), {}
 
+    def writer(self, first: Sample, columns: Mapping[str, str] | None, details: dict[str, Plain]) -> TarWriter:
+        """Make the writer; see ``ShardFormat.writer``."""
+        return TarWriter(details)
+
 
 TAR = TarFormat()
 
