@@ -165,7 +165,7 @@ def _start_workers(source: Any, requests: Any, workers: WorkerConfig) -> Any:
         "batch_size": None,
         "pin_memory": workers.pin_memory,
         # Without a generator, torch draws the seeds of the workers from the global generator.
-        "generator": torch.Generator(),
+        "generator": torch.Generator("cpu"),
         "num_workers": workers.count,
         "prefetch_factor": workers.prefetch_factor,
         "timeout": min(_POLL_INTERVAL_S, workers.timeout_s or _POLL_INTERVAL_S),
