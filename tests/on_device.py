@@ -1,8 +1,10 @@
 """Tests on a device: with ``DTRAIN_TEST_DEVICE=cuda`` the tensors that the core's tests make are on the GPU.
 
-The device is torch's default device during a test, so models, batches and references of a test are all there, and dtrain
-follows the tensors. Several ranks share the GPU, and gloo carries their tensors. Tests that need the host, or a collective that
+The device is torch's default device, so models, batches and references of a test are all there, also those that a file of tests
+makes when it is imported, and dtrain follows the tensors. Several ranks share the GPU, and gloo carries their tensors. Tests that need the host, or a collective that
 gloo lacks for tensors of a GPU, are skipped with the reason. ``python tests/on_device.py`` counts the tests of each room.
+
+``DTRAIN_TEST_DEVICE=simulated`` does so on a machine without a GPU (``simulated_accelerator.py``), for tests of one process.
 """
 
 import inspect
@@ -13,9 +15,13 @@ from collections.abc import Callable
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
+
+import simulated_accelerator
 
 TESTS = Path(__file__).parent
 DEVICE = os.environ.get("DTRAIN_TEST_DEVICE")
@@ -58,6 +64,8 @@ def reason_to_skip(item: pytest.Item, device: str) -> str | None:
     if not torch.get_device_module(device).is_available():
         return f"no {device.upper()} device"
     assert isinstance(item, pytest.Function)
+    if device == simulated_accelerator.NAME and "ranks" in item.fixturenames:
+        return "gloo carries no tensors of the simulated accelerator"
     reasons = OF_THE_HOST | NOT_OF_GLOO if "ranks" in item.fixturenames else OF_THE_HOST
     names = names_used(item.function)
     return next((reason for name, reason in reasons.items() if name in names), None)
@@ -82,6 +90,41 @@ def skip_tests_of_the_host(items: list[pytest.Item]) -> None:
     for item in items:
         if (reason := reason_to_skip(item, DEVICE)) is not None:
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+RANDOM_FACTORIES = frozenset({torch.rand, torch.randn, torch.randint, torch.randperm})
+
+
+class DrawsOfTests(TorchFunctionMode):
+    """Random tensors that a test makes without a device are drawn where the generator is, and moved to the default device.
+
+    Without a generator they are drawn on the CPU. So a generator of the CPU serves on any device, and the numbers are those of a
+    run on the CPU. dtrain's own calls are left
+    alone: a generator of the CPU under another default device fails there as it does for a user.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in RANDOM_FACTORIES and kwargs.get("device") is None and is_of_tests(sys._getframe(1).f_code.co_filename):
+            grad = kwargs.pop("requires_grad", False)
+            generator = kwargs.get("generator")
+            drawn = func(*args, **{**kwargs, "device": "cpu" if generator is None else generator.device})
+            return drawn.to(torch.get_default_device()).requires_grad_(grad)
+        return func(*args, **kwargs)
+
+
+def use_device(device: str) -> None:
+    """Make ``device`` the default device of this process, and start it if it is simulated. Mutates: torch's modes."""
+    if device == simulated_accelerator.NAME:
+        simulated_accelerator.start()
+    torch.set_default_device(device)
+    DrawsOfTests().__enter__()
+
+
+def is_of_tests(file: str) -> bool:
+    return file.startswith(f"{TESTS}{os.sep}")
 
 
 class Counts:
