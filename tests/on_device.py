@@ -38,6 +38,12 @@ OF_THE_HOST = {
     "fork": "is about processes: one that has started CUDA cannot fork",
     "spawn": "is about processes: one that has started CUDA cannot fork",
     "from_numpy": "shares the memory of NumPy",
+    "shard_order": "is about orders of samples, which are on the CPU",
+}
+# Names that a test uses if it needs what the simulated accelerator lacks.
+NOT_SIMULATED = {
+    "autocast": "is about lower precision on a device: the simulated one has none of its own",
+    "compile": "the simulated accelerator has no compiler",
 }
 # Names that the ranks of a test use if gloo cannot carry their tensors from a GPU.
 NOT_OF_GLOO = dict.fromkeys(
@@ -64,9 +70,11 @@ def reason_to_skip(item: pytest.Item, device: str) -> str | None:
     if not torch.get_device_module(device).is_available():
         return f"no {device.upper()} device"
     assert isinstance(item, pytest.Function)
-    if device == simulated_accelerator.NAME and "ranks" in item.fixturenames:
-        return "gloo carries no tensors of the simulated accelerator"
     reasons = OF_THE_HOST | NOT_OF_GLOO if "ranks" in item.fixturenames else OF_THE_HOST
+    if device == simulated_accelerator.NAME:
+        reasons = reasons | NOT_SIMULATED
+        if "ranks" in item.fixturenames:
+            return "gloo carries no tensors of the simulated accelerator"
     names = names_used(item.function)
     return next((reason for name, reason in reasons.items() if name in names), None)
 
@@ -76,7 +84,9 @@ def names_used(function: Callable[..., object]) -> set[str]:
     found: set[str] = set()
     waiting = [function]
     while waiting:
-        names = set(waiting.pop().__code__.co_names) - found
+        code = waiting.pop().__code__
+        # An argument such as start_method="fork" is a constant.
+        names = {*code.co_names, *(value for value in code.co_consts if isinstance(value, str))} - found
         found |= names
         known = (function.__globals__.get(name) for name in names)
         waiting += [each for each in known if inspect.isfunction(each) and each.__module__ == function.__module__]
@@ -99,8 +109,8 @@ class DrawsOfTests(TorchFunctionMode):
     """Random tensors that a test makes without a device are drawn where the generator is, and moved to the default device.
 
     Without a generator they are drawn on the CPU. So a generator of the CPU serves on any device, and the numbers are those of a
-    run on the CPU. dtrain's own calls are left
-    alone: a generator of the CPU under another default device fails there as it does for a user.
+    run on the CPU. dtrain's own calls are left alone: a generator of the CPU under another default device fails there as it does
+    for a user.
     """
 
     def __torch_function__(

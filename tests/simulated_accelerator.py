@@ -2,8 +2,8 @@
 
 ``start()`` compiles ``simulated_accelerator.cpp`` once for each version of torch, which takes ten seconds of a core, and registers
 the device ``simulated``. Its operations run on the CPU, and refuse what a GPU refuses: tensors of two devices, and a generator of
-another device. What differs from a GPU: each operation ends before the next begins, the allocator has no counters, and kernels
-for GPUs, NCCL and ``torch.compile`` are missing.
+another device. What differs from a GPU: each operation ends before the next begins, the allocator has no counters, autocast
+changes nothing, and kernels for GPUs, NCCL and ``torch.compile`` are missing.
 """
 
 import hashlib
