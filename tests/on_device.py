@@ -1,8 +1,9 @@
 """Tests on a device: with ``DTRAIN_TEST_DEVICE=cuda`` the tensors that the core's tests make are on the GPU.
 
-The device is torch's default device, so models, batches and references of a test are all there, also those that a file of tests
-makes when it is imported, and dtrain follows the tensors. Several ranks share the GPU, and gloo carries their tensors. Tests that need the host, or a collective that
-gloo lacks for tensors of a GPU, are skipped with the reason. ``python tests/on_device.py`` counts the tests of each room.
+The device is torch's default device, so models, batches and references of a test are all there, also those that a file of
+tests makes when it is imported, and dtrain follows the tensors. Several ranks share the GPU, and gloo carries their tensors.
+Tests that need the host, or a collective that gloo lacks for tensors of a GPU, are skipped with the reason.
+``python tests/on_device.py`` counts the tests of each room.
 
 ``DTRAIN_TEST_DEVICE=simulated`` does so on a machine without a GPU (``simulated_accelerator.py``), for tests of one process.
 """
@@ -108,9 +109,9 @@ RANDOM_FACTORIES = frozenset({torch.rand, torch.randn, torch.randint, torch.rand
 class DrawsOfTests(TorchFunctionMode):
     """Random tensors that a test makes without a device are drawn where the generator is, and moved to the default device.
 
-    Without a generator they are drawn on the CPU. So a generator of the CPU serves on any device, and the numbers are those of a
-    run on the CPU. dtrain's own calls are left alone: a generator of the CPU under another default device fails there as it does
-    for a user.
+    Without a generator they are drawn on the CPU. So a generator of the CPU serves on any device, and the numbers are those of
+    a run on the CPU. dtrain's own calls are left alone: a generator of the CPU under another default device fails there as it
+    does for a user.
     """
 
     def __torch_function__(

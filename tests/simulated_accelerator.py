@@ -1,9 +1,9 @@
 """An accelerator for machines without one: torch takes its tensors, generators and streams for a device's.
 
-``start()`` compiles ``simulated_accelerator.cpp`` once for each version of torch, which takes ten seconds of a core, and registers
-the device ``simulated``. Its operations run on the CPU, and refuse what a GPU refuses: tensors of two devices, and a generator of
-another device. What differs from a GPU: each operation ends before the next begins, the allocator has no counters, autocast
-changes nothing, and kernels for GPUs, NCCL and ``torch.compile`` are missing.
+``start()`` compiles ``simulated_accelerator.cpp`` once for each version of torch, which takes ten seconds of a core, and
+registers the device ``simulated``. Its operations run on the CPU, and refuse what a GPU refuses: tensors of two devices, and a
+generator of another device. What differs from a GPU: each operation ends before the next begins, the allocator has no counters,
+autocast changes nothing, and kernels for GPUs, NCCL and ``torch.compile`` are missing.
 """
 
 import hashlib
@@ -55,6 +55,8 @@ def device_module(generator: torch.Generator) -> ModuleType:
     module: Any = ModuleType(f"torch.{NAME}")
     module.default_generators = (generator,)
     module.is_available = module.is_initialized = lambda: True
+    # torch.utils.checkpoint keeps the random state of a device that has been started.
+    module._initialized = True
     module.is_bf16_supported = lambda: True
     module._is_in_bad_fork = lambda: False
     module.device = lambda device: nullcontext()

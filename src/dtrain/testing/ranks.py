@@ -342,9 +342,8 @@ class _RankPool:
 
 def find_collective(stack: str) -> str | None:
     """Return the collective in a stack of faulthandler: the outermost function of torch.distributed; None without one."""
-    frames = re.findall(
-        r'File ".*/torch/distributed/(?:distributed_c10d|_functional_collectives)\.py", line \d+ in (\w+)', stack
-    )
+    modules = "distributed_c10d|_functional_collectives"
+    frames = re.findall(rf'File ".*/torch/distributed/(?:{modules})\.py", line \d+ in (\w+)', stack)
     return frames[-1] if frames else None
 
 

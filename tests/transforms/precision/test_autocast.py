@@ -54,7 +54,7 @@ def by_hand(dtype: str, cache: bool, steps: int) -> dict[str, torch.Tensor]:
     for _ in range(steps):
         optimizer.zero_grad()
         for part in batch().split(2):
-            with torch.autocast("cpu", dtype=LOW[dtype], cache_enabled=cache):
+            with torch.autocast(torch.get_default_device().type, dtype=LOW[dtype], cache_enabled=cache):
                 loss = loss_fn(model, part).total
             loss.backward()
         for param in model.parameters():
@@ -149,7 +149,7 @@ def held_after_forward(how: str) -> int:
     with LiveBytes() as live:
         live.count([p.to_local() for p in net.parameters()])
         before = live.live
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=how == "autocast"):
+        with torch.autocast(torch.get_default_device().type, dtype=torch.bfloat16, enabled=how == "autocast"):
             total = net(torch.ones(1, SIDE)).float().sum()
         held = live.live - before
         total.backward()
