@@ -7,7 +7,6 @@ import json
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -52,8 +51,7 @@ def losses(device: str, folder: str) -> list[float]:
     step = dt.compose_step(loss_fn, transforms)
     seen: list[float] = []
     for length in ("1ep", "2ep"):
-        shuffle = dt.data.BlockShuffle(block_size=8)
-        loader = dt.build_loader(rows, global_batch_size=8, seed=0, shuffle=shuffle, device=device, num_workers=1)
+        loader = dt.build_loader(rows, global_batch_size=8, seed=0, device=device, num_workers=1)
         model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(192, 4)).to(device)
         with torch.no_grad():
             for param, value in zip(model.parameters(), weights, strict=True):

@@ -173,7 +173,8 @@ def _start_workers(source: Any, requests: Any, workers: WorkerConfig) -> Any:
         "worker_init_fn": _init_worker,
     }
     try:
-        with warnings.catch_warnings():
+        # torch draws the seed of the workers on the default device, with the generator above.
+        with warnings.catch_warnings(), torch.device("cpu"):
             # torch compares the workers with the cores of the node as if the node had one rank.
             warnings.filterwarnings("ignore", "This DataLoader will create")
             # The ConfigError below names the part that cannot be pickled.
