@@ -33,6 +33,18 @@ def tests(session: nox.Session) -> None:
     session.run("pytest", *(session.posargs or (*SIDE_BY_SIDE, "--sample")), env=ONE_THREAD)
 
 
+# Rooms whose tests pass with their tensors on a simulated accelerator. Of the others some tests are about the CPU.
+SIMULATED = ("tests/transforms", "tests/surgery")
+
+
+@nox.session
+def simulated(session: nox.Session) -> None:
+    """The core's tests of one process, with their tensors on a simulated accelerator. Needs g++."""
+    install_to_test(session)
+    env = {**ONE_THREAD, "DTRAIN_TEST_DEVICE": "simulated"}
+    session.run("pytest", *(session.posargs or (*SIDE_BY_SIDE, *SIMULATED)), env=env)
+
+
 @nox.session
 def full(session: nox.Session) -> None:
     """Run all tests, also those that take too long for every change."""

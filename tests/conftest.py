@@ -91,13 +91,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items.sort(key=lambda item: places[str(item.path)])
 
 
+# Files of tests make tensors when they are imported, too.
 if on_device.DEVICE:
-
-    @pytest.fixture(autouse=True)
-    def tensors_on_device() -> Iterator[None]:
-        """Put the tensors of a test on the device, unless the test names another."""
-        with torch.device(str(on_device.DEVICE)):
-            yield
+    on_device.use_device(on_device.DEVICE)
 
 
 @pytest.fixture

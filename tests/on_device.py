@@ -1,8 +1,11 @@
 """Tests on a device: with ``DTRAIN_TEST_DEVICE=cuda`` the tensors that the core's tests make are on the GPU.
 
-The device is torch's default device during a test, so models, batches and references of a test are all there, and dtrain
-follows the tensors. Several ranks share the GPU, and gloo carries their tensors. Tests that need the host, or a collective that
-gloo lacks for tensors of a GPU, are skipped with the reason. ``python tests/on_device.py`` counts the tests of each room.
+The device is torch's default device, so models, batches and references of a test are all there, also those that a file of
+tests makes when it is imported, and dtrain follows the tensors. Several ranks share the GPU, and gloo carries their tensors.
+Tests that need the host, or a collective that gloo lacks for tensors of a GPU, are skipped with the reason.
+``python tests/on_device.py`` counts the tests of each room.
+
+``DTRAIN_TEST_DEVICE=simulated`` does so on a machine without a GPU (``simulated_accelerator.py``), for tests of one process.
 """
 
 import inspect
@@ -13,9 +16,13 @@ from collections.abc import Callable
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
+
+import simulated_accelerator
 
 TESTS = Path(__file__).parent
 DEVICE = os.environ.get("DTRAIN_TEST_DEVICE")
@@ -32,6 +39,12 @@ OF_THE_HOST = {
     "fork": "is about processes: one that has started CUDA cannot fork",
     "spawn": "is about processes: one that has started CUDA cannot fork",
     "from_numpy": "shares the memory of NumPy",
+    "shard_order": "is about orders of samples, which are on the CPU",
+}
+# Names that a test uses if it needs what the simulated accelerator lacks.
+NOT_SIMULATED = {
+    "autocast": "is about lower precision on a device: the simulated one has none of its own",
+    "compile": "the simulated accelerator has no compiler",
 }
 # Names that the ranks of a test use if gloo cannot carry their tensors from a GPU.
 NOT_OF_GLOO = dict.fromkeys(
@@ -59,6 +72,10 @@ def reason_to_skip(item: pytest.Item, device: str) -> str | None:
         return f"no {device.upper()} device"
     assert isinstance(item, pytest.Function)
     reasons = OF_THE_HOST | NOT_OF_GLOO if "ranks" in item.fixturenames else OF_THE_HOST
+    if device == simulated_accelerator.NAME:
+        reasons = reasons | NOT_SIMULATED
+        if "ranks" in item.fixturenames:
+            return "gloo carries no tensors of the simulated accelerator"
     names = names_used(item.function)
     return next((reason for name, reason in reasons.items() if name in names), None)
 
@@ -68,7 +85,9 @@ def names_used(function: Callable[..., object]) -> set[str]:
     every: set[str] = set()
     waiting = [function]
     while waiting:
-        names = set(waiting.pop().__code__.co_names) - every
+        code = waiting.pop().__code__
+        # An argument such as start_method="fork" is a constant.
+        names = {*code.co_names, *(value for value in code.co_consts if isinstance(value, str))} - every
         every |= names
         values = (function.__globals__.get(name) for name in names)
         waiting += [
@@ -86,6 +105,41 @@ def skip_tests_of_the_host(items: list[pytest.Item]) -> None:
     for item in items:
         if (reason := reason_to_skip(item, DEVICE)) is not None:
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+RANDOM_FACTORIES = frozenset({torch.rand, torch.randn, torch.randint, torch.randperm})
+
+
+class DrawsOfTests(TorchFunctionMode):
+    """Random tensors that a test makes without a device are drawn where the generator is, and moved to the default device.
+
+    Without a generator they are drawn on the CPU. So a generator of the CPU serves on any device, and the numbers are those of
+    a run on the CPU. dtrain's own calls are left alone: a generator of the CPU under another default device fails there as it
+    does for a user.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in RANDOM_FACTORIES and kwargs.get("device") is None and is_of_tests(sys._getframe(1).f_code.co_filename):
+            grad = kwargs.pop("requires_grad", False)
+            generator = kwargs.get("generator")
+            drawn = func(*args, **{**kwargs, "device": "cpu" if generator is None else generator.device})
+            return drawn.to(torch.get_default_device()).requires_grad_(grad)
+        return func(*args, **kwargs)
+
+
+def use_device(device: str) -> None:
+    """Make ``device`` the default device of this process, and start it if it is simulated. Mutates: torch's modes."""
+    if device == simulated_accelerator.NAME:
+        simulated_accelerator.start()
+    torch.set_default_device(device)
+    DrawsOfTests().__enter__()
+
+
+def is_of_tests(file: str) -> bool:
+    return file.startswith(f"{TESTS}{os.sep}")
 
 
 class Counts:

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils._device import _device_constructors
 
 import dtrain
 import dtrain as dt
@@ -83,6 +84,48 @@ def test_each_use_of_cuda_has_a_reason():
 
 def test_new_uses_of_cuda_are_found():
     assert uses_of_cuda('if x.device.type == "cuda" or y.is_cuda:\n    torch.cuda.synchronize()\n"""torch.cuda"""') == (1, 2)
+
+
+# Functions of torch whose tensors are on the default device unless the call names another; a generator is on the CPU.
+FACTORIES = {function.__name__ for function in _device_constructors()} | {"Generator"}
+# Uses of these functions without a device, by module, with the reason for each.
+WITHOUT_DEVICE = {
+    "planning/simulate.py": (["empty"], "passes on the arguments of the function that it stands for"),
+    "prove/overrides.py": (["randint"], "keeps the function that a proof replaces; its call names the device"),
+    "shard/materialize.py": (["empty", "empty_strided"], "recognizes calls of the model"),
+    "shard/replicate.py": (["empty"], "is called with the device of the gradients"),
+    "step/transform.py": (["randn"], "is called with the device of the parameter"),
+}
+
+
+def uses_without_device(source: str) -> list[str]:
+    """List the functions of ``FACTORIES`` that are called without a device, or used without a call."""
+    tree = ast.parse(source)
+    calls = {id(node.func): node for node in ast.walk(tree) if isinstance(node, ast.Call)}
+    # A type in an annotation is no call.
+    names = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "torch"]
+    return [node.attr for node in names if node.attr in FACTORIES and not names_device(node.attr, calls.get(id(node)))]
+
+
+def names_device(name: str, call: ast.Call | None) -> bool:
+    """Return True if a use of the factory ``name`` says where its tensor is; ``call`` is None for a use without a call."""
+    if name == "Generator":
+        return call is None or bool(call.args or call.keywords)
+    return call is not None and any(keyword.arg == "device" for keyword in call.keywords)
+
+
+def test_each_tensor_and_generator_names_its_device():
+    """A user's default device moves no tensor of dtrain."""
+    uses = {path.relative_to(SOURCE).as_posix(): uses_without_device(path.read_text()) for path in SOURCE.rglob("*.py")}
+    assert {name: sorted(used) for name, used in uses.items() if used} == {
+        name: used for name, (used, _) in WITHOUT_DEVICE.items()
+    }
+
+
+def test_new_uses_without_device_are_found():
+    source = "x = torch.zeros(3)\ny = torch.ones(2, device=d)\nz: torch.Generator = torch.Generator()\nw = torch.randn"
+    assert sorted(uses_without_device(source)) == ["Generator", "randn", "zeros"]
+    assert uses_without_device('torch.Generator("cpu"), torch.Generator(device=d), x.new_zeros(3), np.zeros(3)') == []
 
 
 class Stream:

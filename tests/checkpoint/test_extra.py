@@ -137,7 +137,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "stateful: gen must be an object with .*, got torch.*Generator. Wrap",
     ),
     "set": ({"stateful": {"a": {1}}}, "stateful: a must be an object with .*, or a dict, list or tensor, got builtins.set"),
-    "array": ({"stateful": {"a": torch.ones(1).numpy()}}, r"got numpy.ndarray. Pass torch.from_numpy\(array\)"),
+    "array": ({"stateful": {"a": torch.ones(1, device="cpu").numpy()}}, r"got numpy.ndarray. Pass torch.from_numpy\(array\)"),
     "class": ({"stateful": {"a": nn.Linear}}, "got the class Linear"),
     "function": ({"stateful": {"a": len}}, "got builtins.builtin_function_or_method"),
     "two marks": ({"stateful": {"a": not_saved(per_rank([1]))}}, "init: stateful: a must have one mark, got two"),

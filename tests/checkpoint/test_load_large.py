@@ -100,7 +100,9 @@ def test_tensors_that_the_state_lacks_are_read_once(tmp_path, monkeypatch, steps
     ((held, read_again),) = seen
     optimizer = {key for key in held | read_again if key.startswith("optimizer/")}
     assert {f"optimizer/state/{name}/exp_avg" for name in state.params} < optimizer
-    assert held == (set() if steps else optimizer)
+    # What a state keeps as it is read is on the CPU: on a GPU the step counts of the optimizer only.
+    kept = optimizer if state.device.type == "cpu" else {key for key in optimizer if key.endswith("/step")}
+    assert held == (set() if steps else kept)
     assert held.isdisjoint(read_again)
 
 

@@ -94,7 +94,7 @@ REFUSED = {
     ),
     "wrapper": ({"t": TwoTensor(torch.ones(2), torch.ones(2))}, r"x/t: .* got TwoTensor, which wraps other tensors"),
     "None key": ({"k": {None: 0}}, r"x/k: keys must be strings or integers, got NoneType None"),
-    "sparse tensor": ({"t": torch.eye(2).to_sparse()}, r"x/t: .* layout torch.sparse_coo"),
+    "sparse tensor": ({"t": torch.eye(2, device="cpu").to_sparse()}, r"x/t: .* layout torch.sparse_coo"),
     "meta tensor": ({"t": torch.empty(2, device="meta")}, r"x/t: .* device meta"),
 }
 

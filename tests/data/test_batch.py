@@ -1,10 +1,19 @@
+import copy
 from collections import namedtuple
 
 import pytest
 import torch
 from tensordict import TensorDict
 
-from dtrain.data.batch import batch_spec, count_samples, count_samples_and_tokens, select_samples, split_batch, to_device
+from dtrain.data.batch import (
+    FailedBatch,
+    batch_spec,
+    count_samples,
+    count_samples_and_tokens,
+    select_samples,
+    split_batch,
+    to_device,
+)
 from dtrain.dist.collective_replay import OpObserver
 from dtrain.errors import ConfigError
 
@@ -167,3 +176,12 @@ def test_spec_count_error_describes_the_mismatch(batch, message):
 def test_spec_refuses_invalid_axes(axes, message):
     with pytest.raises(ConfigError, match=message):
         batch_spec(axes)
+
+
+def test_failed_batch_names_its_error_when_it_is_used_as_a_tensor():
+    failed = FailedBatch(ValueError("row 3 is damaged"))
+    with pytest.raises(AttributeError, match="this batch has no 'tolist', because it failed: row 3 is damaged") as caught:
+        failed.tolist()
+    assert caught.value.__cause__ is failed.error
+    assert not hasattr(failed, "to")
+    assert copy.copy(failed).error is failed.error

@@ -2,11 +2,14 @@ import itertools
 
 import pytest
 import torch
-from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from dtrain.dist.dtensor import compute_shard_box, global_norm, lerp_, scale_, shard_box
+from dtrain.dist.dtensor import compute_shard_box, full_tensor, global_norm, lerp_, scale_, shard_box
+from dtrain.dist.mesh import build_mesh
+from dtrain.dist.rendezvous import gather_over_gloo
 from dtrain.errors import ConfigError
+from dtrain.testing import run_ranks
 
 
 @pytest.mark.parametrize(("rows", "places"), list(itertools.product([1, 3, 4, 7, 8], [1, 2, 3, 4])))
@@ -110,3 +113,24 @@ def test_global_norm_counts_each_element_once_on_any_mesh(ranks):
     one = torch.arange(1.0, 31.0, dtype=torch.float64).norm().item()
     for row in ranks(4).run(norms_on_two_meshes):
         assert row == pytest.approx([one] * 5 + [one * 5**0.5], rel=1e-14)
+
+
+def gathered_over_gloo() -> list:
+    """Gather shards where gloo's coalesced all-gather fails, as for tensors of a GPU; here the tensors are on the CPU."""
+
+    def crash(*args: object, **options: object) -> None:
+        raise RuntimeError("reads memory of a GPU")
+
+    fault = torch.library.Library("c10d", "IMPL")
+    fault.impl("allgather_into_tensor_coalesced_", crash, "BackendSelect")
+    whole = torch.arange(24.0).view(4, 6)
+    shards = [distribute_tensor(whole, build_mesh()["dp_shard"], [Shard(dim)]) for dim in (0, 1)]
+    with pytest.raises(RuntimeError, match="reads memory of a GPU"):
+        full_tensor(shards[0])
+    gather_over_gloo("cpu")
+    return [full_tensor(shard).equal(whole) for shard in shards]
+
+
+def test_shards_are_gathered_over_gloo_without_its_coalesced_gather():
+    """gloo would read memory of a GPU as memory of the host, and the rank would die by SIGSEGV."""
+    assert run_ranks(gathered_over_gloo, 2) == [[True, True]] * 2

@@ -314,7 +314,7 @@ def test_loss_autocast_applies_to_recomputed_forwards():
             return z
 
     def loss(model: nn.Module, batch: dict[str, Tensor]) -> LossSum:
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(torch.get_default_device().type, torch.bfloat16):
             z = model(batch["q"])
         return LossSum(total=(z.float() @ z.float().t()).logsumexp(1).sum(), weight=len(z))
 

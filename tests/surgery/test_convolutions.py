@@ -202,7 +202,7 @@ def test_second_edit_is_refused():
 def test_single_image_and_low_precision_inputs_are_accepted():
     model = blur_pool(nn.Sequential(nn.Conv2d(16, 4, 3, stride=2), nn.MaxPool2d(2)))
     assert model(torch.randn(16, 9, 9)).shape == (4, 2, 2)
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(torch.get_default_device().type, torch.bfloat16):
         assert model(torch.randn(1, 16, 9, 9)).dtype == torch.bfloat16
     assert model.bfloat16()(torch.randn(1, 16, 9, 9).bfloat16()).dtype == torch.bfloat16
 

@@ -118,7 +118,7 @@ def test_factors_of_a_meta_model_are_initialized_on_materialization():
         model = nn.Sequential(nn.Linear(8, 8))
     model = materialize(factorize(model, min_features=8), seed=0)
     assert model[0].down.weight.std() > 0
-    assert model(torch.ones(1, 8)).isfinite().all()
+    assert model(torch.ones(1, 8, device=model[0].down.weight.device)).isfinite().all()
 
 
 @pytest.mark.parametrize(

@@ -78,7 +78,7 @@ def edited(name):
 def test_norm_computes_in_the_autocast_dtype(name):
     norm, low = edited(name)
     x = torch.randn(3, 4, 8)
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(torch.get_default_device().type, torch.bfloat16):
         output = low(x)
     assert output.dtype == torch.bfloat16
     assert output.equal(copy.deepcopy(norm).bfloat16()(x.bfloat16()))
@@ -96,7 +96,7 @@ def test_norm_outside_autocast_equals_the_plain_norm(name):
 def test_gradients_reach_float32_parameters(name):
     _, low = edited(name)
     x = torch.randn(3, 4, 8, requires_grad=True)
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(torch.get_default_device().type, torch.bfloat16):
         low(x).float().square().sum().backward()
     assert all(param.grad is not None and param.grad.dtype == torch.float32 for param in (x, *low.parameters()))
 
@@ -211,7 +211,9 @@ def test_non_norm_modules_are_unchanged(kind):
 @pytest.mark.filterwarnings("ignore:fused_layer_norm:UserWarning")
 def test_fused_norm_combines_with_low_precision_norm_under_autocast():
     model = low_precision_layer_norm(fused_layer_norm(nn.Sequential(Written(4))))
-    with torch.autocast("cpu", torch.bfloat16):  # torch warns where it cannot fuse, which fails a test
+    with torch.autocast(
+        torch.get_default_device().type, torch.bfloat16
+    ):  # torch warns where it cannot fuse, which fails a test
         assert model(torch.ones(2, 4, dtype=torch.bfloat16)).dtype == torch.bfloat16
 
 

@@ -347,7 +347,7 @@ def test_parametrized_modules_refuse_pickling():
 def test_compiled_module_uses_the_swapped_class():
     model = nn.Sequential(nn.LayerNorm(4))
     model[0].compile(backend="eager")
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(torch.get_default_device().type, torch.bfloat16):
         assert model(torch.ones(2, 4)).dtype == torch.float32
         low_precision_layer_norm(model)
         assert model(torch.ones(2, 4)).dtype == torch.bfloat16

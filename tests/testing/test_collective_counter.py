@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from dtrain.dist.collectives import all_gather_json, all_gather_numbers
 from dtrain.dist.context import current_context
@@ -193,3 +194,13 @@ def without_init_dist() -> dict:
 
 def test_collectives_are_counted_without_init_dist(ranks):
     assert ranks(2).run(without_init_dist) == [{"training": {"all_reduce": 1}, "other": {"all_reduce": 1}}] * 2
+
+
+def test_group_that_torch_makes_for_a_mesh_over_gloo_beside_a_gpu_is_the_training_group(monkeypatch):
+    with init_dist(device="cpu"):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        group = init_device_mesh("cpu", (1,)).get_group()
+        assert group is not dist.group.WORLD
+        with count_collectives() as seen:
+            dist.all_reduce(torch.ones(1), group=group)
+    assert seen.counts() == {"training": {"all_reduce": 1}}

@@ -1,5 +1,6 @@
 """The test tool itself: results, errors and stuck ranks come back, and nothing is left behind."""
 
+import ctypes
 import datetime
 import functools
 import os
@@ -199,6 +200,20 @@ def lose_a_peer_while_waiting() -> None:
     if get_dist_info().rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     dist.barrier(async_op=True).wait()
+
+
+def crash_in_a_collective() -> None:
+    if get_dist_info().rank == 1:
+        dist.distributed_c10d._rank_not_in_group = lambda group: ctypes.string_at(0)
+    dist.all_reduce(torch.ones(2))
+
+
+def test_rank_that_crashes_names_the_signal_the_collective_and_the_stack():
+    with pytest.raises(RankError) as caught:
+        run_ranks(crash_in_a_collective, 2)
+    first, *stack = str(caught.value).splitlines()
+    assert first == "run_ranks: crash_in_a_collective: rank 1 of 2 died with exit code -11 (SIGSEGV in all_reduce)"
+    assert any("in crash_in_a_collective" in line for line in stack)
 
 
 @pytest.mark.parametrize(

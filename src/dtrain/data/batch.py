@@ -240,6 +240,12 @@ class FailedBatch:
     def __iter__(self) -> Iterator[Any]:
         raise self.error
 
+    def __getattr__(self, name: str) -> Any:
+        # Code that asks whether a batch has an attribute needs an AttributeError, and copies ask for special methods.
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise AttributeError(f"this batch has no {name!r}, because it failed: {self.error}") from self.error
+
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
     """Move every tensor of ``batch`` to ``device``. Tensors on ``device`` are returned unchanged."""

@@ -165,7 +165,7 @@ def _start_workers(source: Any, requests: Any, workers: WorkerConfig) -> Any:
         "batch_size": None,
         "pin_memory": workers.pin_memory,
         # Without a generator, torch draws the seeds of the workers from the global generator.
-        "generator": torch.Generator(),
+        "generator": torch.Generator("cpu"),
         "num_workers": workers.count,
         "prefetch_factor": workers.prefetch_factor,
         "timeout": min(_POLL_INTERVAL_S, workers.timeout_s or _POLL_INTERVAL_S),
@@ -173,7 +173,8 @@ def _start_workers(source: Any, requests: Any, workers: WorkerConfig) -> Any:
         "worker_init_fn": _init_worker,
     }
     try:
-        with warnings.catch_warnings():
+        # torch draws the seed of the workers on the default device, with the generator above.
+        with warnings.catch_warnings(), torch.device("cpu"):
             # torch compares the workers with the cores of the node as if the node had one rank.
             warnings.filterwarnings("ignore", "This DataLoader will create")
             # The ConfigError below names the part that cannot be pickled.

@@ -338,7 +338,11 @@ def global_norm(tensors: Iterable[Tensor]) -> Tensor:
             square = square.to(where[0].device_type) if square.device.type != where[0].device_type else square
             _all_reduce_axes(square, *where)
         squares.append(square)
-    return torch.stack([square.to(squares[0].device) for square in squares]).sum().sqrt() if squares else torch.zeros(())
+    return (
+        torch.stack([square.to(squares[0].device) for square in squares]).sum().sqrt()
+        if squares
+        else torch.zeros((), device="cpu")
+    )
 
 
 def _sharded_axes(tensor: Tensor) -> tuple[DeviceMesh, tuple[int, ...]] | None:

@@ -20,11 +20,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from dtrain import launch_protocol
 from dtrain.device import find_accelerator, is_accelerator
@@ -360,6 +361,8 @@ def open_default_group(info: DistInfo, store: dist.Store) -> None:
     if info.backend == "gloo" and info.world_size > 1 and context.control_plane is not None:
         # torch holds the C++ half of the object only.
         context.group_store = store = gathered = _GatheredStore(store, context.control_plane["background"])
+    if info.backend == "gloo" and is_accelerator(info.device):
+        gather_over_gloo(info.device.type)
     with connect_on_demand(info):
         dist.init_process_group(
             backend=info.backend,
@@ -371,6 +374,33 @@ def open_default_group(info: DistInfo, store: dist.Store) -> None:
         )
     if gathered is not None:
         gathered.finish()
+
+
+@cache
+def gather_over_gloo(device_type: str) -> torch.library.Library:
+    """Make the functional all-gather of tensors on ``device_type`` safe over gloo, as in ``DTensor.full_tensor``.
+
+    torch issues it as a coalesced all-gather. gloo's reads memory of an accelerator as memory of the host, and the process dies
+    by SIGSEGV (pytorch/pytorch issue 152645). gloo's plain all-gather copies through the host.
+
+    Returns:
+        Owner of the registration, which lasts as long as the process. Other backends than gloo run as before.
+
+    Mutates: torch's dispatcher.
+    """
+
+    def gather(x: Tensor, group_size: int, group_name: str) -> Tensor:
+        group = dist.distributed_c10d._resolve_process_group(group_name)
+        if group._get_backend(x.device).name() != "gloo":
+            gathered: Tensor = torch.ops._c10d_functional.all_gather_into_tensor_coalesced([x], group_size, group_name)[0]
+            return gathered
+        out = x.new_empty((x.shape[0] * group_size, *x.shape[1:]))
+        dist.all_gather_into_tensor(out, x.contiguous(), group=group)
+        return out
+
+    library = torch.library.Library("_c10d_functional", "IMPL")
+    library.impl("all_gather_into_tensor", gather, torch._C._dispatch_key_for_device(device_type))
+    return library
 
 
 @contextmanager

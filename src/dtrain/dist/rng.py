@@ -112,7 +112,7 @@ def check_rng_state(state: dict[str, Any]) -> None:
         python, numpy = _decode_states(state)
         random.Random().setstate(python)
         np.random.RandomState().set_state(numpy)
-        torch.Generator().set_state(state["torch"])
+        torch.Generator("cpu").set_state(state["torch"])
     except (KeyError, TypeError, ValueError, OverflowError, AttributeError, RuntimeError) as error:
         raise ValueError(f"not a state of the random generators ({type(error).__name__}: {error})") from None
 

@@ -213,7 +213,7 @@ class EvenRandom:
             self._number += 1
             seed = derive_seed("prove batch", self._step, self._number)
         else:
-            seed = int(_randint(0, 2**62, (1,)).item())
+            seed = int(_randint(0, 2**62, (1,), device="cpu").item())
         state = torch.get_rng_state()
         torch.manual_seed(seed)
         try:

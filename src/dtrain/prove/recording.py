@@ -456,7 +456,7 @@ class ModuleOutputs:
 
     def __init__(self, config: RunConfig, log: RunLog) -> None:
         self._config, self._log = config, log
-        self._generator = torch.Generator().manual_seed(config.perturb_seed or 0)
+        self._generator = torch.Generator("cpu").manual_seed(config.perturb_seed or 0)
 
     def after(self, module: nn.Module, name: str, output: Any, *, forwards: int) -> Any:
         """Return the output of a module, after a forward with gradient."""
@@ -483,7 +483,8 @@ class ModuleOutputs:
         The variance of these changes is that of a rounding: a twelfth of the square of the unit.
         """
         if isinstance(output, Tensor) and output.is_floating_point():
-            draws = torch.randint(-12, 12, output.shape, generator=self._generator, dtype=torch.int8).to(output.device)
+            draws = torch.randint(-12, 12, output.shape, generator=self._generator, dtype=torch.int8, device="cpu")
+            draws = draws.to(output.device)
             units = (draws == 0).to(output.dtype) - (draws == -1).to(output.dtype)
             return output * (1 + torch.finfo(output.dtype).eps * units)
         if type(output) in (tuple, list):

@@ -214,7 +214,7 @@ def named_tensors(tree: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
         for key, value in tree.items():
             yield from named_tensors(value, f"{path}.{key}" if path else str(key))
     elif isinstance(tree, int | float):
-        yield path, torch.tensor(float(tree), dtype=torch.float64)
+        yield path, torch.tensor(float(tree), dtype=torch.float64, device="cpu")
 
 
 def is_number(value: Any) -> bool:

@@ -208,7 +208,7 @@ class _Slot:
     def buffer(self) -> Tensor:
         """Buffer as it is now, empty if it is None."""
         buffer = self.module._buffers[self.key]
-        return torch.empty(0) if buffer is None else buffer
+        return torch.empty(0, device="cpu") if buffer is None else buffer
 
     @property
     def stays_own(self) -> bool:

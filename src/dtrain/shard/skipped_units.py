@@ -345,7 +345,7 @@ class SkippedUnits:
         with self._pause_checks(), torch.enable_grad():
             for call in frame.calls[frame.position : end]:
                 frame.called_empty |= {call.unit} if call.grad_enabled else set()
-                pending = torch.zeros(()) if self._pending_output is None else self._pending_output
+                pending = torch.zeros((), device="cpu") if self._pending_output is None else self._pending_output
                 self._pending_output = self._call_empty(call, pending)
 
     @contextmanager

@@ -132,7 +132,7 @@ def build_normalizer(local: Mapping[str, Tensor | float], device: torch.device, 
 
     Collective: one all-reduce (float64).
     """
-    stacked = torch.stack([torch.as_tensor(w, dtype=torch.float64).detach().reshape(()).to(device) for w in local.values()])
+    stacked = torch.stack([torch.as_tensor(w, dtype=torch.float64, device=device).detach().reshape(()) for w in local.values()])
     replica_weights, global_weights = _all_reduce_weights(stacked, spec)
     factors = torch.where(replica_weights > 0, 1.0 / replica_weights, 0.0)
     return LossNormalizer(

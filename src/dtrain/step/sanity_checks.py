@@ -448,7 +448,7 @@ class _Outputs:
     """
 
     model: nn.Module
-    positions: Tensor = field(default_factory=lambda: torch.arange(0))
+    positions: Tensor = field(default_factory=lambda: torch.arange(0, device="cpu"))
     attention_calls: int = 0
     _parts: dict[_Key, tuple[tuple[int, ...], dict[int, Tensor]]] = field(default_factory=dict)
     differences: list[tuple[str, float]] = field(default_factory=list)

@@ -29,7 +29,7 @@ _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 def blur_kernel(size: int) -> Tensor:
-    """Return the binomial filter ``[size, size]``, float32, whose entries sum to 1.
+    """Return the binomial filter ``[size, size]``, float32 on the CPU, whose entries sum to 1.
 
     Formula: ``kernel[i, j] = binomial(size - 1, i) * binomial(size - 1, j) / 4 ** (size - 1)``
 
@@ -40,7 +40,7 @@ def blur_kernel(size: int) -> Tensor:
         >>> (16 * dt.surgery.blur_kernel(3)).tolist()
         [[1.0, 2.0, 1.0], [2.0, 4.0, 2.0], [1.0, 2.0, 1.0]]
     """
-    row = torch.tensor([float(comb(size - 1, index)) for index in range(size)])
+    row = torch.tensor([float(comb(size - 1, index)) for index in range(size)], device="cpu")
     return torch.outer(row, row) / 4.0 ** (size - 1)
 
 
@@ -55,7 +55,7 @@ def blur_2d(
     Args:
         x: ``[*, channels, height, width]``.
         stride: stride of the result, whose sides are ``ceil(side / stride)``.
-        kernel: ``[size, size]``, on the device of ``x``; None uses ``blur_kernel(3)``.
+        kernel: ``[size, size]``, on any device; None uses ``blur_kernel(3)``.
         edge: padding beyond the edge: nearest pixel, mirrored pixels, or zeros, which darken the edge.
 
     Source: Zhang 2019, arXiv:1904.11486, section 3.2. The paper does not define the edge. Its author's code mirrors, Composer
@@ -67,7 +67,7 @@ def blur_2d(
         >>> dt.surgery.blur_2d(x).tolist(), dt.surgery.blur_2d(x, stride=2).tolist()
         ([[[0.0, 4.0, 8.0, 4.0, 0.0]]], [[[0.0, 8.0, 0.0]]])
     """
-    kernel = blur_kernel(3).to(x.device) if kernel is None else kernel
+    kernel = (blur_kernel(3) if kernel is None else kernel).to(x.device)
     size, channels = kernel.shape[-1], x.shape[-3]
     before, after = (size - 1) // 2, size // 2
     sides = (before, after, before, after)
@@ -169,8 +169,9 @@ def blur_pool(
             return None
         assert isinstance(module, Blur)
         first = isinstance(module, nn.Conv2d) and blur_first
-        like = next((tensor for source in (module, model) for tensor in source.parameters()), torch.empty(0))
-        module._set_up_blur(first=first, stride=stride, kernel=blur_kernel(size).to(like.device), edge=edge)
+        like = next((tensor for source in (module, model) for tensor in source.parameters()), None)
+        kernel = blur_kernel(size) if like is None else blur_kernel(size).to(like.device)
+        module._set_up_blur(first=first, stride=stride, kernel=kernel, edge=edge)
         if not first:
             module.stride = (1, 1)
         return module

@@ -120,7 +120,7 @@ def _equivalent_torch_norm(module: nn.Module, name: str) -> nn.Module | None:
 
 def _gives_same_output(module: nn.Module, norm: nn.Module, dim: int) -> bool:
     """Return True if both modules return equal outputs for random weights and for inputs of usual size and of size ``eps``."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator("cpu").manual_seed(0)
     values = {key: torch.rand(dim, generator=generator, device="cpu") + 0.5 for key in dict(norm.named_parameters())}
     x = torch.randn(4, dim, generator=generator, device="cpu")
     inputs = torch.cat([x, 1e-3 * x, x + 1.0])

@@ -178,7 +178,9 @@ def describe_collective(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     to_one_rank = all(isinstance(sizes, (list, tuple)) and sum(map(bool, sizes)) == 1 for sizes in splits)
     is_permute = func.name().startswith("_c10d_functional::all_to_all_single") and to_one_rank
     # A group of a mesh is described by its axis.
-    description = "mesh_training" if group == dist.group.WORLD else group.group_desc
+    # Over gloo torch makes a second group of all ranks for a mesh if this machine has a GPU.
+    is_training = group == dist.group.WORLD or group.group_desc == "mesh_default"
+    description = "mesh_training" if is_training else group.group_desc
     yield CollectiveCall(
         op="permute" if is_permute else kind.op,
         group=description.removeprefix("mesh_") if description.startswith("mesh_") else "other",

@@ -12,6 +12,7 @@ import importlib.util
 import json
 import multiprocessing
 import os
+import re
 import shutil
 import signal
 import sys
@@ -32,7 +33,7 @@ from dtrain.arguments import check_int
 from dtrain.dist.context import current_context
 from dtrain.dist.init import init_dist
 from dtrain.errors import ConfigError, RankError
-from dtrain.launch.failure import RootCause, is_failed_exit
+from dtrain.launch.failure import RootCause, is_failed_exit, signal_name
 from dtrain.launch.local_ranks import LocalRanks, enter_rank, find_first_failure, report_failure, wait_for_exits
 from dtrain.launch.processes import process_fields
 from dtrain.typing import Plain
@@ -275,7 +276,9 @@ class _RankPool:
             rank: f"raised\n{answer['failure']['traceback_text']}" for rank, answer in answers.items() if "failure" in answer
         }
         lines = [f"rank {cause.rank} of {len(self._pipes)} {texts.pop(cause.rank).rstrip()}"]
-        lines += [f"rank {rank} failed after it: {text.splitlines()[-1]}" for rank, text in texts.items()]
+        # The error is the last line of a traceback; how a rank died is the first.
+        last_words = {rank: text.splitlines()[0 if rank in died else -1] for rank, text in texts.items()}
+        lines += [f"rank {rank} failed after it: {words}" for rank, words in last_words.items()]
         if waiting and _follows_peer(cause, answers):
             lines.append(f"ranks {sorted(waiting)} had not finished:\n{self._describe_stacks(waiting)}")
         return "\n".join(lines)
@@ -297,9 +300,15 @@ class _RankPool:
         self._stack_folder.cleanup()
 
     def _describe_exit(self, rank: int) -> str:
-        """Describe the exit of a rank whose pipe has closed: ``died with exit code 3``."""
+        """Describe the exit of a rank whose pipe has closed: ``died with exit code 3``, or the signal and the call."""
         self._await_exit(rank)
-        return f"died with exit code {self._ranks.exits[rank].code if rank in self._ranks.exits else None}"
+        code = self._ranks.exits[rank].code if rank in self._ranks.exits else None
+        if code is None or code >= 0:
+            return f"died with exit code {code}"
+        stack = self._stack_file(rank).read_text().rstrip()
+        collective = find_collective(stack)
+        text = f"died with exit code {code} ({signal_name(-code)}{f' in {collective}' if collective else ''})"
+        return f"{text}\n{stack}" if stack else text
 
     def _await_exit(self, rank: int) -> None:
         deadline = time.monotonic() + _EXIT_TIMEOUT_S
@@ -331,6 +340,13 @@ class _RankPool:
         return Path(self._stack_folder.name) / f"rank-{rank}.txt"
 
 
+def find_collective(stack: str) -> str | None:
+    """Return the collective in a stack of faulthandler: the outermost function of torch.distributed; None without one."""
+    modules = "distributed_c10d|_functional_collectives"
+    frames = re.findall(rf'File ".*/torch/distributed/(?:{modules})\.py", line \d+ in (\w+)', stack)
+    return frames[-1] if frames else None
+
+
 def _follows_peer(cause: RootCause, answers: Mapping[int, dict[str, Any]]) -> bool:
     """Return True if the first failure so far is that of a rank that only lost a peer."""
     return cause.rank in answers and bool(answers[cause.rank]["follows_peer"])
@@ -353,6 +369,8 @@ def run_worker(pipe: Connection[Any, Any], environment: dict[str, str], stack_fi
     ):
         # Stacks are written on a signal. faulthandler's timer would read running threads, which has crashed slow ranks.
         faulthandler.register(STACK_SIGNAL, file=stacks)
+        # A crash of torch or of a backend, such as SIGSEGV, writes the stacks, too.
+        faulthandler.enable(file=stacks)
         pipe.send_bytes(b"ready")
         while True:
             try:

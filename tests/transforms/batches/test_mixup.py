@@ -63,8 +63,8 @@ def test_mixup_batch_coefficients_have_a_beta_distribution(alpha):
     made = mixup_batch({"x": torch.eye(2)[torch.arange(n) % 2], "y": torch.zeros(n, 1)}, alpha=alpha, per_sample=True,
                        generator=generator(), order=torch.arange(n).view(-1, 2).flip(1).flatten())  # fmt: skip
     kept = torch.where(torch.arange(n) % 2 == 0, made["x"][:, 0], made["x"][:, 1])
-    assert kept.mean() == pytest.approx(0.5, abs=0.015)  # five standard errors at the widest
-    assert kept.var() == pytest.approx(0.25 / (2 * alpha + 1), rel=0.05)
+    assert kept.mean().item() == pytest.approx(0.5, abs=0.015)  # five standard errors at the widest
+    assert kept.var().item() == pytest.approx(0.25 / (2 * alpha + 1), rel=0.05)
 
 
 def test_mixup_batch_with_alpha_zero_changes_nothing():
@@ -147,7 +147,7 @@ def test_smooth_labels_equals_smoothing_inside_the_loss():
         soft_cross_entropy(logits, smooth_labels(targets, 0.1, num_classes=4)),
     )
     torch.testing.assert_close(outside.total, inside.total)
-    assert outside.weight == pytest.approx(4.0)
+    assert float(outside.weight) == pytest.approx(4.0)
 
 
 def test_smooth_labels_with_zero_changes_nothing():

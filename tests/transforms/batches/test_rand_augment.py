@@ -54,7 +54,7 @@ def test_rand_augment_batch_draws_operations_uniformly():
     black = torch.zeros(5000, 1, 1, 1)
     made = rand_augment_batch(black, magnitude=10, depth=1, operations=("brightness", "solarize"), generator=generator())
     assert made.unique().tolist() == [0.0, 1.0]  # of a black image one leaves it, the other makes it white
-    assert made.mean() == pytest.approx(0.5, abs=0.035)  # five standard errors
+    assert made.mean().item() == pytest.approx(0.5, abs=0.035)  # five standard errors
 
 
 def test_augmix_batch_mixes_image_and_chains():

@@ -159,7 +159,7 @@ def test_low_precision_keeps_its_dtype():
     w.grad = torch.ones_like(w)
     clip_grad_adaptive_({"w": w}, 0.1)
     assert w.grad.dtype == torch.bfloat16
-    assert w.grad.float() == pytest.approx(torch.full((2, 4096), 0.01), rel=0.01)  # a tenth of 0.1 * 64, over 64
+    assert w.grad.flatten().tolist() == pytest.approx([0.01] * 8192, rel=0.01)  # a tenth of 0.1 * 64, over 64
 
 
 def collectives_of(names, layout):

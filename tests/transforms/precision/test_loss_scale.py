@@ -72,7 +72,7 @@ def peer(steps: int, spoiled_steps: set[int], value: float, **options: Any) -> t
     scaler, scales = torch.amp.GradScaler("cpu", **options), []
     for step in range(steps):
         optimizer.zero_grad()
-        with torch.autocast("cpu", dtype=torch.float16):
+        with torch.autocast(torch.get_default_device().type, dtype=torch.float16):
             loss = loss_fn(model, x).total / SAMPLES
         scaled = scaler.scale(loss)
         scales.append(scaler.get_scale())

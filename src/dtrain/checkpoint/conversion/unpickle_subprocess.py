@@ -73,7 +73,9 @@ def _open_dcp_folder(
     def tensors(ordered: Sequence[TensorSlot]) -> Iterator[Tensor]:
         for group in group_by_size({slot.key: slot.nbytes for slot in ordered}, limit=BUFFER_BYTES):
             entries = {stored_names[name]: stored[stored_names[name]] for name in group}
-            batch = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in entries.items()}
+            batch = {
+                name: torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu") for name, entry in entries.items()
+            }
             load(batch, storage_reader=FileSystemReader(source), no_dist=True)
             yield from batch.values()
 

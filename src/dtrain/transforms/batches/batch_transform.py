@@ -200,7 +200,7 @@ def host_random(generator: torch.Generator | random.Random | None, caller: str, 
             f"{caller}: generator must be on the CPU, got a generator on {generator.device}. "
             "Give dt.dist.generator('cpu', ...)."
         )
-    return random.Random(int(torch.randint(2**62, (), generator=generator)))
+    return random.Random(int(torch.randint(2**62, (), generator=generator, device="cpu")))
 
 
 def sample_beta(alpha: float, count: int, generator: torch.Generator, device: torch.device, dtype: torch.dtype) -> Tensor:

@@ -240,7 +240,9 @@ def cutmix_batch(
     size = (x.shape[-2], x.shape[-1])
     if box is None or order is None:
         rng = host_random(generator, "cutmix", "box= and order=")
-        tensor_rng = generator if isinstance(generator, torch.Generator) else torch.Generator().manual_seed(rng.getrandbits(63))
+        tensor_rng = (
+            generator if isinstance(generator, torch.Generator) else torch.Generator("cpu").manual_seed(rng.getrandbits(63))
+        )
         if box is None:
             placement = placement or ("center" if length is None else "inside")
             # The host knows a box for the whole batch without a sync, so the box is a slice.

@@ -267,7 +267,7 @@ def _score(model: nn.Module, microbatches: Sequence[Batch], fn: SampleLossFn, co
                 grad_sync.before_microbatch(last=True)
                 if index < len(microbatches):
                     outputs.append(fn(model, microbatches[index]))
-                    grad_sync.complete_forward(torch.zeros(()))
+                    grad_sync.complete_forward(torch.zeros((), device="cpu"))
                 else:
                     grad_sync.forward_empty()
     finally:

@@ -140,7 +140,8 @@ def test_member_of_negative_size_is_refused() -> None:
     data[124:136] = b"\xff" + (2**88 - 512).to_bytes(11, "big")
     data[148:156] = b" " * 8
     data[148:156] = b"%06o\0 " % sum(data[:512])
-    with pytest.raises(DataError, match="member 'plain' has an impossible size of -512 bytes"):
+    # Pythons since 2025 refuse the size themselves.
+    with pytest.raises(DataError, match=r"member 'plain' has an impossible size of -512 bytes|truncated: invalid offset"):
         get_format("tar").count(Held(bytes(data)))
 
 
