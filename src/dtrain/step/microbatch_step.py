@@ -122,8 +122,10 @@ def _accumulate(loss_fn: LossFn, run: GradientRun) -> None:
                 raise ConfigError(_BACKWARD_CALLED)
             if state.step == 0:
                 check_not_mean(loss, "microbatch_step", state=state, batch=microbatch, loss_fn=loss_fn)
+            if not low_precision:
+                run.divide_losses_by_weight(loss)
         objective = run.normalizer.scaled_loss(loss, grad_sync.complete_forward(loss.total))
         if guard is not None and index == 0:
             guard.end_first_forward()
-        objective.backward()
+        run.backward(objective)
         run.sums.add(loss)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -41,6 +41,7 @@ class GradFn(Protocol):
         ...
 
 
+StageFn = TypeVar("StageFn")
 UpdateFn: TypeAlias = Callable[[TrainState, Metrics], tuple[TrainState, Metrics]]
 """Function that applies the gradient, or skips the update."""
 
@@ -107,6 +108,24 @@ class Transform:
             raise ConfigError(
                 f"Transform: name must be letters, digits and underscores, got {self.name!r}. Write it as a Python name."
             )
+
+
+@dataclass(frozen=True, slots=True)
+class BeforeDivision(Generic[StageFn]):
+    """Wrapper of a ``GradFn`` or an ``UpdateFn`` that is right for gradients that ``TrainState._grad_divisor`` still divides.
+
+    A step finds the other wrappers of ``Transform(uses_grad=True)``, and divides before the first of them.
+    """
+
+    wrap: Callable[[StageFn], StageFn]
+
+    def __call__(self, inner: StageFn) -> StageFn:
+        return self.wrap(inner)
+
+
+def needs_division(transform: Transform, wrapper: object) -> bool:
+    """Return True if ``wrapper``, a stage of ``transform``, may read or change ``.grad`` and does not know of a divisor."""
+    return wrapper is not None and transform.uses_grad and not isinstance(wrapper, BeforeDivision)
 
 
 def make_step_context(state: TrainState, name: str) -> StepContext:
