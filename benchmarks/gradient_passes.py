@@ -262,23 +262,30 @@ def total(row: dict[str, Any], side: str) -> float:
 
 
 def count_all() -> dict[str, list[dict[str, Any]]]:
-    """Return the rows of ``count_sides`` for one process, and for one and two ranks with each strategy."""
+    """Return the rows of ``count_sides`` by column of the table."""
     rows = {"one process": count_sides("plain")}
-    for world_size in (1, 2):
+    for strategy, world_size in (("replicate", 2), ("full_shard", 1), ("full_shard", 2)):
         with Ranks(world_size) as ranks:
-            for strategy in ("replicate", "full_shard"):
-                name = f"`{strategy}`, {world_size} rank{'s' if world_size > 1 else ''}"
-                rows[name] = ranks.run(count_sides, strategy)[0]
+            name = f"`{strategy}`, {world_size} rank{'s' if world_size > 1 else ''}"
+            rows[name] = ranks.run(count_sides, strategy)[0]
     return rows
 
 
+def format_table(columns: dict[str, list[dict[str, Any]]]) -> list[str]:
+    """Return the lines of the table in Markdown: passes outside of the optimizer, by hand and of dtrain."""
+    lines = [f"| {' | '.join(['step', *columns])} |", "|" + "---|" * (len(columns) + 1)]
+    for rows in zip(*columns.values(), strict=True):
+        lines.append(f"| {' | '.join([rows[0]['case'], *map(_format_cell, rows)])} |")
+    return lines
+
+
+def _format_cell(row: dict[str, Any]) -> str:
+    hand, ours, told = (round(sum(row[side][0].values()), 2) for side in ("by hand", "dtrain", "dtrain, declared"))
+    return f"{hand:g}, {ours:g}" + (f" (declared: {told:g})" if told != ours else "")
+
+
 def main() -> None:
-    for name, rows in count_all().items():
-        print(name)
-        for row in rows:
-            print("   ", row["case"], {side: total(row, side) for side in SIDES})
-            print("       ", row["by hand"][0])
-            print("       ", row["dtrain"][0])
+    print("\n".join(format_table(count_all())))
 
 
 if __name__ == "__main__":

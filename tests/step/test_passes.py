@@ -152,6 +152,24 @@ class Reader:
             torch.testing.assert_close(grad, expected, rtol=1e-5, atol=1e-8)
 
 
+@pytest.mark.parametrize("weight", [SAMPLES, 0.1, 2**24 + 1], ids=str)  # float32 has no 0.1, and no 2**24 + 1
+@pytest.mark.parametrize("transforms", [(), (clip_by_norm(CLIP),)], ids=["plain", "clipped"])
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adagrad, torch.optim.Adam, torch.optim.AdamW])
+def test_fused_optimizer_trains_as_an_optimizer_that_does_not_divide(kind, transforms, weight):
+    reached = []
+    for fused in (False, True):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(7, 5, bias=False, dtype=torch.float64)
+        step = compose_step(lambda model, batch: LossSum(total=model(batch).square().sum(), weight=weight), transforms)
+        options = {} if kind is torch.optim.SGD else {"eps": 1e-3}
+        state = step.init(model, kind(model.parameters(), lr=0.1, fused=fused, **options))
+        for _ in range(STEPS):
+            state, _ = step(state, torch.randn(SAMPLES, 7, dtype=torch.float64))
+        reached.append(model.weight.detach())
+        assert not hasattr(state.optimizer, "grad_scale")
+    torch.testing.assert_close(*reached, rtol=TOLERANCE, atol=TOLERANCE)
+
+
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("read_only", [False, True])
 @pytest.mark.parametrize("stage", ["update", "grad"])

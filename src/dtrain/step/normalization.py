@@ -193,15 +193,18 @@ def compute_grad_divisor(
     if normalizer.global_weight is not None:
         _check_weight(state, _read_if_on_cpu(state, normalizer.global_weight))
         return 1.0
+    divisor: Tensor | float
     if global_weight is not None:
         _check_weight(state, global_weight)
-        # The tensor of one microbatch is the weight itself.
-        return 1.0 if isinstance(loss_divisor, Tensor) else global_weight / (loss_divisor or 1.0)
-    replica_weight, weight = _all_reduce_weights(metrics["loss"].weight, state.spec)
-    _check_weight(state, _send_to_host(state, weight))
-    # On a GPU the host does not know the weight without waiting, and a division by zero would write NaN into parameters.
-    # The weight of one replica may be zero without an error; its gradient is zero then.
-    return 1.0 if isinstance(loss_divisor, Tensor) else torch.where(replica_weight > 0, replica_weight, math.inf)
+        divisor = global_weight
+    else:
+        replica_weight, weight = _all_reduce_weights(metrics["loss"].weight, state.spec)
+        _check_weight(state, _send_to_host(state, weight))
+        # On a GPU the host does not know the weight without waiting, and a division by zero would write NaN into parameters.
+        # The weight of one replica may be zero without an error; its gradient is zero then.
+        divisor = torch.where(replica_weight > 0, replica_weight, math.inf)
+    # The tensor of one microbatch is the weight itself.
+    return 1.0 if isinstance(loss_divisor, Tensor) else divisor / (loss_divisor or 1.0)
 
 
 def divide_(grads: Sequence[Tensor], divisor: Tensor | float) -> None:

@@ -231,6 +231,10 @@ def takes_grad_scale(optimizer: torch.optim.Optimizer) -> bool:
     """Return True if the kernel of ``optimizer.step`` divides gradients, and no other code sees them in ``step``."""
     if type(optimizer) not in _DIVIDE_IF_FUSED or not all([group.get("fused") for group in optimizer.param_groups]):  # noqa: C419
         return False
+    first = next((param for group in optimizer.param_groups for param in group["params"]), None)
+    # Not every kernel of the other devices reads the scale.
+    if first is None or first.device.type not in ("cpu", "cuda"):
+        return False
     # A scaler of torch uses these attributes.
     return not (hasattr(optimizer, "grad_scale") or hasattr(optimizer, "found_inf") or _is_observed(optimizer))
 

@@ -78,7 +78,8 @@ class Transform:
         uses_grad: if True, ``grad`` or ``update`` reads or changes ``.grad``. ``optimizer_in_backward`` takes only transforms
             with False, because each gradient is freed before the next gradient is computed.
         read_only: if True, the transform only observes and keeps no state. Training and checkpoints do not depend on it, so a
-            resumed run may add or drop the transform. Its ``init`` may refuse the state.
+            resumed run may add or drop the transform. Its ``init`` may refuse the state. The gradients that it reads may be
+            copies.
         hyperparameters: numbers or schedules that the transform reads in every step. ``Step.init`` evaluates the schedules
             ahead, so that an invalid value raises before the run.
 
