@@ -288,20 +288,22 @@ class GradientRun:
             self.normalizer = build_normalizer(self.weights, self.state.device, self.state.spec)
         self.sums = MetricAccumulator(self.state.device)
 
-    def divide_losses_by_weight(self, loss: LossSum) -> None:
-        """Have ``backward`` divide the losses of the only rank by their expected weight, if nothing else divides for free.
+    def divide_losses_by_weight(self, loss: LossSum) -> Tensor | None:
+        """Divide the losses of the only rank by their expected weight, if nothing else divides for free.
 
         A fused update divides in its kernel. Gradients in fewer bits than float32 keep the range and the rounding of sums.
+
+        Returns:
+            Gradient ``[]`` of each loss, for ``backward``; None for sums.
         """
         if self.state._grad_divisor is None or self.normalizer.global_weight is not None or get_dist_info().world_size > 1:
-            return
-        if not takes_grad_scale(self.state.optimizer):
-            self.loss_divisor = expect_weight(loss, len(self.microbatches))
-
-    def backward(self, objective: Tensor) -> None:
-        """Run the backward of one microbatch."""
-        divisor = self.loss_divisor
-        objective.backward(None if divisor is None else torch.ones_like(objective) / divisor)
+            return None
+        if takes_grad_scale(self.state.optimizer):
+            return None
+        divisor = self.loss_divisor = expect_weight(loss, len(self.microbatches))
+        if divisor is None or isinstance(divisor, Tensor):
+            return None if divisor is None else 1.0 / divisor
+        return torch.full((), 1.0 / divisor, dtype=loss.total.dtype, device=loss.total.device)
 
     def _end_backwards(self) -> None:
         self.grad_sync.finish_backwards(self.state.params.values())
@@ -323,10 +325,11 @@ class GradientRun:
         if self.uneven_plan is not None:
             state._run_context.monitor.uneven_plans.add(self.uneven_plan)
         is_probe = guard is not None and guard.max_microbatches is not None
+        divisor = state._grad_divisor
         if not is_probe:
             if state.spec.ranks_per_batch > 1:
                 check_rng_in_sync(self.counts, state.device)
-            state = self._reduce_and_normalize(outcome)
+            divisor = self._reduce_and_normalize(outcome)
             if not self.counts.fewest_microbatches:
                 metrics = add_names_of_peers(metrics, state.device)
             state._run_context.monitor.nonfinite_losses.record(state.step, self.sums.loss()[0])
@@ -334,7 +337,7 @@ class GradientRun:
         if self.grad_sync.hooks.exist and not is_probe:
             with seeded_rng(state.seed, "param hooks", state.step) if state.spec.mesh else nullcontext():
                 self.grad_sync.hooks.run_(state.params)
-        return with_agreed_position(state._replace(_step_counts=self.counts)), metrics
+        return with_agreed_position(state._replace(_step_counts=self.counts, _grad_divisor=divisor)), metrics
 
     def _free_memory(self) -> None:
         self.grad_sync.abort_all()
@@ -366,10 +369,10 @@ class GradientRun:
             guard.raise_if_failed(outcome, self.counts)
         return outcome
 
-    def _reduce_and_normalize(self, outcome: BackwardSync) -> TrainState:
+    def _reduce_and_normalize(self, outcome: BackwardSync) -> Tensor | float | None:
         """Reduce the gradients of ignored parameters, which FSDP2 does not reduce, and divide by the global weight.
 
-        Return the state with the divisor instead, if the step divides later.
+        If the step divides later, return the divisor.
         """
         state = self.state
         for name in outcome.unused_params:
@@ -389,9 +392,9 @@ class GradientRun:
             state, self.normalizer, self.result[1], global_weight=outcome.weight, loss_divisor=self.loss_divisor
         )
         if state._grad_divisor is not None and not self.grad_sync.hooks.exist:
-            return state._replace(_grad_divisor=divisor)
+            return divisor
         divide_([grad for param in state.params.values() if (grad := param.grad) is not None], divisor)
-        return state._replace(_grad_divisor=None)
+        return None
 
 
 def _check_reduction_memory(state: TrainState, buffer_bytes: int) -> None:

@@ -125,7 +125,9 @@ def clip_state(state: TrainState, max_norm: float, *, eps: float) -> tuple[Train
     if divisor is None or not max_norm > 0:
         return state, clip_grad_norm_(state.params, max_norm, eps=eps)
     summed = _compute_grad_norm(state.params, [grad for param in state.params.values() if (grad := param.grad) is not None])
-    norm = (summed / divisor).to(summed.dtype)
+    norm = summed / divisor
+    if norm.dtype != summed.dtype:
+        norm = norm.to(summed.dtype)
     return state._replace(_grad_divisor=((norm + eps) / max_norm).clamp(min=1.0) * divisor), norm
 
 
@@ -217,8 +219,10 @@ def _divide_in_update(
 
     def run_divided() -> None:
         fused: Any = optimizer
-        scale = divisor if isinstance(divisor, Tensor) else torch.full((), divisor, device=grads[0].device)
-        fused.grad_scale = scale.to(grads[0].device, torch.float32)
+        if isinstance(divisor, Tensor):
+            fused.grad_scale = divisor.to(grads[0].device, torch.float32)
+        else:
+            fused.grad_scale = torch.full((), divisor, dtype=torch.float32, device=grads[0].device)
         try:
             run()
         finally:
@@ -229,14 +233,15 @@ def _divide_in_update(
 
 def takes_grad_scale(optimizer: torch.optim.Optimizer) -> bool:
     """Return True if the kernel of ``optimizer.step`` divides gradients, and no other code sees them in ``step``."""
-    if type(optimizer) not in _DIVIDE_IF_FUSED or not all([group.get("fused") for group in optimizer.param_groups]):  # noqa: C419
-        return False
-    first = next((param for group in optimizer.param_groups for param in group["params"]), None)
-    # Not every kernel of the other devices reads the scale.
-    if first is None or first.device.type not in ("cpu", "cuda"):
-        return False
     # A scaler of torch uses these attributes.
-    return not (hasattr(optimizer, "grad_scale") or hasattr(optimizer, "found_inf") or _is_observed(optimizer))
+    attributes = optimizer.__dict__
+    if type(optimizer) not in _DIVIDE_IF_FUSED or "grad_scale" in attributes or "found_inf" in attributes:
+        return False
+    for group in optimizer.param_groups:
+        # Not every kernel of the other devices reads the scale. The parameters of a fused group are on one device.
+        if not group["fused"] or (group["params"] and group["params"][0].device.type not in ("cpu", "cuda")):
+            return False
+    return not _is_observed(optimizer)
 
 
 def _skips_update(state: TrainState, grads: Sequence[Tensor], nonfinite: str) -> bool:
@@ -472,12 +477,13 @@ def _can_use_shards(optimizer: torch.optim.Optimizer) -> bool:
 def _is_observed(optimizer: torch.optim.Optimizer) -> bool:
     """Return True if ``step`` was replaced or has hooks, which may look at parameters and gradients."""
     # Schedulers of torch replace ``step`` by a function that only counts calls.
-    replaced = vars(optimizer).get("step")
+    replaced = optimizer.__dict__.get("step")
     if replaced is not None and not hasattr(replaced, "_wrapped_by_lr_sched"):
         return True
     own_hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
-    global_hooks = _global_optimizer_post_hooks or not all(map(is_reducer_hook, _global_optimizer_pre_hooks.values()))
-    return bool(own_hooks or global_hooks)
+    if own_hooks or _global_optimizer_post_hooks:
+        return True
+    return bool(_global_optimizer_pre_hooks) and not all(map(is_reducer_hook, _global_optimizer_pre_hooks.values()))
 
 
 class _ShardViews:
