@@ -60,6 +60,9 @@ class TrainState:
     _step_counts: StepCounts | None = None
     # Batch of the step in progress; None between steps.
     _step_batch: StepBatch | None = None
+    # Number by which the gradients are still to be divided, or ``[]``, in a step whose functions before the update either know
+    # it or do not read gradients; see ``divide_grads``. None in other steps, and between steps.
+    _grad_divisor: Tensor | float | None = None
     # Out-of-memory guard of the step in progress, a ``StepGuard`` that ``auto_microbatch`` sets; else None.
     _guard: Any = None
     # Loaders of the batches; not in checkpoints.

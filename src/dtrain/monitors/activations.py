@@ -24,7 +24,7 @@ from dtrain.fqn import compile_patterns, modules_by_fqn
 from dtrain.schedules.durations import Duration
 from dtrain.state import TrainState
 from dtrain.step.normalization import unit_weight
-from dtrain.step.transform import GradStep, Transform
+from dtrain.step.transform import BeforeDivision, GradStep, Transform
 from dtrain.typing import Batch, LossFn, LossSum, Metric, Metrics
 
 ActivationStat: TypeAlias = Literal["mean", "std", "rms", "max", "absmax", "zeros", "kurtosis"]
@@ -121,7 +121,7 @@ def activation_stats(
 
         return grad_fn
 
-    return Transform(name=_NAME, init=init, grad_step=grad_step, read_only=True)
+    return Transform(name=_NAME, init=init, grad_step=BeforeDivision(grad_step), read_only=True)
 
 
 def _compile_pattern(pattern: ModulePattern) -> Callable[[str, nn.Module], bool]:

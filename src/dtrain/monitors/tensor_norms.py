@@ -16,7 +16,7 @@ from dtrain.schedules.durations import Duration
 from dtrain.state import TrainState
 from dtrain.step.normalization import unit_weight
 from dtrain.step.step_clock import ends_interval
-from dtrain.step.transform import Transform, UpdateFn
+from dtrain.step.transform import BeforeDivision, Transform, UpdateFn
 from dtrain.typing import Metric, Metrics, Params, index_tensor
 
 NormKind: TypeAlias = Literal["grad", "param", "update", "moment", "cosine"]
@@ -95,14 +95,18 @@ def norms(
             if not ends_interval(state, length):
                 return inner(state, metrics)
             params, table = state.params, _SquaredSums(device=state.device, label=_label_function(state, by))
-            before = _measure_before_update(table, state, kinds)
+            before, divisor = _measure_before_update(table, state, kinds), state._grad_divisor
             state, metrics = inner(state, metrics)
             _measure_after_update(table, state, params, before, kinds)
-            return state, {**metrics, **_to_metrics(table.reduce(), state.device)}
+            totals = table.reduce()
+            # The cosine does not depend on the divisor.
+            if divisor is not None and "grad" in totals:
+                totals["grad"] = {label: square / divisor**2 for label, square in totals["grad"].items()}
+            return state, {**metrics, **_to_metrics(totals, state.device)}
 
         return update_fn
 
-    return Transform(name="norms", init=init, update=update, read_only=True)
+    return Transform(name="norms", init=init, update=BeforeDivision(update), read_only=True)
 
 
 @dataclass(slots=True, eq=False)

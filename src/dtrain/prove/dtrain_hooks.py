@@ -31,6 +31,7 @@ from dtrain.step.auto_microbatch import auto_microbatch
 from dtrain.step.compose import apply_gradients_of
 from dtrain.step.grad_cache import grad_cache_step
 from dtrain.step.microbatch_step import microbatch_step
+from dtrain.step.normalization import divide_grads
 from dtrain.step.optimizer import apply_gradients, tick
 from dtrain.step.step_clock import begin_step
 from dtrain.step.transform import make_step_context
@@ -128,6 +129,8 @@ def _hooks_of_steps(recorder: RankRecorder) -> dict[Hook, Hook]:
     def applied(state: Any, *args: Any, **options: Any) -> Any:
         if not isinstance(state, TrainState):
             return apply_gradients(state, *args, **options)
+        # The recorder reads the gradients.
+        state = divide_grads(state)
         with recorder.update(state):
             return apply_gradients(state, *args, **options)
 

@@ -310,7 +310,9 @@ def _apply_fully_shard(
         assigned.update(id(param) for module in modules for param in module.parameters())
     for unit in units_of(model):
         # The step divides the summed gradients once by the global weight. gloo has no premultiplied sum, so force plain sums.
-        unit.set_gradient_divide_factor(1.0)
+        if mesh.size() > 1:
+            # With a factor, a single rank divides all gradients into new tensors, even by 1.
+            unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
         # This method replaces a method of FSDP2 with a less helpful error.
         setattr(type(unit), "__deepcopy__", _raise_on_deepcopy)  # noqa: B010

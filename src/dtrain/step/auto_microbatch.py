@@ -28,7 +28,7 @@ from dtrain.step.compose import bind_grad_options
 from dtrain.step.microbatch_search import ProbeResult, SizeBounds, next_size, split_by_fit
 from dtrain.step.microbatch_step import microbatch_step
 from dtrain.step.oom_guard import MicrobatchProber, has_unknown_state, make_prober, raise_does_not_fit, reserve_optimizer_state
-from dtrain.step.transform import GradFn, GradStep, Transform
+from dtrain.step.transform import BeforeDivision, GradFn, GradStep, Transform
 from dtrain.typing import Batch, LossFn, Metrics, Plain, TransformState
 
 _NAME = "auto_microbatch"
@@ -118,7 +118,7 @@ def auto_microbatch(
 
         return grad_fn
 
-    return Transform(name=_NAME, init=init, grad=grad)
+    return Transform(name=_NAME, init=init, grad=BeforeDivision(grad))
 
 
 @dataclass(slots=True, eq=False)

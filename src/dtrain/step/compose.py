@@ -34,10 +34,20 @@ from dtrain.shard.params import check_no_hooks
 from dtrain.state import TrainState, check_state, init_state
 from dtrain.step.microbatch_step import microbatch_step
 from dtrain.step.microbatches import BatchWatch, check_first_run
+from dtrain.step.normalization import divide_grads
 from dtrain.step.optimizer import DelayedInterrupt, apply_gradients, step_optimizer, tick
 from dtrain.step.optimizer_state import check_update
 from dtrain.step.step_clock import begin_step
-from dtrain.step.transform import GradFn, GradStep, Transform, UpdateFn, check_transform, make_step_context
+from dtrain.step.transform import (
+    BeforeDivision,
+    GradFn,
+    GradStep,
+    Transform,
+    UpdateFn,
+    check_transform,
+    make_step_context,
+    needs_division,
+)
 from dtrain.typing import Batch, LossFn, Metrics, TransformState
 
 _STATE_LOST = (
@@ -57,12 +67,14 @@ class Step:
         grad: gradient function with its loss, wrapped by the transforms.
         update: update function, wrapped by the transforms.
         updates_in_backward: if True, ``grad`` updates parameters, so Ctrl-C waits from its beginning.
+        divides_late: if True, nothing reads ``.grad`` before a stage of the update that also divides by the global weight.
     """
 
     transforms: tuple[Transform, ...]
     grad: GradFn
     update: UpdateFn
     updates_in_backward: bool = False
+    divides_late: bool = False
 
     @explain_arguments
     def init(
@@ -161,7 +173,8 @@ class Step:
             try:
                 if self.updates_in_backward:
                     interrupt.begin()
-                state, metrics = self.grad(begin_step(state, batch), batch)
+                state = begin_step(state, batch)
+                state, metrics = self.grad(state._replace(_grad_divisor=1.0) if self.divides_late else state, batch)
                 interrupt.begin()
                 state, metrics = self.update(state, metrics)
             # An update that was skipped or that raised leaves gradients.
@@ -219,7 +232,21 @@ def compose_step(
         transforms=tuple(transforms),
         grad=wrap_grad(loss_fn, transforms, grad),
         update=wrap_update(transforms, update),
+        divides_late=_divides_late(transforms, grad, update),
     )
+
+
+def _divides_late(transforms: Sequence[Transform], grad: GradStep, update: UpdateFn) -> bool:
+    """Return True if nothing reads the gradients of a step before a stage of the update that can divide them."""
+    changes_early = any(needs_division(t, t.grad) and not t.read_only for t in transforms)
+    if changes_early or any(not isinstance(t.grad_step, BeforeDivision | None) for t in transforms):
+        return False
+    users = [t for t in transforms if t.update and t.uses_grad and not t.read_only]
+    return _is_of_dtrain(grad) and (not needs_division(users[0], users[0].update) if users else _takes_divisor(update))
+
+
+def _takes_divisor(update: UpdateFn) -> bool:
+    return getattr(update, "func", update) is apply_gradients
 
 
 def bind_grad_options(
@@ -281,20 +308,95 @@ def should_stop(state: TrainState) -> bool:
 def wrap_grad(loss_fn: LossFn, transforms: Sequence[Transform], grad: GradStep) -> GradFn:
     """Return ``grad`` with its loss, wrapped by the transforms; the first transform is outermost."""
     # dtrain's functions watch their batch themselves, so that an error reaches all ranks.
-    is_watched = getattr(getattr(grad, "func", grad), "__module__", "").startswith("dtrain.")
+    is_watched = _is_of_dtrain(grad)
     for transform in reversed(transforms):
         grad = transform.grad_step(grad) if transform.grad_step else grad
     compute = _bind_loss(loss_fn, transforms, grad, is_watched=is_watched)
     for transform in reversed(transforms):
-        compute = transform.grad(compute) if transform.grad else compute
+        if transform.grad and transform.read_only and needs_division(transform, transform.grad):
+            compute = _lend_to_grad(transform.grad, compute)
+        elif transform.grad:
+            compute = transform.grad(compute)
     return compute
 
 
+def _is_of_dtrain(grad: GradStep) -> bool:
+    return getattr(getattr(grad, "func", grad), "__module__", "").startswith("dtrain.")
+
+
 def wrap_update(transforms: Sequence[Transform], update: UpdateFn) -> UpdateFn:
-    """Return ``update`` wrapped by the transforms; the first transform is outermost."""
+    """Return ``update`` wrapped by the transforms; the first transform is outermost.
+
+    Gradients that wait for their division are divided before the outermost function that needs the division.
+    """
+    users = [t for t in transforms if needs_division(t, t.update) and not t.read_only]
+    if not users and not _takes_divisor(update):
+        update = _divide_before(update)
     for transform in reversed(transforms):
-        update = transform.update(update) if transform.update else update
+        if transform.update and transform.read_only and needs_division(transform, transform.update):
+            update = _lend_to_update(transform.update, update)
+        elif transform.update:
+            update = transform.update(update)
+        if users and transform is users[0]:
+            update = _divide_before(update)
     return update
+
+
+def _divide_before(update: UpdateFn) -> UpdateFn:
+    return lambda state, metrics: update(divide_grads(state), metrics)
+
+
+class _LentGrads:
+    """Divided copies in the place of gradients that wait for their division, for a transform that only observes.
+
+    With copies the observer does not change the rounding of the training result.
+    """
+
+    def __init__(self) -> None:
+        self._originals: list[tuple[Tensor, Tensor]] = []
+        self._divisor: Tensor | float | None = None
+
+    def lend(self, state: TrainState) -> TrainState:
+        """Return ``state`` with copies. Mutates: ``.grad``, if there is a divisor."""
+        if not isinstance(state._grad_divisor, Tensor) and state._grad_divisor in (None, 1.0):
+            return state
+        self._divisor = state._grad_divisor
+        self._originals = [(param, param.grad) for param in state.params.values() if param.grad is not None]
+        for param, grad in self._originals:
+            param.grad = grad.clone()
+        return divide_grads(state)
+
+    def take_back(self, state: TrainState) -> TrainState:
+        """Return ``state`` with the gradients. Mutates: ``.grad``, if there are copies."""
+        if self._divisor is None:
+            return state
+        for param, grad in self._originals:
+            param.grad = grad
+        divisor, self._divisor = self._divisor, None
+        self._originals.clear()
+        return state._replace(_grad_divisor=divisor)
+
+
+def _lend_to_update(wrap: Callable[[UpdateFn], UpdateFn], inner: UpdateFn) -> UpdateFn:
+    lent = _LentGrads()
+    observed = wrap(lambda state, metrics: inner(lent.take_back(state), metrics))
+    return lambda state, metrics: observed(lent.lend(state), metrics)
+
+
+def _lend_to_grad(wrap: Callable[[GradFn], GradFn], inner: GradFn) -> GradFn:
+    lent = _LentGrads()
+
+    def compute(state: TrainState, batch: Batch, *, microbatch_size: int | None = None) -> tuple[TrainState, Metrics]:
+        state, metrics = inner(lent.take_back(state), batch, microbatch_size=microbatch_size)
+        return lent.lend(state), metrics
+
+    observed = wrap(compute)
+
+    def grad_fn(state: TrainState, batch: Batch, *, microbatch_size: int | None = None) -> tuple[TrainState, Metrics]:
+        state, metrics = observed(state, batch, microbatch_size=microbatch_size)
+        return lent.take_back(state), metrics
+
+    return grad_fn
 
 
 def check_step_parts(caller: str, loss_fn: LossFn, transforms: Sequence[Transform], grad: GradStep, update: UpdateFn) -> None:

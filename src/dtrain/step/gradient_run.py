@@ -43,13 +43,16 @@ from dtrain.step.normalization import (
     MetricAccumulator,
     add_names_of_peers,
     build_normalizer,
+    compute_grad_divisor,
+    divide_,
+    expect_weight,
     host_weight,
-    normalize_grads_,
 )
 from dtrain.step.oom_guard import StepGuard
+from dtrain.step.optimizer import takes_grad_scale
 from dtrain.step.sanity_checks import hash_first_batch, warn_if_equal_batches
 from dtrain.step.step_clock import begin_step, with_agreed_position
-from dtrain.typing import Batch, Metrics
+from dtrain.typing import Batch, LossSum, Metrics
 
 PrepareFn = Callable[[], tuple[Microbatches, Mapping[str, Tensor | float]]]
 _NO_MICROBATCHES = Microbatches(batch=None)
@@ -163,6 +166,7 @@ class GradientRun:
         weights: declared weights of this rank by term.
         counts: counts that ranks agreed on.
         normalizer: normalizer of the losses.
+        loss_divisor: number by which backward divides the losses; None if it does not.
         sums: sums of the losses, which the gradient function adds up.
         checked: guard that compares the collectives of the first step with different numbers of microbatches.
         uneven_plan: facts of a step in which ranks have different numbers of microbatches; None after its first success.
@@ -177,6 +181,7 @@ class GradientRun:
     weights: Mapping[str, Tensor | float] = field(default_factory=dict)
     counts: StepCounts = field(init=False)
     normalizer: LossNormalizer = SUM_NORMALIZER
+    loss_divisor: Tensor | float | None = None
     sums: MetricAccumulator = field(init=False)
     checked: CheckedGuard | None = None
     uneven_plan: tuple[object, ...] | None = None
@@ -283,6 +288,23 @@ class GradientRun:
             self.normalizer = build_normalizer(self.weights, self.state.device, self.state.spec)
         self.sums = MetricAccumulator(self.state.device)
 
+    def divide_losses_by_weight(self, loss: LossSum) -> Tensor | None:
+        """Divide the losses of the only rank by their expected weight, if nothing else divides for free.
+
+        A fused update divides in its kernel. Gradients in fewer bits than float32 keep the range and the rounding of sums.
+
+        Returns:
+            Gradient ``[]`` of each loss, for ``backward``; None for sums.
+        """
+        if self.state._grad_divisor is None or self.normalizer.global_weight is not None or get_dist_info().world_size > 1:
+            return None
+        if takes_grad_scale(self.state.optimizer):
+            return None
+        divisor = self.loss_divisor = expect_weight(loss, len(self.microbatches))
+        if divisor is None or isinstance(divisor, Tensor):
+            return None if divisor is None else 1.0 / divisor
+        return torch.full((), 1.0 / divisor, dtype=loss.total.dtype, device=loss.total.device)
+
     def _end_backwards(self) -> None:
         self.grad_sync.finish_backwards(self.state.params.values())
         self.sums.add_names(self.weights)
@@ -303,10 +325,11 @@ class GradientRun:
         if self.uneven_plan is not None:
             state._run_context.monitor.uneven_plans.add(self.uneven_plan)
         is_probe = guard is not None and guard.max_microbatches is not None
+        divisor = state._grad_divisor
         if not is_probe:
             if state.spec.ranks_per_batch > 1:
                 check_rng_in_sync(self.counts, state.device)
-            self._reduce_and_normalize(outcome)
+            divisor = self._reduce_and_normalize(outcome)
             if not self.counts.fewest_microbatches:
                 metrics = add_names_of_peers(metrics, state.device)
             state._run_context.monitor.nonfinite_losses.record(state.step, self.sums.loss()[0])
@@ -314,7 +337,7 @@ class GradientRun:
         if self.grad_sync.hooks.exist and not is_probe:
             with seeded_rng(state.seed, "param hooks", state.step) if state.spec.mesh else nullcontext():
                 self.grad_sync.hooks.run_(state.params)
-        return with_agreed_position(state._replace(_step_counts=self.counts)), metrics
+        return with_agreed_position(state._replace(_step_counts=self.counts, _grad_divisor=divisor)), metrics
 
     def _free_memory(self) -> None:
         self.grad_sync.abort_all()
@@ -346,8 +369,11 @@ class GradientRun:
             guard.raise_if_failed(outcome, self.counts)
         return outcome
 
-    def _reduce_and_normalize(self, outcome: BackwardSync) -> None:
-        """Reduce the gradients of ignored parameters, which FSDP2 does not reduce, and divide by the global weight."""
+    def _reduce_and_normalize(self, outcome: BackwardSync) -> Tensor | float | None:
+        """Reduce the gradients of ignored parameters, which FSDP2 does not reduce, and divide by the global weight.
+
+        If the step divides later, return the divisor.
+        """
         state = self.state
         for name in outcome.unused_params:
             state.params[name].grad = None
@@ -360,10 +386,15 @@ class GradientRun:
             all_reduce_grads_([param.grad for param in ignored if param.grad is not None], state.spec)
             has_samples = None if self.counts.fewest_microbatches else bool(self.microbatches.batches)
             self.buffers.sync_(outcome.changed_buffers, ranks_differ=outcome.buffers_differ, has_samples=has_samples)
-        grads = [grad for param in state.params.values() if (grad := param.grad) is not None]
-        if not grads and not self.grad_sync.grads_taken:
+        if not self.grad_sync.grads_taken and all([param.grad is None for param in state.params.values()]):  # noqa: C419
             raise StepError("microbatch_step: no parameter got a gradient. Make the loss depend on a trainable parameter.")
-        normalize_grads_(grads, state, self.normalizer, self.result[1], global_weight=outcome.weight)
+        divisor = compute_grad_divisor(
+            state, self.normalizer, self.result[1], global_weight=outcome.weight, loss_divisor=self.loss_divisor
+        )
+        if state._grad_divisor is not None and not self.grad_sync.hooks.exist:
+            return divisor
+        divide_([grad for param in state.params.values() if (grad := param.grad) is not None], divisor)
+        return None
 
 
 def _check_reduction_memory(state: TrainState, buffer_bytes: int) -> None:

@@ -104,6 +104,7 @@ def _accumulate(loss_fn: LossFn, run: GradientRun) -> None:
     low_precision = [param for param in params if param.dtype in LOW_PRECISION_DTYPES]
     compare = guard is None or not guard.multi_rank
     grad_sync.follow_plan(run.replay_conditions, compare=compare, exchange=run.exchange_events, uneven=run.is_uneven)
+    loss_grad: Tensor | None = None
     for index in range(count):
         grad_sync.before_microbatch(last=index == count - 1, params=low_precision)
         if index >= len(own):
@@ -122,8 +123,12 @@ def _accumulate(loss_fn: LossFn, run: GradientRun) -> None:
                 raise ConfigError(_BACKWARD_CALLED)
             if state.step == 0:
                 check_not_mean(loss, "microbatch_step", state=state, batch=microbatch, loss_fn=loss_fn)
+            if not low_precision:
+                loss_grad = run.divide_losses_by_weight(loss)
         objective = run.normalizer.scaled_loss(loss, grad_sync.complete_forward(loss.total))
         if guard is not None and index == 0:
             guard.end_first_forward()
-        objective.backward()
+        if loss_grad is not None and objective.ndim:
+            objective = objective.reshape(())
+        objective.backward(loss_grad)
         run.sums.add(loss)

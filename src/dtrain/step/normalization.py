@@ -142,25 +142,49 @@ def build_normalizer(local: Mapping[str, Tensor | float], device: torch.device, 
     )
 
 
-def normalize_grads_(
-    grads: Sequence[Tensor],
+def expect_weight(loss: LossSum, microbatches: int) -> Tensor | float | None:
+    """Return the weight of all microbatches of the only rank, if they weigh as much as the first one; None if it is unknown.
+
+    Args:
+        loss: loss of the first microbatch.
+        microbatches: number of microbatches.
+
+    Returns:
+        A number, or ``[]`` for the tensor of the only microbatch, infinite without weight. None also for losses in fewer bits
+        than float32, in which the reciprocal would be rounded.
+    """
+    if loss.total.dtype not in (torch.float32, torch.float64):
+        return None
+    if not isinstance(loss.weight, Tensor):
+        return float(loss.weight) * microbatches if loss.weight > 0 else None
+    if microbatches > 1:
+        return None
+    weight = loss.weight.detach().reshape(()).to(loss.total)
+    return torch.where(weight > 0, weight, math.inf)
+
+
+def compute_grad_divisor(
     state: TrainState,
     normalizer: LossNormalizer,
     metrics: Metrics,
     *,
     global_weight: float | None = None,
-) -> None:
-    """Divide the gradients of the summed loss by the global weight, unless declared weights scaled the losses before backward.
+    loss_divisor: Tensor | float | None = None,
+) -> Tensor | float:
+    """Return the number that turns the gradients of a step into those of the mean loss: the global weight.
 
     Args:
-        grads: gradients of the summed loss.
         state: state of the step.
-        normalizer: weights that ``batch_spec.weight`` declared, if any.
+        normalizer: weights that ``batch_spec.weight`` declared, if any; they scaled the losses before backward.
         metrics: local sums of the step.
         global_weight: sum of the ``host_weight`` of all ranks, from ``sync_after_backward``; None if some host does not know
             its weight.
+        loss_divisor: result of ``expect_weight``, if backward has divided the losses by it.
 
-    Mutates: ``grads``. Collective: none with ``global_weight`` or declared weights, else one all-reduce of float64 ``[]``.
+    Returns:
+        A number, or float64 ``[]`` on the device; 1 with declared weights, infinity without weight.
+
+    Collective: none with ``global_weight`` or declared weights, else one all-reduce of float64 ``[]``.
     Host sync: none. On a GPU the weight reaches the host late: the gradient is zero now, and the next step raises.
 
     Raises:
@@ -168,15 +192,39 @@ def normalize_grads_(
     """
     if normalizer.global_weight is not None:
         _check_weight(state, _read_if_on_cpu(state, normalizer.global_weight))
-    elif global_weight is not None:
+        return 1.0
+    divisor: Tensor | float
+    if global_weight is not None:
         _check_weight(state, global_weight)
-        scale_(grads, 1.0 / global_weight)
+        divisor = global_weight
     else:
         replica_weight, weight = _all_reduce_weights(metrics["loss"].weight, state.spec)
         _check_weight(state, _send_to_host(state, weight))
         # On a GPU the host does not know the weight without waiting, and a division by zero would write NaN into parameters.
         # The weight of one replica may be zero without an error; its gradient is zero then.
-        scale_(grads, torch.where(replica_weight > 0, 1.0 / replica_weight, 0.0))
+        divisor = torch.where(replica_weight > 0, replica_weight, math.inf)
+    # The tensor of one microbatch is the weight itself.
+    return 1.0 if isinstance(loss_divisor, Tensor) else divisor / (loss_divisor or 1.0)
+
+
+def divide_(grads: Sequence[Tensor], divisor: Tensor | float) -> None:
+    """Divide gradients by a number, or by ``[]``: one pass over all of them, none for the number 1. Mutates: ``grads``."""
+    if isinstance(divisor, Tensor) or divisor != 1.0:
+        scale_(grads, 1.0 / divisor)
+
+
+def divide_grads(state: TrainState) -> TrainState:
+    """Return ``state`` with complete gradients, for a function that reads ``.grad`` and does not know of a divisor.
+
+    A step passes over all gradients once less if the function that changes them next also divides them: clipping by their norm,
+    or a fused optimizer. ``state._grad_divisor`` is the product of their divisors.
+
+    Mutates: ``.grad``, if there is a divisor.
+    """
+    if state._grad_divisor is None:
+        return state
+    divide_([grad for param in state.params.values() if (grad := param.grad) is not None], state._grad_divisor)
+    return state._replace(_grad_divisor=None)
 
 
 def _check_weight(state: TrainState, weight: float | None) -> None:

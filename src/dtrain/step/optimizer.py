@@ -19,6 +19,7 @@ from functools import partial
 from types import FrameType, TracebackType
 from typing import Any, Literal
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -45,7 +46,7 @@ from dtrain.shard.grad_sync import grad_sync_of
 from dtrain.shard.params import check_dense
 from dtrain.shard.replicate import is_reducer_hook
 from dtrain.state import TrainState, check_state, mark_interrupted_write
-from dtrain.step.normalization import make_metric
+from dtrain.step.normalization import divide_, make_metric
 from dtrain.step.optimizer_state import check_update
 from dtrain.step.step_clock import next_clock
 from dtrain.step.transform import UpdateFn
@@ -56,6 +57,7 @@ _c_signal = importlib.import_module("_signal")
 _get_handler: Callable[[int], object] = _c_signal.getsignal
 _set_handler: Callable[[int, Callable[[int, FrameType | None], object]], object] = _c_signal.signal
 _NAMES = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
+_DIVIDE_IF_FUSED = frozenset({torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad})
 _ELEMENTWISE = frozenset(getattr(torch.optim, name) for name in _NAMES)
 _aten = torch.ops.aten
 _READ_NUMBER = _aten._local_scalar_dense.default
@@ -98,15 +100,35 @@ def clip_grad_norm_(params: Params, max_norm: float, *, eps: float = 1e-6) -> Te
     if not max_norm > 0:
         raise ConfigError(f"clip_grad_norm_: max_norm must be positive, got {max_norm}. Pass 1.0, for example.")
     grads = [grad for param in params.values() if (grad := param.grad) is not None]
+    norm = _compute_grad_norm(params, grads)
+    scale_(grads, (max_norm / (norm + eps)).clamp(max=1.0))
+    return norm
+
+
+def _compute_grad_norm(params: Params, grads: Sequence[Tensor]) -> Tensor:
     try:
-        norm = global_norm(grads)
+        return global_norm(grads)
     except NotImplementedError:
         for name, param in params.items():
             if param.grad is not None:
                 check_dense(name, param.grad, "because torch has no norm of sparse gradients")
         raise
-    scale_(grads, (max_norm / (norm + eps)).clamp(max=1.0))
-    return norm
+
+
+def clip_state(state: TrainState, max_norm: float, *, eps: float) -> tuple[TrainState, Tensor]:
+    """Clip the gradients of ``state`` as ``clip_grad_norm_`` does; return the state and the norm before clipping.
+
+    If the gradients wait for their division, their divisor grows instead of a pass over all gradients.
+    Mutates: ``.grad``, without a divisor. Collective: as ``clip_grad_norm_``.
+    """
+    divisor = state._grad_divisor
+    if divisor is None or not max_norm > 0:
+        return state, clip_grad_norm_(state.params, max_norm, eps=eps)
+    summed = _compute_grad_norm(state.params, [grad for param in state.params.values() if (grad := param.grad) is not None])
+    norm = summed / divisor
+    if norm.dtype != summed.dtype:
+        norm = norm.to(summed.dtype)
+    return state._replace(_grad_divisor=((norm + eps) / max_norm).clamp(min=1.0) * divisor), norm
 
 
 def apply_gradients(
@@ -166,6 +188,8 @@ def apply_gradients(
             if not is_skipped:
                 with mark_interrupted_write(state, "the update"):
                     run = state.optimizer.step if state.spec.mesh is None else partial(step_optimizer, state.optimizer)
+                    if state._grad_divisor is not None:
+                        run = _divide_in_update(run, state.optimizer, grads, state._grad_divisor)
                     if state._run_context.optimizer_checked:
                         run()
                     else:
@@ -176,6 +200,48 @@ def apply_gradients(
             return state._next(), metrics
     finally:
         spans.end("step")
+
+
+def _divide_in_update(
+    run: Callable[[], object], optimizer: torch.optim.Optimizer, grads: Sequence[Tensor], divisor: Tensor | float
+) -> Callable[[], object]:
+    """Return ``run`` such that the optimizer's kernel divides ``grads``. If it cannot do so, divide them now.
+
+    The kernel also writes the quotient to the gradients. Mutates: ``grads``, if the kernel does not divide.
+    """
+    if not isinstance(divisor, Tensor) and divisor == 1.0:
+        return run
+    # The kernel takes a float32.
+    is_exact = not isinstance(divisor, Tensor) and float(np.float32(divisor)) == divisor
+    if not takes_grad_scale(optimizer) or not (is_exact or all([grad.dtype != torch.float64 for grad in grads])):  # noqa: C419
+        divide_(grads, divisor)
+        return run
+
+    def run_divided() -> None:
+        fused: Any = optimizer
+        if isinstance(divisor, Tensor):
+            fused.grad_scale = divisor.to(grads[0].device, torch.float32)
+        else:
+            fused.grad_scale = torch.full((), divisor, dtype=torch.float32, device=grads[0].device)
+        try:
+            run()
+        finally:
+            del fused.grad_scale
+
+    return run_divided
+
+
+def takes_grad_scale(optimizer: torch.optim.Optimizer) -> bool:
+    """Return True if the kernel of ``optimizer.step`` divides gradients, and no other code sees them in ``step``."""
+    # A scaler of torch uses these attributes.
+    attributes = optimizer.__dict__
+    if type(optimizer) not in _DIVIDE_IF_FUSED or "grad_scale" in attributes or "found_inf" in attributes:
+        return False
+    for group in optimizer.param_groups:
+        # Not every kernel of the other devices reads the scale. The parameters of a fused group are on one device.
+        if not group["fused"] or (group["params"] and group["params"][0].device.type not in ("cpu", "cuda")):
+            return False
+    return not _is_observed(optimizer)
 
 
 def _skips_update(state: TrainState, grads: Sequence[Tensor], nonfinite: str) -> bool:
@@ -282,7 +348,7 @@ def tick(state: TrainState) -> TrainState:
         context.untracked_steps += 1
         history = history.after_untracked_step(context.issuing_loader)
     context.issuing_loader = None
-    return state._next(clock=clock, _step_counts=None, _step_batch=None, _loader_history=history)
+    return state._next(clock=clock, _step_counts=None, _step_batch=None, _grad_divisor=None, _loader_history=history)
 
 
 def optimizer_step(state: TrainState, metrics: Metrics) -> tuple[TrainState, Metrics]:
@@ -402,17 +468,22 @@ def _can_use_shards(optimizer: torch.optim.Optimizer) -> bool:
     kind = type(optimizer)
     if kind not in _ELEMENTWISE and not vars(kind).get("updates_elementwise"):
         return False
-    # Schedulers of torch replace ``step`` by a function that only counts calls.
-    replaced = vars(optimizer).get("step")
-    if replaced is not None and not hasattr(replaced, "_wrapped_by_lr_sched"):
-        return False
-    own_hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
-    if own_hooks or _global_optimizer_post_hooks or not all(map(is_reducer_hook, _global_optimizer_pre_hooks.values())):
-        return False
-    if any(group.get("differentiable") for group in optimizer.param_groups):
+    if _is_observed(optimizer) or any(group.get("differentiable") for group in optimizer.param_groups):
         return False
     params = [param for group in optimizer.param_groups for param in group["params"]]
     return any(map(is_dtensor, params)) and all(param.grad is None or is_placed_like(param.grad, param) for param in params)
+
+
+def _is_observed(optimizer: torch.optim.Optimizer) -> bool:
+    """Return True if ``step`` was replaced or has hooks, which may look at parameters and gradients."""
+    # Schedulers of torch replace ``step`` by a function that only counts calls.
+    replaced = optimizer.__dict__.get("step")
+    if replaced is not None and not hasattr(replaced, "_wrapped_by_lr_sched"):
+        return True
+    own_hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    if own_hooks or _global_optimizer_post_hooks:
+        return True
+    return bool(_global_optimizer_pre_hooks) and not all(map(is_reducer_hook, _global_optimizer_pre_hooks.values()))
 
 
 class _ShardViews:

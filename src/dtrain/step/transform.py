@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -41,6 +41,7 @@ class GradFn(Protocol):
         ...
 
 
+StageFn = TypeVar("StageFn")
 UpdateFn: TypeAlias = Callable[[TrainState, Metrics], tuple[TrainState, Metrics]]
 """Function that applies the gradient, or skips the update."""
 
@@ -77,7 +78,8 @@ class Transform:
         uses_grad: if True, ``grad`` or ``update`` reads or changes ``.grad``. ``optimizer_in_backward`` takes only transforms
             with False, because each gradient is freed before the next gradient is computed.
         read_only: if True, the transform only observes and keeps no state. Training and checkpoints do not depend on it, so a
-            resumed run may add or drop the transform. Its ``init`` may refuse the state.
+            resumed run may add or drop the transform. Its ``init`` may refuse the state. The gradients that it reads may be
+            copies.
         hyperparameters: numbers or schedules that the transform reads in every step. ``Step.init`` evaluates the schedules
             ahead, so that an invalid value raises before the run.
 
@@ -107,6 +109,24 @@ class Transform:
             raise ConfigError(
                 f"Transform: name must be letters, digits and underscores, got {self.name!r}. Write it as a Python name."
             )
+
+
+@dataclass(frozen=True, slots=True)
+class BeforeDivision(Generic[StageFn]):
+    """Wrapper of a ``GradFn`` or an ``UpdateFn`` that is right for gradients that ``TrainState._grad_divisor`` still divides.
+
+    A step finds the other wrappers of ``Transform(uses_grad=True)``, and divides before the first of them.
+    """
+
+    wrap: Callable[[StageFn], StageFn]
+
+    def __call__(self, inner: StageFn) -> StageFn:
+        return self.wrap(inner)
+
+
+def needs_division(transform: Transform, wrapper: object) -> bool:
+    """Return True if ``wrapper``, a stage of ``transform``, may read or change ``.grad`` and does not know of a divisor."""
+    return wrapper is not None and transform.uses_grad and not isinstance(wrapper, BeforeDivision)
 
 
 def make_step_context(state: TrainState, name: str) -> StepContext:

@@ -16,7 +16,7 @@ from dtrain.fqn import buffers_by_fqn, compile_patterns
 from dtrain.shard.model_parallel import ring_attention
 from dtrain.state import TrainState
 from dtrain.step.sanity_checks import SequenceCheck
-from dtrain.step.transform import GradStep, Transform
+from dtrain.step.transform import BeforeDivision, GradStep, Transform
 from dtrain.typing import Batch, LossFn, Metrics
 
 _NAME = "context_parallel"
@@ -118,7 +118,7 @@ def context_parallel(
 
         return grad_step
 
-    return Transform(name=_NAME, grad_step=wrap)
+    return Transform(name=_NAME, grad_step=BeforeDivision(wrap))
 
 
 def _clone_sequences(

@@ -18,8 +18,8 @@ from dtrain.errors import ConfigError
 from dtrain.schedules.hyperparameters import Hyperparameter, hyperparameter
 from dtrain.state import TrainState
 from dtrain.step.normalization import unit_weight
-from dtrain.step.optimizer import clip_grad_norm_
-from dtrain.step.transform import Transform, UpdateFn
+from dtrain.step.optimizer import clip_state
+from dtrain.step.transform import BeforeDivision, Transform, UpdateFn
 from dtrain.typing import Metric, Metrics, Params, Schedule
 
 
@@ -68,14 +68,14 @@ def clip_by_norm(max_norm: float | Schedule, *, eps: float = 1e-6) -> Transform:
 
     def update(inner: UpdateFn) -> UpdateFn:
         def update_fn(state: TrainState, metrics: Metrics) -> tuple[TrainState, Metrics]:
-            norm = clip_grad_norm_(state.params, limit(state.clock), eps=eps)
+            state, norm = clip_state(state, limit(state.clock), eps=eps)
             # The norm of an empty set of gradients (a mask of frozen parameters) is on the host.
             norm = norm.to(state.device)
             return inner(state, {**metrics, "grad_norm": Metric(norm, unit_weight(norm.device))})
 
         return update_fn
 
-    return Transform(name="clip_by_norm", update=update, hyperparameters=(limit,))
+    return Transform(name="clip_by_norm", update=BeforeDivision(update), hyperparameters=(limit,))
 
 
 def clip_grad_value_(params: Params, limit: float) -> None:

@@ -14,8 +14,8 @@ from dtrain.schedules.durations import Duration
 from dtrain.schedules.hyperparameters import hyperparameter
 from dtrain.shard.buffers import restore_buffers
 from dtrain.state import TrainState
-from dtrain.step.normalization import unit_weight
-from dtrain.step.transform import GradFn, Transform
+from dtrain.step.normalization import divide_, unit_weight
+from dtrain.step.transform import BeforeDivision, GradFn, Transform
 from dtrain.typing import Batch, Metric, Metrics, Params, Schedule, TransformState
 
 _NAME = "noise_scale"
@@ -151,17 +151,21 @@ def noise_scale(
                     state, _ = inner(state, half, microbatch_size=microbatch_size)
             finally:
                 rng.restore()
-            half = _collect_grads(state)
+            half, half_divisor = _collect_grads(state), _divisor_of(state)
             state, metrics = inner(state, batch, microbatch_size=microbatch_size)
+            # The gradients of the step keep their divisor, so that the training result does not change by a bit.
+            divide_(list(half.values()), half_divisor / _divisor_of(state))
             estimates = estimate_noise_and_signal(
                 half, _collect_grads(state), part_samples=(total + 1) // 2, whole_samples=total
             )
-            state = state.with_transform_state(_NAME, _update_averages(state.transform_states[_NAME], *estimates, decay=now))
+            noise, signal = (estimate / _divisor_of(state) ** 2 for estimate in estimates)
+            averages = _update_averages(state.transform_states[_NAME], noise, signal, decay=now)
+            state = state.with_transform_state(_NAME, averages)
             return state, {**metrics, **_noise_scale_metric(state)}
 
         return grad_fn
 
-    return Transform(name=_NAME, init=init, grad=grad, hyperparameters=(decay_at,))
+    return Transform(name=_NAME, init=init, grad=BeforeDivision(grad), hyperparameters=(decay_at,))
 
 
 def _take_half(state: TrainState, batch: Batch, spec: BatchSpec | None) -> tuple[Batch | None, int]:
@@ -200,6 +204,10 @@ def _take_half(state: TrainState, batch: Batch, spec: BatchSpec | None) -> tuple
 def _collect_grads(state: TrainState) -> dict[str, Tensor]:
     """Return the gradients by name. No copies are needed, because the next backward allocates new gradient tensors."""
     return {name: param.grad for name, param in state.params.items() if param.grad is not None}
+
+
+def _divisor_of(state: TrainState) -> Tensor | float:
+    return 1.0 if state._grad_divisor is None else state._grad_divisor
 
 
 def _subtract(first: Tensor | None, second: Tensor | None) -> Tensor:

@@ -8,7 +8,7 @@ from dtrain.errors import ConfigError, NonFiniteError
 from dtrain.run_context import MAX_NONFINITE_STEPS, NonfiniteLossCounter
 from dtrain.state import TrainState
 from dtrain.step.optimizer import nonfinite_param_names, update_if_finite
-from dtrain.step.transform import Transform, UpdateFn
+from dtrain.step.transform import BeforeDivision, Transform, UpdateFn
 from dtrain.typing import Metrics, TransformState
 
 _NAME = "nonfinite"
@@ -112,7 +112,7 @@ def nonfinite(action: Literal["skip", "raise", "allow"] = "skip", *, in_a_row: i
     def init(state: TrainState) -> TransformState:
         return {**_init_loss_watch(state, None), "skipped": 0, "in_a_row": 0}
 
-    return Transform(name=_NAME, init=init, update=update)
+    return Transform(name=_NAME, init=init, update=BeforeDivision(update))
 
 
 def _init_loss_watch(state: TrainState, limit: int | None) -> TransformState:
