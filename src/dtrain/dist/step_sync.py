@@ -245,7 +245,11 @@ class RankStatus(IntFlag):
     @property
     def failed(self) -> bool:
         """True if the results of the attempt cannot be used."""
-        return bool(self & (RankStatus.OUT_OF_MEMORY | RankStatus.ERROR | RankStatus.COLLECTIVES_CHANGED))
+        return bool(self.value & _FAILED)
+
+
+# A number, because each operation on flags takes two microseconds.
+_FAILED = (RankStatus.OUT_OF_MEMORY | RankStatus.ERROR | RankStatus.COLLECTIVES_CHANGED).value
 
 
 class BackwardSync(NamedTuple):

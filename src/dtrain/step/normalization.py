@@ -273,10 +273,10 @@ class MetricAccumulator:
 
     def _plus(self, current: Tensor | float, value: Tensor | float) -> Tensor | float:
         """Return the sum. Mutates: ``current``, if it is a tensor."""
+        if type(value) is Tensor and self._reads_cpu and value.is_cpu:
+            return current + value.item()
         if not isinstance(value, Tensor):
             return current + value
-        if self._reads_cpu and type(value) is Tensor and value.is_cpu:
-            return current + value.item()
         value = value.detach()
         if value.ndim:
             value = value.reshape(())

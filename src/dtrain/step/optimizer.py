@@ -331,8 +331,10 @@ class DelayedInterrupt:
 
     def begin(self) -> None:
         """Delay SIGINT from now on. Mutates: this process's handler of SIGINT, until the end of the context."""
-        main = threading.get_ident() == threading.main_thread().ident
-        if main and _get_handler(signal.SIGINT) is signal.default_int_handler:
+        # Inside of another such context the handler is that of the other, so the thread is compared last.
+        if _get_handler(signal.SIGINT) is not signal.default_int_handler:
+            return
+        if threading.get_ident() == threading.main_thread().ident:
             self._active = True
             _set_handler(signal.SIGINT, self._on_signal)
 
