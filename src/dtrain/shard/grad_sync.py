@@ -116,7 +116,7 @@ class GradSync:
         self._order.clear()
         self._present.clear()
         self._missing.clear()
-        if self.reducer is not None:
+        if self.reducer is not None and params is None:
             self.reducer.reset()
         if params is not None:
             if self.reducer is not None:
@@ -274,11 +274,12 @@ class GradSync:
 
     def params_without_grad(self, state: TrainState) -> list[str]:
         """Return the trainable parameters without a gradient from this rank's microbatches, by name, in order of ``params``."""
+        if self.reducer is not None:
+            absent = self.reducer.missing
+            return [name for name, param in state.params.items() if id(param) in absent] if absent else []
         ignored = [
             name for name in self._spec.ignored_params if state.params[name].requires_grad and state.params[name].grad is None
         ]
-        if self.reducer is not None:
-            return [name for name, param in state.params.items() if id(param) in self.reducer.missing]
         missing = self._missing - self._present
         if not missing:
             return ignored

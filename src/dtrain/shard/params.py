@@ -210,11 +210,7 @@ def names_with_hooks(params: Mapping[str, Tensor]) -> list[str]:
         name
         for name, param in params.items()
         if (param._backward_hooks and _hooks_of(param)[0])
-        or (
-            (hooks := param._post_accumulate_grad_hooks)
-            and not (len(hooks) == 1 and type(next(iter(hooks.values()))) is StepHook)
-            and _hooks_of(param)[1]
-        )
+        or ((hooks := param._post_accumulate_grad_hooks) and [*map(type, hooks.values())] != [StepHook] and _hooks_of(param)[1])
     ]
 
 

@@ -365,7 +365,8 @@ class GradientRun:
             for param in ignored:
                 if param.grad is None:
                     param.grad = torch.zeros_like(param)
-            all_reduce_grads_([param.grad for param in ignored if param.grad is not None], state.spec)
+            if ignored:
+                all_reduce_grads_([param.grad for param in ignored if param.grad is not None], state.spec)
             has_samples = None if self.counts.fewest_microbatches else bool(self.microbatches.batches)
             self.buffers.sync_(outcome.changed_buffers, ranks_differ=outcome.buffers_differ, has_samples=has_samples)
         grads = [grad for param in state.params.values() if (grad := param.grad) is not None]

@@ -165,7 +165,8 @@ def apply_gradients(
             interrupt.begin()
             if not is_skipped:
                 with mark_interrupted_write(state, "the update"):
-                    run = state.optimizer.step if state.spec.mesh is None else partial(step_optimizer, state.optimizer)
+                    is_plain = state.spec.mesh is None or state.spec.plain_params
+                    run = state.optimizer.step if is_plain else partial(step_optimizer, state.optimizer)
                     if state._run_context.optimizer_checked:
                         run()
                     else:
