@@ -1,5 +1,6 @@
-"""Time the bare step of a tiny MLP: no clipping, no average, batches that are tuples, 4 microbatches, a mean over them.
+"""Time the bare step of a tiny MLP, and count its calls: no clipping, no average, a mean over equal microbatches.
 
+The peers run batches that are tuples, in 4 microbatches. ``CASES`` has further batches, also those on which dtrain loses most.
 One process reads the loss after every step, as a loop with a progress bar does. On several ranks no loss is read: the timed
 part is forward, backward, one reduction of gradients and the update. The benchmark first checks that all candidates reach the
 same parameters in float64.
@@ -12,10 +13,11 @@ import os
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
-from itertools import cycle
-from typing import Any
+from operator import itemgetter
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -27,12 +29,81 @@ from torch.nn.parallel import DistributedDataParallel
 
 import dtrain as dt
 from dtrain.testing import Ranks
-from measure import CPU, WALL, Rounds, interleaved
-from step_overhead import CHECKED_STEPS, SAME_FLOAT64, added, mlp, relative_distance
+from measure import CPU, WALL, Rounds, count_calls, interleaved
+from step_overhead import CHECKED_STEPS, SAME_FLOAT64, added, looped, mlp, relative_distance
 
-Batch = tuple[Tensor, Tensor]
+Batch = Any
 SIZE, MICROBATCHES, STEPS = 8, 4, 10
-WORLD = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """Batches of the tiny MLP, and the way in which dtrain runs them.
+
+    Args:
+        name: words for the row of the table.
+        kind: form of a batch; nested batches have 20 tensors, of which the loss reads two.
+        rows: samples of a batch.
+        size: samples of a microbatch.
+        auto: if True, dtrain runs ``auto_microbatch``.
+        declares: if True, dtrain gets the weight of a batch before the first backward.
+        at_most: target of the ratio of processor times.
+    """
+
+    name: str
+    kind: Literal["tuple", "dict", "nested"] = "dict"
+    rows: int = SIZE * MICROBATCHES
+    size: int = SIZE
+    auto: bool = False
+    declares: bool = False
+    at_most: float = 1.2
+
+    @property
+    def pick(self) -> Callable[[Batch], tuple[Tensor, Tensor]]:
+        """Function that returns the inputs and the labels of a batch."""
+        return itemgetter(0, 1) if self.kind == "tuple" else itemgetter("inputs", "labels")
+
+    def batch(self, dtype: torch.dtype, draw: torch.Generator) -> Batch:
+        """A batch of random vectors and labels."""
+        x, y = torch.randn(self.rows, 64, generator=draw).to(dtype), torch.randint(10, (self.rows,), generator=draw)
+        if self.kind == "tuple":
+            return x, y
+        batch: dict[str, Any] = {"inputs": x, "labels": y}
+        if self.kind == "nested":
+            batch["extra"] = [{"left": torch.zeros(self.rows, 4), "right": (x[:, :2], y)} for _ in range(6)]
+        return batch
+
+    def compose(self) -> dt.step.Step:
+        """The step of dtrain."""
+        pick = self.pick
+        spec = dt.batch_spec(weight=lambda batch: len(pick(batch)[1])) if self.declares else None
+        if self.auto:
+            size: dict[str, Any] = {"transforms": [dt.auto_microbatch(initial_size=self.size)]}
+        else:
+            size = {"microbatch_size": self.size}
+        return dt.compose_step(partial(_loss_sum, pick), batch_spec=spec, **size)
+
+
+BARE = Case(name="4 microbatches of a tuple", kind="tuple", at_most=1.05)
+CASES = (
+    Case(name="4 microbatches of a dict", at_most=1.05),
+    Case(name="4 microbatches of a dict, `auto_microbatch`", auto=True, at_most=1.10),
+    Case(name="a batch of 1 sample", rows=1, size=1),
+    Case(name="one microbatch", size=SIZE * MICROBATCHES),
+    Case(name="one microbatch, `auto_microbatch`", size=SIZE * MICROBATCHES, auto=True),
+    Case(name="4 microbatches of a nested batch of 20 tensors", kind="nested"),
+    Case(name="4 microbatches, a declared weight", declares=True),
+)
+
+
+def split_by_hand(batch: Batch, size: int) -> list[Batch]:
+    """Split a batch as one writes it for nested batches."""
+    if isinstance(batch, Tensor):
+        return list(batch.split(size))
+    if isinstance(batch, dict):
+        rows = zip(*[split_by_hand(value, size) for value in batch.values()], strict=True)
+        return [dict(zip(batch, row, strict=True)) for row in rows]
+    return list(zip(*[split_by_hand(value, size) for value in batch], strict=True))
 
 
 class Hand:
@@ -41,18 +112,22 @@ class Hand:
     Args:
         model: as it is called.
         optimizer: of its parameters.
+        case: batches.
         reads: whether the loss of every step is read.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Any, *, reads: bool = True) -> None:
-        self.model, self.optimizer, self.reads = model, optimizer, reads
+    def __init__(self, model: nn.Module, optimizer: Any, *, case: Case = BARE, reads: bool = True) -> None:
+        self.model, self.optimizer, self.case, self.reads = model, optimizer, case, reads
         self.params = list(model.parameters())
 
     def gradients(self, batch: Batch) -> Tensor:
         """Leave the gradient in ``.grad``, and return the loss."""
-        total = torch.zeros((), dtype=batch[0].dtype)
-        for x, y in zip(batch[0].split(SIZE), batch[1].split(SIZE), strict=True):
-            loss = F.cross_entropy(self.model(x), y) / MICROBATCHES
+        case, pick = self.case, self.case.pick
+        microbatches = split_by_hand(batch, case.size) if case.rows > case.size else [batch]
+        total = torch.zeros((), dtype=self.params[0].dtype)
+        for microbatch in microbatches:
+            x, y = pick(microbatch)
+            loss = F.cross_entropy(self.model(x), y) / len(microbatches)
             loss.backward()
             total += loss.detach()
         return total
@@ -100,9 +175,9 @@ class Guided(Hand):
 class Composed:
     """The step as dtrain composes it."""
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, *, reads: bool = True) -> None:
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, *, case: Case = BARE, reads: bool = True) -> None:
         self.reads = reads
-        self.composed = dt.compose_step(_loss_sum, microbatch_size=SIZE)
+        self.composed = case.compose()
         self.state = self.composed.init(model, optimizer)
         self.params = list(self.state.params.values())
 
@@ -120,14 +195,17 @@ class Parts(Composed):
     """The same from dtrain's functions, called in a loop by hand."""
 
     def advance(self, batch: Batch) -> dt.typing.Metrics:
-        state, metrics = dt.microbatch_step(self.state, batch, loss_fn=_loss_sum, microbatch_size=SIZE)
+        state, metrics = dt.microbatch_step(self.state, batch, loss_fn=_LOSS_SUM, microbatch_size=SIZE)
         self.state, metrics = dt.optimizer_step(state, metrics)
         return metrics
 
 
-def _loss_sum(model: nn.Module, batch: Any) -> dt.LossSum:
-    x, y = batch
+def _loss_sum(pick: Callable[[Batch], tuple[Tensor, Tensor]], model: nn.Module, batch: Batch) -> dt.LossSum:
+    x, y = pick(batch)
     return dt.LossSum(total=F.cross_entropy(model(x), y, reduction="sum"), weight=y.numel())
+
+
+_LOSS_SUM = partial(_loss_sum, BARE.pick)
 
 
 def adamw(model: nn.Module, *, fused: bool = False) -> torch.optim.Optimizer:
@@ -141,24 +219,24 @@ def model_of(dtype: torch.dtype) -> nn.Module:
     return mlp().to(dtype)
 
 
-def batches(dtype: torch.dtype, rank: int = 0) -> list[Batch]:
+def batches(dtype: torch.dtype, rank: int = 0, case: Case = BARE) -> list[Batch]:
     """A rank's batches."""
-    draw, rows = torch.Generator().manual_seed(rank), SIZE * MICROBATCHES
-    return [(torch.randn(rows, 64, generator=draw).to(dtype), torch.randint(10, (rows,), generator=draw)) for _ in range(8)]
+    draw = torch.Generator().manual_seed(rank)
+    return [case.batch(dtype, draw) for _ in range(8)]
 
 
 Build = Callable[[torch.dtype], Any]
 """Builds a candidate, which has ``step(batch)`` and ``params``."""
 
 
-def _by_hand(dtype: torch.dtype, *, fused: bool = False) -> Hand:
+def _by_hand(dtype: torch.dtype, *, fused: bool = False, case: Case = BARE) -> Hand:
     model = model_of(dtype)
-    return Hand(model, adamw(model, fused=fused))
+    return Hand(model, adamw(model, fused=fused), case=case)
 
 
-def _composed(dtype: torch.dtype, *, fused: bool = False, kind: type[Composed] = Composed) -> Composed:
+def _composed(dtype: torch.dtype, *, fused: bool = False, kind: type[Composed] = Composed, case: Case = BARE) -> Composed:
     model = model_of(dtype)
-    return kind(model, adamw(model, fused=fused))
+    return kind(model, adamw(model, fused=fused), case=case)
 
 
 def _fabric(dtype: torch.dtype, *, fused: bool = False, strategy: Any = "auto", reads: bool = True) -> Guided:
@@ -204,38 +282,64 @@ def one_process(pairs: int, *, fused: bool = False) -> dict[str, dict[str, Round
             "dtrain, microbatch_step by hand": ("", partial(_composed, fused=fused, kind=Parts)),
         }
     )
+    return _on_one_thread(builds, pairs)
+
+
+def one_case(pairs: int, case: Case) -> dict[str, dict[str, Rounds]]:
+    """Time a step of ``case`` in one process, by hand and with dtrain."""
+    return _on_one_thread(_builds_of(case), pairs, case)
+
+
+def _builds_of(case: Case) -> dict[str, Build]:
+    return {"by hand": partial(_by_hand, case=case), "dtrain": partial(_composed, case=case)}
+
+
+def _on_one_thread(builds: Mapping[str, Build], pairs: int, case: Case = BARE) -> dict[str, dict[str, Rounds]]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # processor time is then the work that is done, not how long threads wait for each other
     try:
-        return _timed(builds, pairs, {"processor time": CPU})
+        return _timed(builds, pairs, {"processor time": CPU}, case=case)
     finally:
         torch.set_num_threads(threads)
 
 
-def _timed(builds: Mapping[str, Build], pairs: int, clocks: Mapping[str, Any], rank: int = 0) -> dict[str, dict[str, Rounds]]:
+def calls_of_a_step(case: Case) -> dict[str, dict[str, Rounds]]:
+    """Count the calls of a step that reads its loss, by hand and with dtrain. Counts have no noise."""
+    calls = {}
+    for name, build in _builds_of(case).items():
+        run = looped(build(torch.float32), batches(torch.float32, case=case))
+        for _ in range(3):
+            run()
+        calls[name] = float(count_calls(run))
+    return {"calls": {name: [(count, count)] for name, count in calls.items()}}
+
+
+def _timed(
+    builds: Mapping[str, Build], pairs: int, clocks: Mapping[str, Any], rank: int = 0, case: Case = BARE
+) -> dict[str, dict[str, Rounds]]:
     """Check that all candidates do the same arithmetic, then time them."""
     logging.getLogger("lightning").setLevel(logging.ERROR)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the peers' use of torch
         sides = {name: build(torch.float64) for name, build in builds.items()}
-        for batch in (batches(torch.float64, rank) * CHECKED_STEPS)[:CHECKED_STEPS]:
+        for batch in (batches(torch.float64, rank, case) * CHECKED_STEPS)[:CHECKED_STEPS]:
             losses = {name: side.step(batch) for name, side in sides.items()}
         for name, side in sides.items():
             apart = relative_distance(side.params, sides["by hand"].params)
             unlike = abs((losses[name] or 0.0) - (losses["by hand"] or 0.0))
             if not max(apart, unlike) <= SAME_FLOAT64:
                 raise SystemExit(f"peers: {name} and the step by hand differ by {apart:.1e} (relative), losses by {unlike:.1e}")
-        runs = {name: _steps(build(torch.float32), batches(torch.float32, rank)) for name, build in builds.items()}
+        runs = {name: _steps(build(torch.float32), batches(torch.float32, rank, case)) for name, build in builds.items()}
         return _of_one_step(interleaved(runs, rounds=max(1, pairs // 2), warmup=3, clocks=clocks))
 
 
 def _steps(side: Any, batches: list[Batch]) -> Callable[[], None]:
     """Return a function that runs ``STEPS`` steps in a row, as a loop does: a lone step finds the caches of the other sides."""
-    endless = cycle(batches)
+    step = looped(side, batches)
 
     def run() -> None:
         for _ in range(STEPS):
-            side.step(next(endless))
+            step()
 
     return run
 
@@ -305,9 +409,9 @@ def on_a_rank(strategy: str, pairs: int) -> dict[str, dict[str, Rounds]]:
     return _timed(_installed(ON_RANKS[strategy]), pairs, clocks, dist.get_rank())
 
 
-def on_ranks(pairs: int, *, strategy: str) -> dict[str, dict[str, Rounds]]:
-    """Time a step on two ranks: processor time of both, wall time of the first."""
-    with Ranks(WORLD) as ranks:
+def on_ranks(pairs: int, *, strategy: str, world: int = 2) -> dict[str, dict[str, Rounds]]:
+    """Time a step on several ranks: processor time of all, wall time of the first."""
+    with Ranks(world) as ranks:
         reports = ranks.run(on_a_rank, strategy, pairs, timeout_s=1800.0)
     cpu = {name: added([report["processor time"][name] for report in reports]) for name in reports[0]["processor time"]}
     return {"processor time": cpu, "wall time": reports[0]["wall time"]}

@@ -197,10 +197,9 @@ def begin(name: str, times: int = 1) -> None:
     recorder = _RECORDER
     if get_ident() != recorder.thread:
         return
-    top = recorder.top
-    entry = recorder.totals.get(name)
-    if entry is None:
-        entry = recorder.totals.setdefault(name if name in recorder.categories else OTHER, [0, 0])
+    top, totals = recorder.top, recorder.totals
+    # Without a call, because a step enters several spans.
+    entry = totals[name] if name in totals else totals.setdefault(name if name in recorder.categories else OTHER, [0, 0])
     entry[0] += times
     recorder.stack.append(top)
     if entry is not top:
@@ -223,7 +222,7 @@ def end(name: str | None = None) -> None:
         return
     stack = recorder.stack
     if name is not None:
-        entry = recorder.totals.get(name) or recorder.totals[OTHER]
+        entry = recorder.totals[name if name in recorder.totals else OTHER]
         if recorder.top is not entry:
             index = len(stack) - 1
             while index and stack[index] is not entry:

@@ -202,7 +202,9 @@ class TrainState:
     def _replace(self, **changes: Any) -> TrainState:
         """Return this state with ``changes``. Faster than ``dataclasses.replace``, because a step calls this several times."""
         state = object.__new__(TrainState)
-        state.__dict__.update(self.__dict__, **changes)
+        fields = state.__dict__
+        fields |= self.__dict__
+        fields |= changes
         return state
 
     def _recorded(self) -> TrainState:

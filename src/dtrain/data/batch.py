@@ -203,9 +203,10 @@ def _count_and_split_flat(batch: Batch, microbatch_size: int) -> tuple[int, list
         return None
     samples = 0
     for leaf in leaves:
-        if not isinstance(leaf, Tensor) or not leaf.ndim or not leaf.size(0) or samples not in (0, leaf.size(0)):
+        rows = leaf.size(0) if isinstance(leaf, Tensor) and leaf.ndim else 0
+        if not rows or samples not in (0, rows):
             return None
-        samples = leaf.size(0)
+        samples = rows
     if not samples:
         return None
     full, rest = divmod(samples, microbatch_size)

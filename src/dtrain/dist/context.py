@@ -93,7 +93,7 @@ class Preemption:
 
     def pending_signal(self) -> int:
         """Return the signal that asked this rank to stop, 0 without a signal."""
-        return next(iter(self.received), 0)
+        return next(iter(self.received)) if self.received else 0
 
     def record(self, signal_number: int, *, run_key: int, step: int) -> None:
         """Record the signal that all ranks learned of in the record of a step.

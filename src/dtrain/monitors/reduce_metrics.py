@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from functools import lru_cache
 from typing import Any, cast
 
@@ -46,7 +47,8 @@ def reduce_metrics(metrics: Metrics) -> dict[str, float]:
         ConfigError: no metrics, one metric without its name, or a metric that is not a pair of scalars.
         StepError: a metric has weight zero over all ranks, or names differ between ranks.
     """
-    if not isinstance(metrics, Mapping):
+    # The comparison with a dict is faster than that with an abstract class.
+    if type(metrics) is not dict and not isinstance(metrics, Mapping):
         raise ConfigError(
             f"reduce_metrics: metrics must be the metrics of a step by name, got {type(metrics).__name__}. "
             "Pass all of them, and take one of the result: dt.reduce_metrics(metrics)['loss']."
@@ -55,21 +57,13 @@ def reduce_metrics(metrics: Metrics) -> dict[str, float]:
         raise ConfigError("reduce_metrics: metrics must have at least 1 metric, got none. Pass the metrics of a step.")
     names, ranks = sorted(metrics), get_dist_info().world_size
     scalars = [scalar for name in names for scalar in metrics[name]]
-    if not all(isinstance(scalar, Tensor) for scalar in scalars):
+    if not all([isinstance(scalar, Tensor) for scalar in scalars]):  # noqa: C419  # a list is faster for a few
         scalars = _as_tensors(metrics, names)
     heartbeats.heartbeat("reduce_metrics")
-    # On a GPU the read waits for earlier work. That time belongs to the step or to the enclosing span.
-    on_cpu = scalars[0].is_cpu
-    if on_cpu:
-        spans.begin("reduce")
-    try:
-        if ranks > 1:
-            values = _all_reduce(scalars, names, ranks)
-        else:
-            values = [scalar.item() for scalar in scalars] if on_cpu else _stack(scalars).tolist()
-    finally:
-        if on_cpu:
-            spans.end("reduce")
+    if ranks > 1:
+        values = _all_reduce(scalars, names, ranks)
+    else:
+        values = [scalar.item() for scalar in scalars] if scalars[0].is_cpu else _stack(scalars).tolist()
     totals, weights = values[::2], values[1::2]
     if 0 in weights:
         raise StepError(
@@ -103,8 +97,10 @@ def _all_reduce(scalars: Sequence[Tensor], names: Sequence[str], ranks: int) -> 
     row = torch.zeros(-(-(count + 1) // 64) * 64, dtype=torch.float64, device=scalars[0].device)
     row[:count] = _stack(scalars)
     row[-1].fill_(label)
-    dist.all_reduce(row)
-    *values, labels = row.tolist()
+    # On a GPU the read waits for earlier work. That time belongs to the step or to the enclosing span.
+    with spans.span("reduce") if row.is_cpu else nullcontext():
+        dist.all_reduce(row)
+        *values, labels = row.tolist()
     if labels != ranks * label:
         raise StepError(
             f"reduce_metrics: metrics must have equal names on all ranks, got {names} on this rank. "

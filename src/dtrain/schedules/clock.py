@@ -69,16 +69,16 @@ class Clock:
             seconds: rank 0's time.
             position: position in the loader's data after the batch; None if no loader returned the batch.
         """
-        end = self._position if position is None else position
-        counted = end.batch if end.batch is not None else (self.step_in_epoch + 1) * (end.epoch == self.epoch)
+        epoch, batch = (self.epoch, self.step_in_epoch) if position is None else position
         return self._replace(
             step=self.step + 1,
-            epoch=end.epoch,
-            step_in_epoch=counted,
+            epoch=epoch,
+            step_in_epoch=(self.step_in_epoch + 1) * (epoch == self.epoch) if batch is None else batch,
             samples=self.samples + samples,
             tokens=self.tokens + tokens,
             seconds=self.seconds + seconds,
-            _previous=self._counts_at(self._position),
+            # Without its own previous clock, so that old clocks are freed.
+            _previous=self._replace(_previous=None, _step_start=None, _no_epochs_reason=None),
             _step_start=None,
             _no_epochs_reason=(self._no_epochs_reason or _NO_LOADER_REASON) if position is None else None,
         )
@@ -125,7 +125,9 @@ class Clock:
     def _replace(self, **changes: Any) -> Clock:
         """Return this clock with ``changes``; faster than ``dataclasses.replace``."""
         clock = object.__new__(Clock)
-        clock.__dict__.update(self.__dict__, **changes)
+        fields = clock.__dict__
+        fields |= self.__dict__
+        fields |= changes
         return clock
 
     def count(self, unit: str) -> int | float:

@@ -46,7 +46,7 @@ from dtrain.state import TrainState
 
 
 class GradSync:
-    """Controls FSDP2, or a ``BucketReducer``, through the microbatches of one step. A plain model has neither.
+    """Controls FSDP2, or a ``BucketReducer``, through the microbatches of one step. A plain model, on no mesh, has neither.
 
     Call ``begin_step``, then ``before_microbatch`` for each microbatch, then ``finish_backwards`` and ``end_step``, or
     ``abort`` after an exception.
@@ -101,21 +101,26 @@ class GradSync:
             params: all parameters of the model by name; without them, a ``BucketReducer`` has no effect.
             within_replica: if True, sum gradients within each replica only.
         """
-        if self._sharded and not is_idle(self._model, self._groups):
-            reset_iteration(self._model)
         self._in_step, self._within_replica, self.grads_taken = True, within_replica, False
         self._stashed_grads.clear()
+        if self._spec.mesh is not None:
+            self._begin_sharded_step(params, within_replica=within_replica)
+        if params is not None:
+            self.hooks.detach(params)
+
+    def _begin_sharded_step(self, params: Mapping[str, Tensor] | None, *, within_replica: bool) -> None:
+        if self._sharded and not is_idle(self._model, self._groups):
+            reset_iteration(self._model)
         self._deferred.clear()
         self._num_reduced = 0
         self._order.clear()
         self._present.clear()
         self._missing.clear()
-        if self.reducer is not None:
+        if self.reducer is not None and params is None:
             self.reducer.reset()
         if params is not None:
             if self.reducer is not None:
                 self.reducer.begin_step(params, communicate=not within_replica)
-            self.hooks.detach(params)
             self.writes.begin_step(params, compare=not within_replica)
         self._skipped.end_step()
 
@@ -151,6 +156,8 @@ class GradSync:
 
         Collective, Raises: as ``SkippedUnits.complete_forward``.
         """
+        if self._spec.mesh is None:
+            return loss
         self.writes.after_forward(last=self._last is not False)
         return self._skipped.complete_forward(loss)
 
@@ -184,7 +191,8 @@ class GradSync:
             for group in self._groups if has_low_precision_grads(params) else ():
                 wait_for_reduction(group)
             stash_low_precision_grads_(params, self._stashed_grads)
-        self._skipped.begin_microbatch()
+        if self._spec.mesh is not None:
+            self._skipped.begin_microbatch()
         if self.reducer is not None and last and self._in_step:
             self.reducer.begin_last_backward()
         if last == self._last:
@@ -199,7 +207,9 @@ class GradSync:
 
     def has_grads(self, params: Iterable[Tensor]) -> bool:
         """Return True if a backward of this step reached any of ``params``, all parameters of the model."""
-        if self._present or any(map(has_unreduced_grads, self._groups)) or (self.reducer and self.reducer.has_grads):
+        if self._present or (self.reducer and self.reducer.has_grads):
+            return True
+        if self._groups and any(map(has_unreduced_grads, self._groups)):
             return True
         # A list is faster than a generator for a few parameters.
         return any([param.grad is not None for param in params]) and not self._missing  # noqa: C419
@@ -211,14 +221,17 @@ class GradSync:
         """
         if self.reducer is not None:
             self.reducer.finish()
-        add_stashed_grads_(params, self._stashed_grads)
+        if self._stashed_grads:
+            add_stashed_grads_(params, self._stashed_grads)
 
     def end_step(self) -> None:
-        """Restore FSDP2's flags after a step."""
+        """Restore FSDP2's flags and the hooks of plain parameters after a step."""
         self._in_step = self._within_replica = False
-        self.before_microbatch(last=True)
         self._stashed_grads.clear()
         self.hooks.restore()
+        if self._spec.mesh is None:
+            return
+        self.before_microbatch(last=True)
         if self.reducer is not None:
             self.reducer.reset()
         self._skipped.end_step()
@@ -261,11 +274,12 @@ class GradSync:
 
     def params_without_grad(self, state: TrainState) -> list[str]:
         """Return the trainable parameters without a gradient from this rank's microbatches, by name, in order of ``params``."""
+        if self.reducer is not None:
+            absent = self.reducer.missing
+            return [name for name, param in state.params.items() if id(param) in absent] if absent else []
         ignored = [
             name for name in self._spec.ignored_params if state.params[name].requires_grad and state.params[name].grad is None
         ]
-        if self.reducer is not None:
-            return [name for name, param in state.params.items() if id(param) in self.reducer.missing]
         missing = self._missing - self._present
         if not missing:
             return ignored

@@ -132,8 +132,9 @@ class ParamHooks:
     def detach(self, params: Mapping[str, Tensor]) -> None:
         """Take the user's hooks off ``params``. Mutates: the parameters' hooks."""
         self.restore()
-        self._params = {name: params[name] for name in names_with_hooks(params)}
-        for param in self._params.values():
+        self._params = {}
+        for name in names_with_hooks(params):
+            param = self._params[name] = params[name]
             for hooks in (param._backward_hooks, param._post_accumulate_grad_hooks):
                 own = {key: hook for key, hook in (hooks or {}).items() if not isinstance(hook, StepHook)}
                 if hooks and own:
@@ -144,7 +145,7 @@ class ParamHooks:
         """Put the hooks back, except those whose handle was removed since. Mutates: the parameters' hooks."""
         for hooks, own in self._detached:
             hooks.update({key: hook for key, hook in own.items() if key in hooks})
-        self._detached.clear()
+        self._detached = []
 
     @property
     def described(self) -> list[str]:
@@ -209,11 +210,7 @@ def names_with_hooks(params: Mapping[str, Tensor]) -> list[str]:
         name
         for name, param in params.items()
         if (param._backward_hooks and _hooks_of(param)[0])
-        or (
-            (hooks := param._post_accumulate_grad_hooks)
-            and not (len(hooks) == 1 and type(next(iter(hooks.values()))) is StepHook)
-            and _hooks_of(param)[1]
-        )
+        or ((hooks := param._post_accumulate_grad_hooks) and [*map(type, hooks.values())] != [StepHook] and _hooks_of(param)[1])
     ]
 
 

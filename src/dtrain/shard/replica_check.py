@@ -387,6 +387,8 @@ class _Snapshot:
 
     def changed(self) -> dict[str, None]:
         """Return the names of the tensors that were written since. Host sync: one with hashes."""
+        if not self.tensors:
+            return {}
         versions = [tensor._version for tensor in self.tensors.values()]
         if versions == self.versions and self.hashes is None:
             return {}
@@ -397,6 +399,9 @@ class _Snapshot:
             different = [] if now_hashes is None else (now_hashes != self.hashes).tolist()
             names |= {name: None for name, flag in zip(self.tensors, different, strict=False) if flag}
         return names
+
+
+_NOTHING = _Snapshot({}, [])
 
 
 def _hashes(tensors: Mapping[str, Tensor]) -> Tensor | None:
@@ -425,7 +430,7 @@ class ForwardWrites:
         self._groups, self._ranks, self._steps = fsdp_param_groups(model), ranks, 0
         self._num_sharded = sum(len(sharded_and_unsharded_params(group)) for group in self._groups)
         self._names: dict[int, str] = {}
-        self._replicas, self._copies = _Snapshot.take({}), _Snapshot.take({})
+        self._replicas = self._copies = _NOTHING
         self._of_units: dict[int, _Snapshot] = {}
         self._written_copies: dict[str, None] = {}
         self._written_replicas: dict[str, None] = {}
@@ -452,8 +457,8 @@ class ForwardWrites:
         # FSDP2 makes each copy once, in the first forward of its unit.
         if len(copies) < self._num_sharded:
             copies = {name: copy for group in self._groups for name, copy in self._copies_of(group).items()}
-        self._copies = _Snapshot.take(copies)
-        self._replicas = _Snapshot.take({})
+        self._copies = _Snapshot.take(copies) if copies else _NOTHING
+        self._replicas = _NOTHING
         if not compare or self._ranks == 1:
             return
         if self._is_first:
@@ -470,7 +475,7 @@ class ForwardWrites:
     def abort(self) -> None:
         """Discard a failed attempt of a step, so that the next attempt is watched alike."""
         self._steps = max(0, self._steps - 1)
-        self._replicas = _Snapshot.take({})
+        self._replicas = _NOTHING
         self._of_units.clear()
 
     def after_forward(self, *, last: bool) -> None:

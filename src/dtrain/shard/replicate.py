@@ -249,7 +249,7 @@ class BucketReducer:
 
     def _take_grad(self, param: Tensor) -> Tensor:
         """Remove the sum of this step's gradients from ``param``, and return the sum; zeros without a gradient."""
-        grad, stashed = param.grad, self.stashed_grads.pop(id(param), None)
+        grad, stashed = param.grad, self.stashed_grads.pop(id(param), None) if self.stashed_grads else None
         param.grad = None
         if stashed is not None:
             return stashed if grad is None else stashed.add_(grad)

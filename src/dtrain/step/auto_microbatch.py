@@ -172,9 +172,10 @@ def _choose_size(search: _Search, kept: _Kept) -> int | None:
     size: int | None = None if saved["whole"] else saved["size"] or None
     if not kept.found_on or saved["found_on"] != kept.found_on:
         return _choose_first_size(search, kept, size)
-    is_due = config.grow_every is not None and (kept.state_assumed or state.crossed(config.grow_every))
-    if not kept.barely_fits and (saved["whole"] or not is_due):
-        return size
+    if not kept.barely_fits:
+        is_due = config.grow_every is not None and (kept.state_assumed or state.crossed(config.grow_every))
+        if saved["whole"] or not is_due:
+            return size
     kept.state_assumed = False
     return search.shrink(size) if kept.barely_fits else search.grow(size)
 

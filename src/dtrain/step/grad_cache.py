@@ -33,7 +33,7 @@ from dtrain.memory.device_memory import is_out_of_memory
 from dtrain.shard.buffers import restore_buffers
 from dtrain.shard.grad_sync import grad_sync_of
 from dtrain.state import TrainState
-from dtrain.step.gradient_run import GradientRun, gradient_run
+from dtrain.step.gradient_run import GradientRun, run_gradient
 from dtrain.step.microbatches import BatchWatch, Microbatches
 from dtrain.step.normalization import check_loss, declared_weights
 from dtrain.step.sanity_checks import check_not_mean
@@ -110,12 +110,10 @@ def grad_cache_step(
             check_microbatch_size(microbatch_size)
         # The model's inputs are split later, when the loss calls the model.
         starts = range(0, samples, microbatch_size or max(samples, 1))
-        counted = Microbatches(batch=batch, batches=starts, samples=samples, tokens=tokens)
+        counted = Microbatches(batch=batch, batches=starts, tensors=list_tensors(batch), samples=samples, tokens=tokens)
         return counted, declared_weights(batch_spec, batch)
 
-    with gradient_run(state, batch, _NAME, prepare) as run:
-        _accumulate(loss_fn, run)
-    return run.result
+    return run_gradient(state, batch, _NAME, prepare, partial(_accumulate, loss_fn))
 
 
 def _accumulate(loss_fn: LossFn, run: GradientRun) -> None:

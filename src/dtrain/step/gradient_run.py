@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -12,7 +12,6 @@ from torch import Tensor
 
 from dtrain import spans
 from dtrain.arguments import format_error_line
-from dtrain.data.batch import list_tensors
 from dtrain.dist.collective_replay import EQUAL_MICROBATCHES_ADVICE, CheckedGuard, check_collectives
 from dtrain.dist.incident import report_missing_ranks
 from dtrain.dist.init import get_dist_info
@@ -56,6 +55,8 @@ from dtrain.typing import Batch, LossSum, Metrics
 
 PrepareFn = Callable[[], tuple[Microbatches, Mapping[str, Tensor | float]]]
 _NO_MICROBATCHES = Microbatches(batch=None)
+# Made once, because a step without other ranks enters it twice.
+_NO_CONTEXT = nullcontext()
 _USED_OUTSIDE = (
     "the loss, or a forward, must not compute with a sharded parameter outside of the forward of its unit. Compute in the "
     "forward of the block that owns the parameter, or name the parameter in ignored_params. Add the gradient of a weight "
@@ -63,31 +64,35 @@ _USED_OUTSIDE = (
 )
 
 
-@contextmanager
-def gradient_run(
-    state: TrainState, batch: Batch, caller: str, prepare: PrepareFn, *, records_units: bool = False
-) -> Iterator[GradientRun]:
-    """Run the forwards and backwards of the context between the synchronizations that all gradient functions share.
+def run_gradient(
+    state: TrainState,
+    batch: Batch,
+    caller: str,
+    prepare: PrepareFn,
+    accumulate: Callable[[GradientRun], None],
+    *,
+    records_units: bool = False,
+) -> tuple[TrainState, Metrics]:
+    """Run forwards and backwards between the synchronizations that all gradient functions share.
 
-        with gradient_run(state, batch, "microbatch_step", prepare) as run:
-            ...  # forwards and backwards; their losses go to run.sums
-        return run.result
-
-    Ranks agree on the step, and earlier gradients are dropped. After the context gradients are reduced and normalized, and
-    ``run.result`` is the state with its counts, and the metrics. An exception drops the gradients. If the step is guarded, an
-    out-of-memory error ends the context, and the step is rolled back on all ranks.
+    Ranks agree on the step, and earlier gradients are dropped. After ``accumulate`` gradients are reduced and normalized. An
+    exception drops the gradients. If the step is guarded, an out-of-memory error ends ``accumulate``, and the step is rolled
+    back on all ranks.
 
     Args:
         state: state whose gradient is computed.
         batch: this rank's samples, with their position in the loader.
         caller: name of the gradient function, for messages.
         prepare: function that counts and splits this batch, and returns its declared weights. Its errors reach all ranks.
+        accumulate: function that runs forwards and backwards, and adds their losses to ``run.sums``.
         records_units: if True, a rank without a microbatch calls the recorded units of the model empty.
 
-    Collective: one record before the context; in the context one all-reduce of the declared weights, if there are any, and the
-    reductions of plain parameters (``replicate``) that the last backward has not begun; after the context one record, for a
-    sharded model on several ranks or a guarded step, and the reductions of gradients that FSDP2 does not reduce, of buffers,
-    and of weights.
+    Returns:
+        The state with its counts, and the metrics.
+
+    Collective: one record before ``accumulate``, and one all-reduce of the declared weights, if there are any; after it the
+    reductions of plain parameters (``replicate``) that the last backward has not begun, one record, for a sharded model on
+    several ranks or a guarded step, and the reductions of gradients that FSDP2 does not reduce, of buffers, and of weights.
 
     Raises:
         StepAborted: a guarded step failed on some rank, and is rolled back on all ranks.
@@ -99,24 +104,22 @@ def gradient_run(
         error: Exception | None = None
         try:
             run.microbatches, run.weights = prepare()
-            # A batch that only the user can split may have no tensors of its own.
-            tensors = list_tensors(batch) or list_tensors(run.microbatches.batches)
-            check_first_run(run.state, tensors)
-            watch = BatchWatch(tensors)
+            check_first_run(run.state, run.microbatches.tensors)
+            watch = BatchWatch(run.microbatches.tensors)
         # User functions may raise any exception; it is raised below, on all ranks.
         except Exception as problem:  # noqa: BLE001
             error = problem
         run.counts = run._sync_before_forward(error)
         run.state.drop_gradients()
         try:
-            with report_missing_ranks(caller) if run.state.spec.mesh is not None else nullcontext():
+            with report_missing_ranks(caller) if run.state.spec.mesh is not None else _NO_CONTEXT:
                 run.grad_sync.begin_step(run.state.params, within_replica=run.state.spec.replica_info is not None)
                 run.buffers.begin_step()
                 with run._guarded(records_units) as run.checked:
                     run._begin_forwards()
-                    yield run
+                    accumulate(run)
                     run._end_backwards()
-                run.result = run._finish()
+                return run._finish()
         except BaseException as failure:
             run.grad_sync.abort()
             run.state.drop_gradients()
@@ -150,18 +153,22 @@ def _begin_run(state: TrainState, batch: Batch, caller: str) -> GradientRun:
     if context.model_syncs is None:
         context.model_syncs = grad_sync_of(state.model), buffer_sync_of(state.model)
     grad_sync, buffers = context.model_syncs
-    return GradientRun(state=state, caller=caller, grad_sync=grad_sync, buffers=buffers)
+    return GradientRun(
+        state=state, caller=caller, grad_sync=grad_sync, buffers=buffers, guard=state._guard, device=state.device
+    )
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class GradientRun:
-    """One gradient in progress; see ``gradient_run``.
+    """One gradient in progress; see ``run_gradient``.
 
     Args:
         state: state whose gradient is computed, with the position of its batch.
         caller: name of the gradient function.
         grad_sync: synchronization of the model's gradients.
         buffers: synchronization of the model's buffers.
+        guard: guard of the step; None unless ``auto_microbatch`` has set one.
+        device: device on which the model computes.
         microbatches: this rank's microbatches.
         weights: declared weights of this rank by term.
         counts: counts that ranks agreed on.
@@ -170,13 +177,15 @@ class GradientRun:
         sums: sums of the losses, which the gradient function adds up.
         checked: guard that compares the collectives of the first step with different numbers of microbatches.
         uneven_plan: facts of a step in which ranks have different numbers of microbatches; None after its first success.
-        result: state and metrics; the context completes them at its end.
+        metrics: metrics of all microbatches, after the last backward.
     """
 
     state: TrainState
     caller: str
     grad_sync: GradSync
     buffers: BufferSync
+    guard: StepGuard | None
+    device: torch.device
     microbatches: Microbatches = _NO_MICROBATCHES
     weights: Mapping[str, Tensor | float] = field(default_factory=dict)
     counts: StepCounts = field(init=False)
@@ -185,7 +194,7 @@ class GradientRun:
     sums: MetricAccumulator = field(init=False)
     checked: CheckedGuard | None = None
     uneven_plan: tuple[object, ...] | None = None
-    result: tuple[TrainState, Metrics] = field(init=False)
+    metrics: Metrics = field(init=False)
 
     def _sync_before_forward(self, error: Exception | None) -> StepCounts:
         state, microbatches, guard = self.state, self.microbatches, self.guard
@@ -208,7 +217,7 @@ class GradientRun:
             late_failure=-1 if weightless else 0 if first_nonfinite is None else first_nonfinite + 1,
             rng_hash=hash_rng_state(state.device) if spec.ranks_per_batch > 1 else 0,
             batch_hash=batch_hash,
-            plan_digest=0 if guard is None else guard.traces.digest(*self.replay_conditions(), guard.max_microbatches or 0),
+            plan_digest=guard.traces.digest(*self.replay_conditions(), guard.max_microbatches or 0) if guard and several else 0,
             shapes_hash=0 if guard is None or spec.ranks_per_batch == 1 else microbatches.hash_shapes(spec.data_rank),
             replica_digest=0.0 if replicas is None else replicas.begin_step(state),
             elapsed_s=elapsed_s,
@@ -232,12 +241,6 @@ class GradientRun:
         return counts._replace(seconds=counts.seconds + state._step_counts.seconds) if state._step_counts else counts
 
     @property
-    def guard(self) -> StepGuard | None:
-        """Guard of the step; None unless ``auto_microbatch`` has set one."""
-        guard: StepGuard | None = self.state._guard
-        return guard
-
-    @property
     def required_microbatches(self) -> int:
         """Number of microbatches of the rank with the most microbatches."""
         return self.counts.microbatches
@@ -245,7 +248,8 @@ class GradientRun:
     @property
     def num_microbatches(self) -> int:
         """Number of forwards and backwards, equal on all ranks: fewer in a probe."""
-        return self.required_microbatches if self.guard is None else self.guard.limit_microbatches(self.required_microbatches)
+        required = self.counts.microbatches
+        return required if self.guard is None else self.guard.limit_microbatches(required)
 
     @property
     def is_uneven(self) -> bool:
@@ -267,14 +271,14 @@ class GradientRun:
         """Return the context of all forwards and backwards, which ends at an out-of-memory error of a guarded step."""
         guard = self.guard
         if guard is None and not self.is_uneven:
-            return nullcontext()
+            return _NO_CONTEXT
         conditions = self.replay_conditions()
         if self.is_uneven:
             plan = (self.caller, *conditions)
             is_known = not records_units or self.grad_sync.knows_order(conditions)
             self.uneven_plan = None if is_known and plan in self.state._run_context.monitor.uneven_plans else plan
         if guard is None:
-            return check_collectives(self.caller, EQUAL_MICROBATCHES_ADVICE) if self.uneven_plan is not None else nullcontext()
+            return check_collectives(self.caller, EQUAL_MICROBATCHES_ADVICE) if self.uneven_plan is not None else _NO_CONTEXT
         guard.samples = self.microbatches.samples
         # The plan holds only facts that ranks agree on: ranks with different plans would run in different modes.
         run_plan = (self.num_microbatches, self.counts.shapes_hash, *conditions)
@@ -285,8 +289,8 @@ class GradientRun:
         if self.guard is not None:
             self.guard.capture_buffers()
         if self.weights:
-            self.normalizer = build_normalizer(self.weights, self.state.device, self.state.spec)
-        self.sums = MetricAccumulator(self.state.device)
+            self.normalizer = build_normalizer(self.weights, self.device, self.state.spec)
+        self.sums = MetricAccumulator(self.device)
 
     def divide_losses_by_weight(self, loss: LossSum) -> Tensor | None:
         """Divide the losses of the only rank by their expected weight, if nothing else divides for free.
@@ -308,7 +312,7 @@ class GradientRun:
     def _end_backwards(self) -> None:
         self.grad_sync.finish_backwards(self.state.params.values())
         self.sums.add_names(self.weights)
-        self.result = self.state, self.sums.metrics()
+        self.metrics = self.sums.metrics()
         if self.guard is not None:
             _check_reduction_memory(self.state, self.buffers.num_bytes)
 
@@ -318,10 +322,11 @@ class GradientRun:
         if guard is not None and guard.failed:
             guard.roll_back(self._free_memory)
         outcome = self._sync_after_backward()
-        metrics = self.result[1]
-        raise_if_hooks_differ(outcome.param_facts)
-        raise_if_written(outcome.param_facts, state.spec.strategy, uneven=self.is_uneven)
-        self.grad_sync.confirm_order()
+        metrics = self.metrics
+        if state.spec.mesh is not None:
+            raise_if_hooks_differ(outcome.param_facts)
+            raise_if_written(outcome.param_facts, state.spec.strategy, uneven=self.is_uneven)
+            self.grad_sync.confirm_order()
         if self.uneven_plan is not None:
             state._run_context.monitor.uneven_plans.add(self.uneven_plan)
         is_probe = guard is not None and guard.max_microbatches is not None
@@ -350,8 +355,11 @@ class GradientRun:
         status = RankStatus.OK if guard is None else guard.status
         # A probe has not run all microbatches that the weights belong to.
         complete = guard is None or (guard.max_microbatches is None and not guard.failed)
-        mismatch = complete and self.normalizer.weights_mismatch(state, self.result[1])
-        weight = host_weight(state, self.sums.loss()[1]) if complete and self.normalizer.global_weight is None else None
+        weight, mismatch = None, False
+        if complete and self.normalizer.global_weight is None:
+            weight = host_weight(state, self.sums.loss()[1])
+        elif complete:
+            mismatch = self.normalizer.weights_mismatch(state, self.metrics)
         if state.spec.mesh is None and not mismatch:
             outcome = BackwardSync(weight=weight, statuses=[status])
         else:
@@ -383,13 +391,14 @@ class GradientRun:
             for param in ignored:
                 if param.grad is None:
                     param.grad = torch.zeros_like(param)
-            all_reduce_grads_([param.grad for param in ignored if param.grad is not None], state.spec)
+            if ignored:
+                all_reduce_grads_([param.grad for param in ignored if param.grad is not None], state.spec)
             has_samples = None if self.counts.fewest_microbatches else bool(self.microbatches.batches)
             self.buffers.sync_(outcome.changed_buffers, ranks_differ=outcome.buffers_differ, has_samples=has_samples)
         if not self.grad_sync.grads_taken and all([param.grad is None for param in state.params.values()]):  # noqa: C419
             raise StepError("microbatch_step: no parameter got a gradient. Make the loss depend on a trainable parameter.")
         divisor = compute_grad_divisor(
-            state, self.normalizer, self.result[1], global_weight=outcome.weight, loss_divisor=self.loss_divisor
+            state, self.normalizer, self.metrics, global_weight=outcome.weight, loss_divisor=self.loss_divisor
         )
         if state._grad_divisor is not None and not self.grad_sync.hooks.exist:
             return divisor

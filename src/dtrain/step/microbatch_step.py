@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
 from torch import Tensor
 
@@ -10,7 +11,7 @@ from dtrain.data.batch import BatchSpec, to_device
 from dtrain.errors import ConfigError
 from dtrain.shard.precision import LOW_PRECISION_DTYPES
 from dtrain.state import TrainState
-from dtrain.step.gradient_run import GradientRun, gradient_run
+from dtrain.step.gradient_run import GradientRun, run_gradient
 from dtrain.step.microbatches import Microbatches, check_graph, split_microbatches
 from dtrain.step.normalization import check_loss, declared_weights
 from dtrain.step.sanity_checks import check_not_mean
@@ -88,17 +89,15 @@ def microbatch_step(
     def prepare() -> tuple[Microbatches, Mapping[str, Tensor | float]]:
         return check_graph(split_microbatches(batch, microbatch_size, batch_spec)), declared_weights(batch_spec, batch)
 
-    with gradient_run(state, batch, "microbatch_step", prepare, records_units=True) as run:
-        _accumulate(loss_fn, run)
-    return run.result
+    return run_gradient(state, batch, "microbatch_step", prepare, partial(_accumulate, loss_fn), records_units=True)
 
 
 def _accumulate(loss_fn: LossFn, run: GradientRun) -> None:
     """Run forward and backward for every microbatch. A rank without a further one takes part in the collectives alone."""
-    state, grad_sync, guard = run.state, run.grad_sync, run.guard
-    own, device = run.microbatches.batches, state.device
+    state, grad_sync, guard, device = run.state, run.grad_sync, run.guard, run.device
+    own, num_own = run.microbatches.batches, len(run.microbatches.batches)
     needs_all = grad_sync.needs_all_microbatches or grad_sync.follows_other_models
-    count = run.num_microbatches if needs_all else min(run.num_microbatches, max(len(own), 1))
+    count = run.num_microbatches if needs_all else min(run.num_microbatches, num_own or 1)
     needs_copy = not run.microbatches.is_on(device)
     params = list(state.params.values())
     low_precision = [param for param in params if param.dtype in LOW_PRECISION_DTYPES]
@@ -107,7 +106,7 @@ def _accumulate(loss_fn: LossFn, run: GradientRun) -> None:
     loss_grad: Tensor | None = None
     for index in range(count):
         grad_sync.before_microbatch(last=index == count - 1, params=low_precision)
-        if index >= len(own):
+        if index >= num_own:
             objective = grad_sync.forward_empty()
             if objective is not None:
                 objective.backward()

@@ -36,17 +36,18 @@ _TOLERANCE = 1e-6
 class LossNormalizer:
     """Weights declared by ``batch_spec.weight``, and the factors ``1 / global weight``; empty without declared weights.
 
-    While replicas train separately, a factor belongs to the weight of this rank's replica.
+    While replicas train separately, a factor belongs to the weight of this rank's replica. All values are numbers if the host
+    of the only rank knows them, else float64 ``[]``.
 
     Args:
-        local_weights: this rank's weight by term, float64 ``[]``.
-        factors: factor by term, float64 ``[]``; 0 for a term without weight.
-        global_weight: global weight of the main loss, float64 ``[]``; None without declared weights.
+        local_weights: this rank's weight by term.
+        factors: factor by term; 0 for a term without weight.
+        global_weight: global weight of the main loss; None without declared weights.
     """
 
-    local_weights: Mapping[str, Tensor]
-    factors: Mapping[str, Tensor]
-    global_weight: Tensor | None = None
+    local_weights: Mapping[str, Tensor | float]
+    factors: Mapping[str, Tensor | float]
+    global_weight: Tensor | float | None = None
 
     def scaled_loss(self, loss: LossSum, total: Tensor) -> Tensor:
         """Return the objective of one microbatch, for ``backward``.
@@ -66,13 +67,15 @@ class LossNormalizer:
                     "batch_spec=dt.batch_spec(weight=...), which returns the weights of a batch before its first backward."
                 )
             return total if total.requires_grad else _require_graph(total)
-        sums = {"loss": total, **{name: total for name, (total, _) in loss.terms.items()}}
+        sums = {"loss": total}
+        if loss.terms:
+            sums |= {name: total for name, (total, _) in loss.terms.items()}
         if sums.keys() != self.factors.keys():
             raise ConfigError(
                 f"microbatch_step: batch_spec.weight must return a weight per loss term, got {sorted(self.factors)} for "
                 f"{sorted(sums)}. Return a weight for each term of the loss."
             )
-        scaled = [term.reshape(()) * self.factors[name].to(term.dtype) for name, term in sums.items()]
+        scaled = [_scale_term(term, self.factors[name]) for name, term in sums.items()]
         return _require_graph(torch.stack(scaled).sum() if len(scaled) > 1 else scaled[0])
 
     def weights_mismatch(self, state: TrainState, metrics: Metrics) -> bool:
@@ -82,7 +85,10 @@ class LossNormalizer:
         """
         if self.global_weight is None:
             return False
-        off = [(metrics[name].weight - weight).abs() - _TOLERANCE * weight.abs() for name, weight in self.local_weights.items()]
+        off = [abs(metrics[name].weight - weight) - _TOLERANCE * abs(weight) for name, weight in self.local_weights.items()]
+        if not isinstance(self.global_weight, Tensor):
+            # Also for a weight that is NaN.
+            return not all(float(excess) <= 0 for excess in off)
         value = _send_to_host(state, torch.where(torch.stack(off).max() <= 0, self.global_weight, torch.nan))
         if value is None or not math.isnan(value):
             return False
@@ -92,6 +98,11 @@ class LossNormalizer:
 
 SUM_NORMALIZER = LossNormalizer(local_weights={}, factors={})
 """Normalizer without declared weights: losses stay sums, and gradients are divided after backward."""
+
+
+def _scale_term(term: Tensor, factor: Tensor | float) -> Tensor:
+    term = term.reshape(()) if term.ndim else term
+    return term * (factor.to(term.dtype) if isinstance(factor, Tensor) else factor)
 
 
 def _require_graph(total: Tensor) -> Tensor:
@@ -130,8 +141,13 @@ def declared_weights(batch_spec: BatchSpec | None, batch: Batch) -> dict[str, Te
 def build_normalizer(local: Mapping[str, Tensor | float], device: torch.device, spec: ShardSpec) -> LossNormalizer:
     """All-reduce the declared weights, at least one, and return the factor of every term.
 
-    Collective: one all-reduce (float64).
+    Collective: one all-reduce (float64), on several ranks.
     """
+    on_host = device.type == "cpu" and get_dist_info().world_size == 1 and _get_current_dispatch_mode() is None
+    if on_host and not any([isinstance(weight, Tensor) for weight in local.values()]):  # noqa: C419  # a list is faster for a few
+        numbers = {name: float(weight) for name, weight in local.items()}
+        inverse = {name: 1.0 / weight if weight > 0 else 0.0 for name, weight in numbers.items()}
+        return LossNormalizer(local_weights=numbers, factors=inverse, global_weight=numbers["loss"])
     stacked = torch.stack([torch.as_tensor(w, dtype=torch.float64, device=device).detach().reshape(()) for w in local.values()])
     replica_weights, global_weights = _all_reduce_weights(stacked, spec)
     factors = torch.where(replica_weights > 0, 1.0 / replica_weights, 0.0)
@@ -271,7 +287,9 @@ def _send_to_host(state: TrainState, value: Tensor) -> float | None:
     return _read_if_on_cpu(state, value)
 
 
-def _read_if_on_cpu(state: TrainState, value: Tensor) -> float | None:
+def _read_if_on_cpu(state: TrainState, value: Tensor | float) -> float | None:
+    if not isinstance(value, Tensor):
+        return value
     return _weight_scalar(state, value.device).try_read() if value.device.type == "cpu" else None
 
 
@@ -321,10 +339,10 @@ class MetricAccumulator:
 
     def _plus(self, current: Tensor | float, value: Tensor | float) -> Tensor | float:
         """Return the sum. Mutates: ``current``, if it is a tensor."""
+        if type(value) is Tensor and self._reads_cpu and value.is_cpu:
+            return current + value.item()
         if not isinstance(value, Tensor):
             return current + value
-        if self._reads_cpu and type(value) is Tensor and value.is_cpu:
-            return current + value.item()
         value = value.detach()
         if value.ndim:
             value = value.reshape(())

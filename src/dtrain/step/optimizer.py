@@ -187,7 +187,8 @@ def apply_gradients(
             interrupt.begin()
             if not is_skipped:
                 with mark_interrupted_write(state, "the update"):
-                    run = state.optimizer.step if state.spec.mesh is None else partial(step_optimizer, state.optimizer)
+                    is_plain = state.spec.mesh is None or state.spec.plain_params
+                    run = state.optimizer.step if is_plain else partial(step_optimizer, state.optimizer)
                     if state._grad_divisor is not None:
                         run = _divide_in_update(run, state.optimizer, grads, state._grad_divisor)
                     if state._run_context.optimizer_checked:
@@ -397,8 +398,10 @@ class DelayedInterrupt:
 
     def begin(self) -> None:
         """Delay SIGINT from now on. Mutates: this process's handler of SIGINT, until the end of the context."""
-        main = threading.get_ident() == threading.main_thread().ident
-        if main and _get_handler(signal.SIGINT) is signal.default_int_handler:
+        # Inside of another such context the handler is that of the other, so the thread is compared last.
+        if _get_handler(signal.SIGINT) is not signal.default_int_handler:
+            return
+        if threading.get_ident() == threading.main_thread().ident:
             self._active = True
             _set_handler(signal.SIGINT, self._on_signal)
 

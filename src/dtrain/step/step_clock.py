@@ -8,7 +8,7 @@ alternate), or beside the loader of the run, whose epochs alone count.
 from __future__ import annotations
 
 from dtrain.data.batch import FailedBatch, get_batch_infos
-from dtrain.dist.batch_info import BatchInfo, LoaderHistory, StepBatch
+from dtrain.dist.batch_info import BatchInfo, BatchStatus, LoaderHistory, StepBatch
 from dtrain.errors import StepError
 from dtrain.schedules.clock import Clock, EpochPosition
 from dtrain.schedules.durations import Duration
@@ -30,7 +30,9 @@ def begin_step(state: TrainState, batch: Batch) -> TrainState:
     # Most steps are on the next batch of one loader.
     if origin is None or not history.loaders or origin.loader is not history.loaders[-1]:
         origin, history, reason = find_origin(state, infos)
-    statuses = tuple(dict.fromkeys(info.status for info in (infos if origin is None else [*infos, origin])))
+    statuses: tuple[BatchStatus, ...] = ()
+    if infos or origin is not None:
+        statuses = tuple(dict.fromkeys([info.status for info in (infos if origin is None else [*infos, origin])]))
     for status in statuses:
         status.started = True
     if origin is None or reason:
