@@ -81,7 +81,10 @@ def narrow_batch(batch: Batch, start: int, length: int, batch_spec: BatchSpec | 
     """Return ``length`` samples of ``batch`` from ``start`` on; tensors are views."""
     if length:
         check_rows(batch, batch_spec)
+    return _narrow(batch, start, length, batch_spec)
 
+
+def _narrow(batch: Batch, start: int, length: int, batch_spec: BatchSpec | None) -> Batch:
     def rows(values: Any) -> Any:
         return values[start : start + length]
 
@@ -176,7 +179,7 @@ def count_and_split(batch: Batch, microbatch_size: int | None, batch_spec: Batch
     starts = range(0, samples, microbatch_size)
     if batch_spec is not None and batch_spec.axes:
         sizes = [min(microbatch_size, samples - start) for start in starts]
-        return samples, tokens, [narrow_batch(batch, *rows, batch_spec) for rows in zip(starts, sizes, strict=True)]
+        return samples, tokens, [_narrow(batch, *rows, batch_spec) for rows in zip(starts, sizes, strict=True)]
     return samples, tokens, _split_leaves(batch, starts)
 
 
