@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -94,13 +94,15 @@ class GradSync:
         # A copy of the model is a plain model.
         return type(None), ()
 
-    def begin_step(self, params: Mapping[str, Tensor] | None = None, *, within_replica: bool = False) -> None:
+    def begin_step(self, state: TrainState | None = None) -> None:
         """Start a step. Mutates: FSDP2's units, if a forward outside of a step left state; hooks of plain parameters.
 
+        While replicas train separately, gradients are summed within each replica only.
+
         Args:
-            params: all parameters of the model by name; without them, a ``BucketReducer`` has no effect.
-            within_replica: if True, sum gradients within each replica only.
+            state: state of the step; without a state, a ``BucketReducer`` has no effect.
         """
+        within_replica = state is not None and state.spec.replica_info is not None
         if self._sharded and not is_idle(self._model, self._groups):
             reset_iteration(self._model)
         self._in_step, self._within_replica, self.grads_taken = True, within_replica, False
@@ -112,11 +114,11 @@ class GradSync:
         self._missing.clear()
         if self.reducer is not None:
             self.reducer.reset()
-        if params is not None:
+        if state is not None:
             if self.reducer is not None:
-                self.reducer.begin_step(params, communicate=not within_replica)
-            self.hooks.detach(params)
-            self.writes.begin_step(params, compare=not within_replica)
+                self.reducer.begin_step(state._trainable, communicate=not within_replica)
+            self.hooks.detach(state._trainable)
+            self.writes.begin_step(state.params, compare=not within_replica)
         self._skipped.end_step()
 
     @property
@@ -265,12 +267,12 @@ class GradSync:
             name for name in self._spec.ignored_params if state.params[name].requires_grad and state.params[name].grad is None
         ]
         if self.reducer is not None:
-            return [name for name, param in state.params.items() if id(param) in self.reducer.missing]
+            return [name for name, param in state._trainable.items() if id(param) in self.reducer.missing]
         missing = self._missing - self._present
         if not missing:
             return ignored
         sharded = {id(sharded_params(self._groups[index])[position]) for index, position in missing}
-        return [name for name, param in state.params.items() if id(param) in sharded or name in ignored]
+        return [name for name, param in state._trainable.items() if id(param) in sharded or name in ignored]
 
     @contextmanager
     def on_grad_ready(self, params: Sequence[Tensor], call: Callable[[Sequence[Tensor]], None]) -> Iterator[None]:
@@ -280,7 +282,7 @@ class GradSync:
         which FSDP2 expects a further backward.
 
         Args:
-            params: all parameters of the model; parameters of a sharded model outside of all units are skipped.
+            params: all trainable parameters; parameters of a sharded model outside of all units are skipped.
             call: consumes the gradients. On a GPU, ``call`` must use the current stream and call ``record_stream``, because
                 FSDP2 may allocate gradients in another stream.
 

@@ -149,7 +149,10 @@ def apply_gradients(
         if not isinstance(state, TrainState):
             check_state(state, "apply_gradients", "state, metrics = dt.apply_gradients(state, metrics)")
         state._check_not_stale("apply_gradients")
-        grads = [grad for param in state.params.values() if (grad := param.grad) is not None]
+        if state._step_batch is None:
+            # The gradients are those of a backward by hand.
+            state = state._with_trainable()
+        grads = [grad for param in state._trainable.values() if (grad := param.grad) is not None]
         if not grads:
             raise StepError("apply_gradients: no parameter has a gradient. Call microbatch_step (or backward) before.")
         # A gradient of dtrain has looked it up before.
@@ -256,7 +259,7 @@ def update_if_finite(
 
     Collective: as ``all_finite``. Host sync: one, because the host decides.
     """
-    grads = [param.grad for param in state.params.values() if param.grad is not None]
+    grads = [param.grad for param in state._trainable.values() if param.grad is not None]
     broken = not bool(all_finite(grads, state.device, caller=name))
     content = next_state(broken)
     if not broken:

@@ -68,7 +68,7 @@ def clip_by_norm(max_norm: float | Schedule, *, eps: float = 1e-6) -> Transform:
 
     def update(inner: UpdateFn) -> UpdateFn:
         def update_fn(state: TrainState, metrics: Metrics) -> tuple[TrainState, Metrics]:
-            norm = clip_grad_norm_(state.params, limit(state.clock), eps=eps)
+            norm = clip_grad_norm_(state._trainable, limit(state.clock), eps=eps)
             # The norm of an empty set of gradients (a mask of frozen parameters) is on the host.
             norm = norm.to(state.device)
             return inner(state, {**metrics, "grad_norm": Metric(norm, unit_weight(norm.device))})
@@ -323,7 +323,7 @@ def grad_transform(fn: Callable[..., None], *, name: str, at_clock: Mapping[str,
 
     def update(inner: UpdateFn) -> UpdateFn:
         def update_fn(state: TrainState, metrics: Metrics) -> tuple[TrainState, Metrics]:
-            fn(state.params, **{option: value_at(state.clock) for option, value_at in values.items()})
+            fn(state._trainable, **{option: value_at(state.clock) for option, value_at in values.items()})
             return inner(state, metrics)
 
         return update_fn
