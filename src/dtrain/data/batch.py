@@ -264,11 +264,14 @@ class FailedBatch:
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
-    """Move every tensor of ``batch`` to ``device``. Tensors on ``device`` are returned unchanged."""
+    """Move every tensor of ``batch`` to ``device``. Tensors on ``device`` are returned unchanged, in new containers."""
 
     def move(leaf: Any) -> Any:
-        return leaf.to(device, non_blocking=True) if isinstance(leaf, Tensor) else leaf
+        # ``to`` takes three times as long as the comparison.
+        return leaf.to(device, non_blocking=True) if isinstance(leaf, Tensor) and leaf.device != device else leaf
 
+    if type(batch) is dict and all([isinstance(leaf, Tensor) for leaf in batch.values()]):  # noqa: C419
+        return {key: move(leaf) for key, leaf in batch.items()}
     return _map_leaves(batch, move, lambda tensors: tensors.to(device, non_blocking=True))
 
 
