@@ -23,10 +23,11 @@ from datetime import datetime
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from measure import Figure, Rounds, compare, machine, typical, verdict
 from peers_batches import OURS, batch_method
+from peers_growth import Method, adapter_step, evaluation, split_of_ids
 from peers_rows import (
     Measured,
     async_stall,
@@ -90,6 +91,12 @@ class Row:
 
 BARE = ("by hand", "Fabric", "Accelerate", "dtrain", "dtrain, microbatch_step by hand")
 ON_RANKS = ("by hand", "Fabric", "dtrain")
+METHODS: tuple[Method, ...] = ("plain", "EMA", "auto_microbatch")
+EVALUATIONS: Mapping[str, int | Literal["auto"] | None] = {
+    "whole batches": None,
+    "parts of 8": 8,
+    '`microbatch_size="auto"`': "auto",
+}
 LOADERS = ("DataLoader", "StatefulDataLoader", "dtrain", "dtrain, TensorDict")
 ROWS: tuple[Row, ...] = (
     Row(
@@ -123,6 +130,39 @@ ROWS: tuple[Row, ...] = (
         floor="by hand",
         reference="by hand",
         at_most=1.10,
+    ),
+    *(
+        Row(
+            what=f"split of a batch of {samples} samples with a list of ids, microbatches of 1",
+            measure=lambda amount, samples=samples: split_of_ids(amount.pairs, samples=samples),
+            candidates=("by hand", "dtrain"),
+            floor="by hand",
+            reference="by hand",
+            at_most=1.2,
+        )
+        for samples in (64, 256, 1024)
+    ),
+    *(
+        Row(
+            what=f"step of a tiny MLP beside 2,000 frozen parameters, {method}",
+            measure=lambda amount, method=method: adapter_step(amount.pairs, method=method),
+            candidates=("by hand", "dtrain", "dtrain, 20 frozen"),
+            floor="by hand",
+            reference="by hand",
+            at_most=1.1,
+        )
+        for method in METHODS
+    ),
+    *(
+        Row(
+            what=f"evaluation of a tiny MLP over 16 batches of 32, {how}",
+            measure=lambda amount, size=size: evaluation(amount.pairs, size=size),
+            candidates=("by hand", "dtrain"),
+            floor="by hand",
+            reference="by hand",
+            at_most=1.1,
+        )
+        for how, size in EVALUATIONS.items()
     ),
     Row(
         what="loader, tensors in memory, no workers",
