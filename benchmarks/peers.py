@@ -23,10 +23,11 @@ from datetime import datetime
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from measure import Figure, Rounds, compare, machine, typical, verdict
 from peers_batches import OURS, batch_method
+from peers_growth import Method, adapter_step, evaluation, split_of_ids
 from peers_rows import (
     Measured,
     async_stall,
@@ -92,6 +93,12 @@ ALL_STEPS = ("by hand", "Fabric", "Accelerate", "dtrain", "dtrain, microbatch_st
 ON_RANKS = ("by hand", "Fabric", "dtrain")
 # Calls of a step, at most: 1.2 and 1.4 times those by hand, 617 with Python 3.11 and torch 2.13.
 CALLS: tuple[tuple[Case, int], ...] = ((BARE, 740), (CASES[1], 860))
+METHODS: tuple[Method, ...] = ("plain", "EMA", "auto_microbatch")
+EVALUATIONS: Mapping[str, int | Literal["auto"] | None] = {
+    "whole batches": None,
+    "parts of 8": 8,
+    '`microbatch_size="auto"`': "auto",
+}
 LOADERS = ("DataLoader", "StatefulDataLoader", "dtrain", "dtrain, TensorDict")
 ROWS: tuple[Row, ...] = (
     Row(
@@ -156,6 +163,39 @@ ROWS: tuple[Row, ...] = (
         floor="by hand",
         reference="by hand",
         at_most=1.15,
+    ),
+    *(
+        Row(
+            what=f"split of a batch of {samples} samples with a list of ids, microbatches of 1",
+            measure=lambda amount, samples=samples: split_of_ids(amount.pairs, samples=samples),
+            candidates=("by hand", "dtrain"),
+            floor="by hand",
+            reference="by hand",
+            at_most=1.2,
+        )
+        for samples in (64, 256, 1024)
+    ),
+    *(
+        Row(
+            what=f"step of a tiny MLP beside 2,000 frozen parameters, {method}",
+            measure=lambda amount, method=method: adapter_step(amount.pairs, method=method),
+            candidates=("by hand", "dtrain", "dtrain, 20 frozen"),
+            floor="by hand",
+            reference="by hand",
+            at_most=1.1,
+        )
+        for method in METHODS
+    ),
+    *(
+        Row(
+            what=f"evaluation of a tiny MLP over 16 batches of 32, {how}",
+            measure=lambda amount, size=size: evaluation(amount.pairs, size=size),
+            candidates=("by hand", "dtrain"),
+            floor="by hand",
+            reference="by hand",
+            at_most=1.1,
+        )
+        for how, size in EVALUATIONS.items()
     ),
     Row(
         what="loader, tensors in memory, no workers",

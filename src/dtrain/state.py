@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import is_
 from types import TracebackType
 from typing import Any
 
@@ -14,6 +15,7 @@ from dtrain import spans
 from dtrain.dist.batch_info import LoaderHistory, StepBatch, TrackedLoader
 from dtrain.dist.context import current_context
 from dtrain.dist.init import check_init_dist_called
+from dtrain.dist.rng import derive_seed
 from dtrain.dist.step_sync import StepCounts
 from dtrain.errors import ConfigError, StaleStateError
 from dtrain.fqn import parameters_by_fqn, unwrap_module
@@ -72,6 +74,12 @@ class TrainState:
     _tracked_loader: TrackedLoader | None = None
     # Function that makes the states of all transforms, to load weights into a new run.
     _init_transform_states: Callable[[TrainState], dict[str, TransformState]] | None = None
+    # Trainable parameters by name as of the last gradient, and a digest of the names. A step walks only these parameters,
+    # because a model may be frozen except for an adapter.
+    _trainable: Mapping[str, Tensor] = field(default_factory=dict)
+    _trainable_digest: int = 0
+    # Parameters of the optimizer that were trainable at that time.
+    _optimized: Sequence[Tensor] | None = None
     _generation: int = 0
     _run_context: RunContext = field(default_factory=RunContext)
 
@@ -161,9 +169,32 @@ class TrainState:
         return self.clock.reached(point)
 
     def drop_gradients(self) -> None:
-        """Set every ``.grad`` to None. Mutates: the parameters' gradients."""
-        for param in self.params.values():
+        """Set ``.grad`` of every trainable parameter to None. Mutates: the parameters' gradients."""
+        for param in self._trainable.values():
             param.grad = None
+
+    def _with_trainable(self) -> TrainState:
+        """Return this state with the parameters that are trainable now.
+
+        The parameters of the optimizer show a change. A parameter that no optimizer holds and that becomes trainable is trained
+        by nobody, so it is noticed with the next change.
+
+        Mutates: ``.grad`` of frozen parameters of the optimizer, which is None afterwards.
+        """
+        optimized: list[Tensor] = []
+        for group in self.optimizer.param_groups:
+            trainable = [param for param in group["params"] if param.requires_grad]
+            optimized += trainable
+            if len(trainable) < len(group["params"]):
+                for param in group["params"]:
+                    # An optimizer updates a frozen parameter by a gradient that an earlier backward has left.
+                    if not param.requires_grad and param.grad is not None:
+                        param.grad = None
+        before = self._optimized
+        if before is not None and len(optimized) == len(before) and all(map(is_, optimized, before)):
+            return self
+        params = {name: param for name, param in self.params.items() if param.requires_grad}
+        return self._replace(_trainable=params, _trainable_digest=derive_seed("trainable", *params), _optimized=optimized)
 
     def _check_not_stale(self, caller: str) -> None:
         """Raise ``StaleStateError`` if a later state of this run exists, or if an average replaces its parameters."""
@@ -279,7 +310,7 @@ def init_state(
         seed=seed,
         _objects=objects,
         _tracked_loader=unwrap(loader) if is_tracked_loader(loader) else None,
-    )
+    )._with_trainable()
     if state._tracked_loader is not None:
         state._tracked_loader._join_run()
     state._run_context.group_options = tuple(frozenset(group) for group in optimizer.param_groups)

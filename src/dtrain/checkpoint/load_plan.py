@@ -23,6 +23,7 @@ from dtrain.checkpoint.model_state import (
     compare_optimizer,
     extra_state_modules,
     extra_state_names,
+    read_dict,
 )
 from dtrain.checkpoint.plan import Region, full_region, local_region
 from dtrain.checkpoint.reader import CheckpointReader
@@ -170,7 +171,8 @@ def plan_load(
     comparison.compare_modules(extra_state_names(reader.structures), extra_state_modules(state.model))
     if not options.model_only:
         plan.transforms = dict(reader.section_dict(TRANSFORMS))
-        comparison.compare_transforms(reader.section_refs(TRANSFORMS), plan.transforms, state)
+        updated = read_dict(reader.section_dict(OPTIMIZER).get("state"), f"{OPTIMIZER}/state")
+        comparison.compare_transforms(reader.section_refs(TRANSFORMS), plan.transforms, state, updated)
         if not options.ignore.part(OPTIMIZER):
             location = f"{layout.INDEX}: {OPTIMIZER}"
             plan.optimizer = layout.read_object(reader.section_dict(OPTIMIZER), location, ("state", "global", "groups"))
@@ -233,8 +235,19 @@ class _StateComparison:
                 self._missing(name, key, "an extra state")
         self.plan.modules += [name for name in stored if name in here and not ignored(name)]
 
-    def compare_transforms(self, stored: Mapping[str, TensorRef], tree: dict[str, Any], state: TrainState) -> None:
+    def compare_transforms(
+        self, stored: Mapping[str, TensorRef], tree: dict[str, Any], state: TrainState, updated: Collection[str]
+    ) -> None:
         """Compare the transforms by name, and the tensors of transforms that are on both sides.
+
+        Averages hold trainable parameters. A stored average of a parameter that is frozen here is loaded, because the parameter
+        may have been trained before. A parameter that was frozen at the save has no average, and gets one in the next step.
+
+        Args:
+            stored: stored tensors of transforms, by key.
+            tree: stored states of transforms.
+            state: the state to load into.
+            updated: names of the parameters for which the optimizer had state at the save.
 
         Mutates: ``tree``: transforms that are not loaded are removed.
         """
@@ -257,12 +270,17 @@ class _StateComparison:
             if skipped and not skipped.isdisjoint(map(tree_json.unescape_key, key.split("/")[1:])):
                 continue
             ref, tensor = stored.get(key), here.get(key)
-            if ref is None:
-                self.rows.append(missing_row(key, str(tree_json.ref_of(here[key]))))
-            elif tensor is None:
-                self.rows.append(unexpected_row(key, str(ref)))
-            else:
+            if ref is not None and tensor is not None:
                 self._add_target(key, ref, tensor)
+                continue
+            name = _averaged_param(key, content)
+            param = state.params.get(name or "")
+            if ref is None and not (param is not None and name not in updated):
+                self.rows.append(missing_row(key, str(tree_json.ref_of(here[key]))))
+            elif ref is not None and param is not None and not param.requires_grad and ref.shape == param.shape:
+                self.plan.regions[key], self.plan.builders[key] = local_region(param), partial(_place_like, param)
+            elif ref is not None:
+                self.rows.append(unexpected_row(key, str(ref)))
 
     def _add_target(self, key: str, ref: TensorRef, tensor: Tensor) -> bool:
         """Add a tensor of the state to the plan if shape and dtype fit. Return False if they differ."""
@@ -286,6 +304,17 @@ class _StateComparison:
         self.plan.skipped.add(name)
         if not ignored:
             self.rows.append(unexpected_row(key, stored))
+
+
+def _averaged_param(key: str, transform_states: Mapping[str, Any]) -> str | None:
+    """Return the name of the parameter whose average is the tensor ``key``; None if the tensor is no average."""
+    _, transform, *path = map(tree_json.unescape_key, key.split("/"))
+    is_average = len(path) == 2 and path[0] == "params" and "averaged" in transform_states[transform]
+    return path[1] if is_average else None
+
+
+def _place_like(param: Tensor, shard: Tensor) -> Tensor:
+    return from_local_like(param, shard.to(to_local(param).device))
 
 
 def _advice(rows: list[MismatchRow], options: LoadOptions) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -94,21 +94,23 @@ class GradSync:
         # A copy of the model is a plain model.
         return type(None), ()
 
-    def begin_step(self, params: Mapping[str, Tensor] | None = None, *, within_replica: bool = False) -> None:
+    def begin_step(self, state: TrainState | None = None) -> None:
         """Start a step. Mutates: FSDP2's units, if a forward outside of a step left state; hooks of plain parameters.
 
+        While replicas train separately, gradients are summed within each replica only.
+
         Args:
-            params: all parameters of the model by name; without them, a ``BucketReducer`` has no effect.
-            within_replica: if True, sum gradients within each replica only.
+            state: state of the step; without a state, a ``BucketReducer`` has no effect.
         """
+        within_replica = state is not None and state.spec.replica_info is not None
         self._in_step, self._within_replica, self.grads_taken = True, within_replica, False
         self._stashed_grads.clear()
         if self._spec.mesh is not None:
-            self._begin_sharded_step(params, within_replica=within_replica)
-        if params is not None:
-            self.hooks.detach(params)
+            self._begin_sharded_step(state, within_replica=within_replica)
+        if state is not None:
+            self.hooks.detach(state._trainable)
 
-    def _begin_sharded_step(self, params: Mapping[str, Tensor] | None, *, within_replica: bool) -> None:
+    def _begin_sharded_step(self, state: TrainState | None, *, within_replica: bool) -> None:
         if self._sharded and not is_idle(self._model, self._groups):
             reset_iteration(self._model)
         self._deferred.clear()
@@ -116,12 +118,12 @@ class GradSync:
         self._order.clear()
         self._present.clear()
         self._missing.clear()
-        if self.reducer is not None and params is None:
+        if self.reducer is not None and state is None:
             self.reducer.reset()
-        if params is not None:
+        if state is not None:
             if self.reducer is not None:
-                self.reducer.begin_step(params, communicate=not within_replica)
-            self.writes.begin_step(params, compare=not within_replica)
+                self.reducer.begin_step(state._trainable, communicate=not within_replica)
+            self.writes.begin_step(state.params, compare=not within_replica)
         self._skipped.end_step()
 
     @property
@@ -276,7 +278,7 @@ class GradSync:
         """Return the trainable parameters without a gradient from this rank's microbatches, by name, in order of ``params``."""
         if self.reducer is not None:
             absent = self.reducer.missing
-            return [name for name, param in state.params.items() if id(param) in absent] if absent else []
+            return [name for name, param in state._trainable.items() if id(param) in absent] if absent else []
         ignored = [
             name for name in self._spec.ignored_params if state.params[name].requires_grad and state.params[name].grad is None
         ]
@@ -284,7 +286,7 @@ class GradSync:
         if not missing:
             return ignored
         sharded = {id(sharded_params(self._groups[index])[position]) for index, position in missing}
-        return [name for name, param in state.params.items() if id(param) in sharded or name in ignored]
+        return [name for name, param in state._trainable.items() if id(param) in sharded or name in ignored]
 
     @contextmanager
     def on_grad_ready(self, params: Sequence[Tensor], call: Callable[[Sequence[Tensor]], None]) -> Iterator[None]:
@@ -294,7 +296,7 @@ class GradSync:
         which FSDP2 expects a further backward.
 
         Args:
-            params: all parameters of the model; parameters of a sharded model outside of all units are skipped.
+            params: all trainable parameters; parameters of a sharded model outside of all units are skipped.
             call: consumes the gradients. On a GPU, ``call`` must use the current stream and call ``record_stream``, because
                 FSDP2 may allocate gradients in another stream.
 

@@ -361,7 +361,7 @@ class _LentGrads:
         if not isinstance(state._grad_divisor, Tensor) and state._grad_divisor in (None, 1.0):
             return state
         self._divisor = state._grad_divisor
-        self._originals = [(param, param.grad) for param in state.params.values() if param.grad is not None]
+        self._originals = [(param, param.grad) for param in state._trainable.values() if param.grad is not None]
         for param, grad in self._originals:
             param.grad = grad.clone()
         return divide_grads(state)
@@ -450,7 +450,7 @@ def _compute_watched(state: TrainState, batch: Batch, grad: GradFn) -> tuple[Tra
         batch = FailedBatch(error)
     watch = BatchWatch(batch)
     try:
-        return grad(state, batch)
+        return grad(state._with_trainable(), batch)
     finally:
         watch.record(state)
 
@@ -516,7 +516,7 @@ def optimizer_in_backward(
         def update_fn(state: TrainState, metrics: Metrics) -> tuple[TrainState, Metrics]:
             return _compute_and_apply(state, metrics, lambda: compute(state, batch))
 
-        return wrap_update(transforms, update_fn)(state, {})
+        return wrap_update(transforms, update_fn)(state._with_trainable(), {})
 
     return Step(
         transforms=tuple(transforms),
@@ -531,12 +531,12 @@ def _compute_and_apply(
 ) -> tuple[TrainState, Metrics]:
     if state.spec.ranks_per_batch > 1:
         raise ConfigError("optimizer_in_backward: tensor and context parallelism are not supported. Use dt.compose_step.")
-    check_no_hooks(state.params, "optimizer_in_backward")
+    check_no_hooks(state._trainable, "optimizer_in_backward")
     done: set[int] = set()
     try:
-        with grad_sync_of(state.model).on_grad_ready(list(state.params.values()), partial(apply_gradients_of, state, done)):
+        with grad_sync_of(state.model).on_grad_ready(list(state._trainable.values()), partial(apply_gradients_of, state, done)):
             state, step_metrics = compute()
-        remaining = [param for param in state.params.values() if param.grad is not None]
+        remaining = [param for param in state._trainable.values() if param.grad is not None]
         # A forward outside of the step left parameters unsharded, as in apply_gradients.
         grad_sync_of(state.model).reshard()
         # The foreach form of an optimizer accepts no mix of DTensors and plain tensors.

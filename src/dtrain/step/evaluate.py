@@ -6,16 +6,25 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Generic, Literal, TypeVar, cast
 
+import torch
 from torch import nn
 
 from dtrain import spans
 from dtrain.arguments import check_int, explain_arguments
-from dtrain.data.batch import BatchSpec, count_samples_and_tokens, get_batch_infos, narrow_batch, to_device
+from dtrain.data.batch import (
+    BatchSpec,
+    count_and_split,
+    count_samples_and_tokens,
+    get_batch_infos,
+    list_tensors,
+    narrow_batch,
+    to_device,
+)
 from dtrain.dist.collective_replay import TraceCache
 from dtrain.dist.collectives import all_gather_json, all_gather_numbers
 from dtrain.dist.incident import report_missing_ranks
@@ -75,14 +84,14 @@ def evaluate(
     with spans.span("evaluate"):
         device = get_device(model)
         sums, any_batch = MetricAccumulator(device), False
-        run_parts = None
+        parts = None
         if microbatch_size is not None:
             first = None if microbatch_size == "auto" else microbatch_size
-            run_parts = auto_batch_eval(loss_fn, initial_size=first, batch_spec=batch_spec)
+            parts = _make_auto_batch_eval(loss_fn, initial_size=first, batch_spec=batch_spec)
         with report_missing_ranks("evaluate"), eval_mode(model):
             for batch, real in pad_to_longest_rank(loader, partial(count_samples_and_tokens, batch_spec=batch_spec)):
                 any_batch = True
-                for result in run_parts(model, batch) if run_parts else [loss_fn(model, to_device(batch, device))]:
+                for result in parts.run(model, batch, device) if parts else [loss_fn(model, to_device(batch, device))]:
                     loss = check_loss(result, caller="evaluate")
                     if real:
                         sums.add(loss)
@@ -104,6 +113,7 @@ def pad_to_longest_rank(loader: Any, count_fn: Callable[[Batch], tuple[int, int]
     Collective: one small record per batch on the control channel.
     """
     batches = iter(loader.one_epoch() if hasattr(loader, "one_epoch") else loader)
+    is_alone = get_dist_info().world_size == 1
     padding: Batch | None = None
     while True:
         batch, real, error = None, False, None
@@ -118,6 +128,9 @@ def pad_to_longest_rank(loader: Any, count_fn: Callable[[Batch], tuple[int, int]
         elif padding is None and batch is not None and error is None:
             padding = _find_padding(batch)
         heartbeats.heartbeat("evaluate")
+        if real and is_alone:
+            yield batch, real
+            continue
         rows = all_gather_numbers([batch is not None, padding is None, error is not None])
         if error is not None:
             raise error
@@ -187,6 +200,12 @@ def auto_batch_eval(
         StepError: a part does not fit and must run again, but ``fn`` wrote into its batch.
         PeerError: another rank has one of these errors, or ``fn`` failed there for another reason.
     """
+    return _make_auto_batch_eval(fn, initial_size=initial_size, min_size=min_size, batch_spec=batch_spec)
+
+
+def _make_auto_batch_eval(
+    fn: Callable[[nn.Module, Batch], T], *, initial_size: int | None, min_size: int = 1, batch_spec: BatchSpec | None
+) -> _AutoBatchEval[T]:
     initial_size = None if initial_size is None else check_int(_AUTO_BATCH_EVAL, "initial_size", initial_size)
     min_size = check_int(_AUTO_BATCH_EVAL, "min_size", min_size)
     return _AutoBatchEval(fn=fn, size=initial_size, min_size=min_size, batch_spec=batch_spec)
@@ -203,28 +222,59 @@ class _AutoBatchEval(Generic[T]):
     _traces: TraceCache = field(default_factory=TraceCache)
 
     def __call__(self, model: nn.Module, batch: Batch) -> list[T]:
-        multi_rank = get_spec(model).mesh is not None and get_dist_info().world_size > 1
-        samples = self._count_samples(batch, multi_rank)
-        rest = _RemainingSamples(batch=batch, samples=samples, batch_spec=self.batch_spec)
-        results, watch, retries = list[T](), BatchWatch(batch), False
         with spans.outermost_span("evaluate"), report_missing_ranks(_AUTO_BATCH_EVAL), eval_mode(model):
-            while True:
-                # The collectives of a part depend on the model, and under tp and cp on the shapes.
-                plan: object = id(model)
-                if get_spec(model).ranks_per_batch > 1:
-                    plan = id(model), str(tensor_shapes(rest.batch)), rest.consumed, self.size
-                error = watch.find_error(_AUTO_BATCH_EVAL, "fn") if retries else None
-                remaining = self._agree_on_part(rest.remaining, plan, error, multi_rank=multi_rank)
-                if remaining == 0:
-                    return results
-                size = min(remaining, self.size or remaining)
-                next_part = partial(rest.next_part, size) if rest.remaining else rest.padding_part
-                guard = StepGuard(traces=self._traces, multi_rank=multi_rank)
-                result = self._try_part(model, next_part, size, guard, plan)
-                retries = not result
-                if result and rest.remaining:
-                    results += result
-                    rest.advance()
+            return self.run(model, batch, get_device(model))
+
+    def run(self, model: nn.Module, batch: Batch, device: torch.device) -> list[T]:
+        """Run the parts of a batch on ``device`` within ``eval_mode``, which a caller of many batches enters once."""
+        multi_rank = get_dist_info().world_size > 1 and get_spec(model).mesh is not None
+        samples = self._count_samples(batch, multi_rank)
+        rest, watch = _RemainingSamples(batch=batch, samples=samples, batch_spec=self.batch_spec), BatchWatch(batch)
+        return self._run_with_peers(model, rest, watch) if multi_rank else self._run_alone(model, rest, watch, device)
+
+    def _run_alone(self, model: nn.Module, rest: _RemainingSamples, watch: BatchWatch, device: torch.device) -> list[T]:
+        results = list[T]()
+        is_moved = all([leaf.device == device for leaf in list_tensors(rest.batch)])  # noqa: C419  # faster for a few
+
+        def place(part: Batch) -> Batch:
+            # ``fn`` may change the containers of its part, but not those of the caller.
+            return part if is_moved and part is not rest.batch else to_device(part, device)
+
+        while remaining := rest.samples - rest.consumed:
+            size = min(remaining, self.size or remaining)
+            guard, rng_snapshot = None, RNGSnapshot()
+            try:
+                results.append(self.fn(model, place(rest.next_part(size))))
+            # The error is raised below, unless it is out of memory.
+            except Exception as error:  # noqa: BLE001
+                guard = StepGuard(traces=self._traces, multi_rank=False)
+                guard.record_failure(error)
+            if guard is None:
+                rest.advance()
+                continue
+            guard.roll_back(partial(_abort_forward, model))
+            self._prepare_retry(model, size, guard, rng_snapshot)
+            watch.check(_AUTO_BATCH_EVAL, "fn")
+        return results
+
+    def _run_with_peers(self, model: nn.Module, rest: _RemainingSamples, watch: BatchWatch) -> list[T]:
+        results, retries = list[T](), False
+        while True:
+            # The collectives of a part depend on the model, and under tp and cp on the shapes.
+            plan: object = id(model)
+            if get_spec(model).ranks_per_batch > 1:
+                plan = id(model), str(tensor_shapes(rest.batch)), rest.consumed, self.size
+            error = watch.find_error(_AUTO_BATCH_EVAL, "fn") if retries else None
+            remaining = self._agree_on_part(rest.remaining, plan, error)
+            if remaining == 0:
+                return results
+            size = min(remaining, self.size or remaining)
+            next_part = partial(rest.next_part, size) if rest.remaining else rest.padding_part
+            result = self._try_part(model, next_part, size, plan)
+            retries = not result
+            if result and rest.remaining:
+                results += result
+                rest.advance()
 
     def _count_samples(self, batch: Batch, multi_rank: bool) -> int:
         samples, error = 0, None
@@ -239,40 +289,48 @@ class _AutoBatchEval(Generic[T]):
             raise error
         return samples
 
-    def _agree_on_part(self, remaining: int, plan: object, error: Exception | None, *, multi_rank: bool) -> int:
+    def _agree_on_part(self, remaining: int, plan: object, error: Exception | None) -> int:
         """Return the largest number of remaining samples on any rank. Drop the trace of ``plan`` unless all ranks hold it.
 
-        Ranks name a plan differently, so they compare the traces. Collective: one record, with ``multi_rank``.
+        Ranks name a plan differently, so they compare the traces. Collective: one record.
 
         Raises:
             StepError: ``error``, because this rank cannot run its part again.
             PeerError: another rank has an ``error``.
         """
-        if not multi_rank:
-            if error is not None:
-                raise error
-            return remaining
         trace = self._traces.find(plan)
         rows = _exchange([remaining, 0 if trace is None else trace.digest], error, "cannot run its batch again")
         if len({digest for _, digest, _ in rows}) > 1:
             self._traces.forget(plan)
         return int(max(samples for samples, _, _ in rows))
 
-    def _try_part(self, model: nn.Module, next_part: Callable[[], Batch], size: int, guard: StepGuard, plan: object) -> list[T]:
+    def _try_part(self, model: nn.Module, next_part: Callable[[], Batch], size: int, plan: object) -> list[T]:
         """Return the result of one part in a list; return [] if the part must run again, smaller if it does not fit.
 
         Collective: those of the part. In traced mode, and after a failure, also one record.
         """
         rng_snapshot, results = RNGSnapshot(), list[T]()
+        guard = StepGuard(traces=self._traces, multi_rank=True)
         has_trace = guard.traces.find(plan) is not None
         with guard.attempt(plan):
             results = [self.fn(model, to_device(next_part(), get_device(model)))]
         if guard.failed:
             guard.roll_back(partial(_abort_forward, model))
+        can_go_on = self._prepare_retry(model, size, guard, rng_snapshot, exchange=has_trace or guard.failed)
+        return results if can_go_on else []
+
+    def _prepare_retry(
+        self, model: nn.Module, size: int, guard: StepGuard, rng_snapshot: RNGSnapshot, *, exchange: bool = False
+    ) -> bool:
+        """Return True if no rank failed; otherwise undo the part, and halve the size if the part did not fit.
+
+        Collective: one record if ``exchange``.
+
+        Raises:
+            Exception: the error of this rank, or of a peer, that is not out of memory.
+        """
         try:
-            guard.raise_if_failed(
-                _gather_statuses(guard, exchange=guard.multi_rank and (has_trace or guard.failed)), _NO_COUNTS
-            )
+            guard.raise_if_failed(_gather_statuses(guard, exchange=exchange), _NO_COUNTS)
         except Exception as problem:
             _abort_forward(model)
             rng_snapshot.restore()
@@ -280,8 +338,8 @@ class _AutoBatchEval(Generic[T]):
                 raise
             if not problem.retry:
                 self._shrink(model, size, guard.oom_message)
-            return []
-        return results
+            return False
+        return True
 
     def _shrink(self, model: nn.Module, size: int, oom_message: str) -> None:
         if size <= self.min_size:
@@ -306,6 +364,10 @@ class _RemainingSamples:
     # Only with ``batch_spec.split``: the parts of the batch and their numbers of samples.
     _parts: list[tuple[Batch, int]] = field(default_factory=list)
     _part_size: int = 0
+    # Otherwise: parts of one size from the sample ``_first`` on.
+    _cuts: Sequence[Batch] = ()
+    _cut_size: int = 0
+    _first: int = 0
 
     @property
     def remaining(self) -> int:
@@ -319,11 +381,18 @@ class _RemainingSamples:
         """Return the next samples, at most ``size`` of them."""
         if self.batch_spec is not None and self.batch_spec.split is not None:
             return self._next_split_part(size)
-        self._part_size = min(size, self.remaining)
+        self._part_size = size = min(size, self.remaining)
         # A batch that only the caller can count may be one that cannot be sliced, so the whole batch is returned as it is.
-        if self._counted_by_caller and self._part_size == self.samples:
+        if size == self.samples:
             return self.batch
-        return narrow_batch(self.batch, self.consumed, self._part_size, self.batch_spec)
+        first, cut_size = self._first, self._cut_size
+        index, offset = divmod(self.consumed - first, cut_size) if cut_size else (0, 0)
+        if not cut_size or offset or min(cut_size, self.remaining) != size:
+            # The rest is cut once for all parts of a size.
+            rest = narrow_batch(self.batch, self.consumed, self.remaining, self.batch_spec) if self.consumed else self.batch
+            self._cuts = count_and_split(rest, size, self.batch_spec)[2]
+            self._first, self._cut_size, index = self.consumed, size, 0
+        return self._cuts[index]
 
     def _next_split_part(self, size: int) -> Batch:
         if not self._parts:

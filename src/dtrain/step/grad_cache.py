@@ -133,12 +133,12 @@ def _accumulate(loss_fn: LossFn, run: GradientRun) -> None:
     param_grads = _compute_output_grads(state, cache, run.normalizer.scaled_loss(loss, loss.total))
     # Forwards without a backward left parameters unsharded.
     if cache.recomputes:
-        grad_sync.begin_step(state.params, within_replica=state.spec.replica_info is not None)
+        grad_sync.begin_step(state)
     # Units are recorded in the first microbatch, and called empty in those that this rank does not have.
     if records_units:
         grad_sync.follow_plan(lambda: None, compare=False, uneven=True)
     for index in range(count):
-        grad_sync.before_microbatch(last=index == count - 1, params=state.params.values())
+        grad_sync.before_microbatch(last=index == count - 1, params=state._trainable.values())
         if index >= own and (own or not grad_sync.needs_all_microbatches):
             outputs, empty = list[tuple[Tensor, Tensor]](), grad_sync.forward_empty()
         else:
@@ -164,7 +164,7 @@ def _compute_output_grads(state: TrainState, cache: ForwardCache, objective: Ten
     """
     spec = state.spec
     has_units = spec.mesh is not None and not spec.plain_params
-    unsplit = [state.params[name] for name in spec.ignored_params] if has_units else list(state.params.values())
+    unsplit = [state.params[name] for name in spec.ignored_params] if has_units else list(state._trainable.values())
     params = [param for param in (*unsplit, *grad_sync_of(state.model).unsharded_params()) if param.requires_grad]
     leaves = cache.leaves()
     if not leaves:
@@ -177,7 +177,7 @@ def _compute_output_grads(state: TrainState, cache: ForwardCache, objective: Ten
             f"{_NAME}: loss_fn must not call backward(), because the step calls backward itself. Return the LossSum alone."
         )
     grads = torch.autograd.grad(objective, [*leaves, *params], allow_unused=True)
-    if any(param.grad is not None for param in state.params.values()):
+    if any(param.grad is not None for param in state._trainable.values()):
         raise ConfigError(
             f"{_NAME}: the loss ran a sharded part of the model without model(...), so its gradient would be lost. Run "
             "the part in the model's forward."

@@ -113,7 +113,7 @@ def run_gradient(
         run.state.drop_gradients()
         try:
             with report_missing_ranks(caller) if run.state.spec.mesh is not None else _NO_CONTEXT:
-                run.grad_sync.begin_step(run.state.params, within_replica=run.state.spec.replica_info is not None)
+                run.grad_sync.begin_step(run.state)
                 run.buffers.begin_step()
                 with run._guarded(records_units) as run.checked:
                     run._begin_forwards()
@@ -144,6 +144,7 @@ def _begin_run(state: TrainState, batch: Batch, caller: str) -> GradientRun:
         state._check_not_stale(caller)
     if state._step_batch is None:
         state = begin_step(state, batch)
+    state = state._with_trainable()
     if state.spec.mesh is None and (world_size := get_dist_info().world_size) > 1:
         raise ConfigError(
             f"{caller}: {world_size} ranks run, but the model is on no mesh, so gradients would not be reduced. Call "
@@ -257,9 +258,9 @@ class GradientRun:
         return self.counts.fewest_microbatches < self.counts.microbatches
 
     def replay_conditions(self) -> tuple[int, ...]:
-        """Return the facts that decide the collectives of a step: the mode of the model and the frozen parameters."""
-        state, frozen = self.state, (param.requires_grad for param in self.state.params.values())
-        return (state.model.training, state.spec.replica_info is not None, *frozen)
+        """Return the facts that decide the collectives of a step: the mode of the model and the trainable parameters."""
+        state = self.state
+        return (state.model.training, state.spec.replica_info is not None, state._trainable_digest)
 
     @property
     def exchange_events(self) -> ExchangeFn | None:
@@ -310,7 +311,7 @@ class GradientRun:
         return torch.full((), 1.0 / divisor, dtype=loss.total.dtype, device=loss.total.device)
 
     def _end_backwards(self) -> None:
-        self.grad_sync.finish_backwards(self.state.params.values())
+        self.grad_sync.finish_backwards(self.state._trainable.values())
         self.sums.add_names(self.weights)
         self.metrics = self.sums.metrics()
         if self.guard is not None:
@@ -395,14 +396,14 @@ class GradientRun:
                 all_reduce_grads_([param.grad for param in ignored if param.grad is not None], state.spec)
             has_samples = None if self.counts.fewest_microbatches else bool(self.microbatches.batches)
             self.buffers.sync_(outcome.changed_buffers, ranks_differ=outcome.buffers_differ, has_samples=has_samples)
-        if not self.grad_sync.grads_taken and all([param.grad is None for param in state.params.values()]):  # noqa: C419
+        if not self.grad_sync.grads_taken and all([param.grad is None for param in state._trainable.values()]):  # noqa: C419
             raise StepError("microbatch_step: no parameter got a gradient. Make the loss depend on a trainable parameter.")
         divisor = compute_grad_divisor(
             state, self.normalizer, self.metrics, global_weight=outcome.weight, loss_divisor=self.loss_divisor
         )
         if state._grad_divisor is not None and not self.grad_sync.hooks.exist:
             return divisor
-        divide_([grad for param in state.params.values() if (grad := param.grad) is not None], divisor)
+        divide_([grad for param in state._trainable.values() if (grad := param.grad) is not None], divisor)
         return None
 
 

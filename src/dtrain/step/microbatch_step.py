@@ -99,7 +99,7 @@ def _accumulate(loss_fn: LossFn, run: GradientRun) -> None:
     needs_all = grad_sync.needs_all_microbatches or grad_sync.follows_other_models
     count = run.num_microbatches if needs_all else min(run.num_microbatches, num_own or 1)
     needs_copy = not run.microbatches.is_on(device)
-    params = list(state.params.values())
+    params = list(state._trainable.values())
     low_precision = [param for param in params if param.dtype in LOW_PRECISION_DTYPES]
     compare = guard is None or not guard.multi_rank
     grad_sync.follow_plan(run.replay_conditions, compare=compare, exchange=run.exchange_events, uneven=run.is_uneven)

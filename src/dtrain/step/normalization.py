@@ -239,7 +239,7 @@ def divide_grads(state: TrainState) -> TrainState:
     """
     if state._grad_divisor is None:
         return state
-    divide_([grad for param in state.params.values() if (grad := param.grad) is not None], state._grad_divisor)
+    divide_([grad for param in state._trainable.values() if (grad := param.grad) is not None], state._grad_divisor)
     return state._replace(_grad_divisor=None)
 
 

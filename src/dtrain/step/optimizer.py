@@ -123,8 +123,10 @@ def clip_state(state: TrainState, max_norm: float, *, eps: float) -> tuple[Train
     """
     divisor = state._grad_divisor
     if divisor is None or not max_norm > 0:
-        return state, clip_grad_norm_(state.params, max_norm, eps=eps)
-    summed = _compute_grad_norm(state.params, [grad for param in state.params.values() if (grad := param.grad) is not None])
+        return state, clip_grad_norm_(state._trainable, max_norm, eps=eps)
+    summed = _compute_grad_norm(
+        state._trainable, [grad for param in state._trainable.values() if (grad := param.grad) is not None]
+    )
     norm = summed / divisor
     if norm.dtype != summed.dtype:
         norm = norm.to(summed.dtype)
@@ -171,7 +173,10 @@ def apply_gradients(
         if not isinstance(state, TrainState):
             check_state(state, "apply_gradients", "state, metrics = dt.apply_gradients(state, metrics)")
         state._check_not_stale("apply_gradients")
-        grads = [grad for param in state.params.values() if (grad := param.grad) is not None]
+        if state._step_batch is None:
+            # The gradients are those of a backward by hand.
+            state = state._with_trainable()
+        grads = [grad for param in state._trainable.values() if (grad := param.grad) is not None]
         if not grads:
             raise StepError("apply_gradients: no parameter has a gradient. Call microbatch_step (or backward) before.")
         # A gradient of dtrain has looked it up before.
@@ -323,7 +328,7 @@ def update_if_finite(
 
     Collective: as ``all_finite``. Host sync: one, because the host decides.
     """
-    grads = [param.grad for param in state.params.values() if param.grad is not None]
+    grads = [param.grad for param in state._trainable.values() if param.grad is not None]
     broken = not bool(all_finite(grads, state.device, caller=name))
     content = next_state(broken)
     if not broken:

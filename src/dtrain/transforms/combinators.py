@@ -110,7 +110,7 @@ def masked(transform: Transform, select: ParamFilter) -> Transform:
     selector = _make_selector(select)
 
     def with_subset(state: TrainState) -> TrainState:
-        return replace(state, params=_ParamSubset(selector(state), state.params))
+        return _restrict(state, selector(state))
 
     def mask_loss(wrap: LossWrapper) -> LossWrapper:
         return lambda inner, context: wrap(inner, replace(context, state=with_subset(context.state)))
@@ -119,7 +119,7 @@ def masked(transform: Transform, select: ParamFilter) -> Transform:
         def masked_wrap(inner: StepFn) -> StepFn:
             def inner_fn(state: TrainState, *args: Any, **options: Any) -> tuple[TrainState, Metrics]:
                 after, metrics = inner(_restore_all_params(state), *args, **options)
-                return replace(after, params=state.params), metrics
+                return _restrict(after, state.params), metrics
 
             wrapped = wrap(inner_fn)
 
@@ -234,11 +234,17 @@ def _wrap_stages(
 
 
 class _ParamSubset(dict[str, Tensor]):
-    """Subset of the parameters, with a reference to all parameters for the functions inside of the transform."""
+    """Subset of the parameters, with references to all parameters for the functions inside of the transform."""
 
-    def __init__(self, subset: dict[str, Tensor], all_params: Params) -> None:
+    def __init__(self, subset: Params, whole: TrainState) -> None:
         super().__init__(subset)
-        self.all_params = all_params
+        self.all_params, self.all_trainable = whole.params, whole._trainable
+
+
+def _restrict(state: TrainState, subset: Params) -> TrainState:
+    """Return ``state`` with ``subset`` in the place of all parameters."""
+    trainable = {name: param for name, param in state._trainable.items() if name in subset}
+    return replace(state, params=_ParamSubset(subset, state), _trainable=trainable)
 
 
 def _make_selector(select: ParamFilter) -> Callable[[TrainState], dict[str, Tensor]]:
@@ -280,4 +286,4 @@ def _check_nonempty(selected: dict[str, Tensor], params: Params, selector: str) 
 
 def _restore_all_params(state: TrainState) -> TrainState:
     assert isinstance(state.params, _ParamSubset), "a masked transform must pass on the state of its argument"
-    return replace(state, params=state.params.all_params)
+    return replace(state, params=state.params.all_params, _trainable=state.params.all_trainable)

@@ -232,7 +232,7 @@ def _unscale_grads(inner: GradStep) -> GradStep:
         scale = state.transform_states[_NAME]["scale"]
         size = {} if microbatch_size is None else {"microbatch_size": microbatch_size}
         state, metrics = inner(state, batch, loss_fn=_scale_loss(loss_fn, scale), **size)
-        grads = [param.grad for param in state.params.values() if param.grad is not None]
+        grads = [param.grad for param in state._trainable.values() if param.grad is not None]
         # torch.full fills on the device, so the host copies no number to the device.
         scale_(grads, torch.full((), 1.0 / scale, dtype=torch.float64, device=state.device))
         return state, {**metrics, _NAME: make_metric(scale, 1.0, state.device)}

@@ -34,6 +34,94 @@ def test_ema_does_not_average_integer_tensors():
     assert sorted(state.transform_states["ema"]["params"]) == ["bias", "weight"]
 
 
+class Adapted(nn.Module):
+    """A base and an adapter, each one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base, self.adapter = (nn.Linear(1, 1, bias=False) for _ in range(2))
+        for layer in (self.base, self.adapter):
+            nn.init.constant_(layer.weight, 4.0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.adapter(x)
+
+
+def begin_adapted(*, freeze_base: bool = True, every: int = 1) -> tuple[dt.step.Step, dt.TrainState]:
+    model = Adapted()
+    model.base.requires_grad_(not freeze_base)
+    step = dt.compose_step(LOSS, [ema(0.75, every=every)])
+    return step, step.init(model, torch.optim.SGD(model.parameters(), lr=0.5))
+
+
+def averages(state: dt.TrainState) -> dict[str, float]:
+    return {name: average.item() for name, average in state.transform_states["ema"]["params"].items()}
+
+
+def test_ema_holds_trainable_parameters_only():
+    step, state = begin_adapted()
+    assert averages(take(step, state)) == {"adapter.weight": 0.75 * 4 + 0.25 * 3.5}
+
+
+def test_frozen_parameter_keeps_its_value_in_use_average():
+    step, state = begin_adapted()
+    state = take(step, state)
+    with dt.transforms.use_average(state):
+        assert [weight.item() for weight in state.model.parameters()] == [4.0, 0.75 * 4 + 0.25 * 3.5]
+    assert [weight.item() for weight in state.model.parameters()] == [4.0, 3.5]
+    dt.transforms.load_average_(state)
+    assert [weight.item() for weight in state.model.parameters()] == [4.0, 0.75 * 4 + 0.25 * 3.5]
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_average_of_an_unfrozen_parameter_begins_with_its_frozen_value(every):
+    results = []
+    for freezes in (False, True):
+        # A parameter that only freeze holds back is trainable, so its average exists from the start.
+        step, state = begin_adapted(freeze_base=freezes, every=every)
+        state.model.base.requires_grad_(False)
+        state = take(step, state, 2)
+        state.model.base.requires_grad_(True)
+        results.append(averages(take(step, state, 3)))
+    assert results[0] == results[1]
+    assert len(results[1]) == 2
+
+
+def test_average_of_a_parameter_that_is_frozen_later_continues(tmp_path):
+    step, state = begin_adapted(freeze_base=False)
+    state = take(step, state)
+    state.model.base.requires_grad_(False)
+    dt.save_sharded(tmp_path, state)
+    state = take(step, state, 2)
+    assert averages(state)["base.weight"] != 3.5
+    # The script of the resumed run builds the model frozen.
+    step, resumed = begin_adapted()
+    resumed = take(step, dt.load_sharded(tmp_path, resumed), 2)
+    assert averages(resumed) == averages(state)
+
+
+def test_averages_of_frozen_parameters_in_a_checkpoint_are_loaded(tmp_path):
+    step, state = begin_adapted()
+    # Earlier releases averaged frozen parameters, too.
+    content = state.transform_states["ema"]
+    old = {**content, "params": {"base.weight": torch.full((1, 1), 4.0), **content["params"]}}
+    dt.save_sharded(tmp_path, take(step, state.with_transform_state("ema", old)))
+    step, state = begin_adapted()
+    state = take(step, dt.load_sharded(tmp_path, state))
+    assert averages(state)["base.weight"] == 4.0
+    with dt.transforms.use_average(state):
+        assert state.model.base.weight.item() == 4.0
+
+
+def test_checkpoint_of_a_frozen_base_starts_a_run_that_trains_the_base(tmp_path):
+    step, state = begin_adapted()
+    dt.save_sharded(tmp_path, take(step, state))
+    step, state = begin_adapted(freeze_base=False)
+    state = dt.load_sharded(tmp_path, state)
+    assert averages(state) == {"adapter.weight": 0.75 * 4 + 0.25 * 3.5}
+    assert averages(take(step, state))["base.weight"] == 0.75 * 4 + 0.25 * 3.5
+
+
 def test_half_life_halves_the_weight_of_the_initial_average():
     decay = 2 ** (-1 / 10)
     averages, params = {"w": torch.zeros(1, dtype=torch.float64)}, {"w": torch.ones(1, dtype=torch.float64)}

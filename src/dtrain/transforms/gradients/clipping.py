@@ -323,7 +323,7 @@ def grad_transform(fn: Callable[..., None], *, name: str, at_clock: Mapping[str,
 
     def update(inner: UpdateFn) -> UpdateFn:
         def update_fn(state: TrainState, metrics: Metrics) -> tuple[TrainState, Metrics]:
-            fn(state.params, **{option: value_at(state.clock) for option, value_at in values.items()})
+            fn(state._trainable, **{option: value_at(state.clock) for option, value_at in values.items()})
             return inner(state, metrics)
 
         return update_fn

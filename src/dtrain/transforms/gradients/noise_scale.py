@@ -203,7 +203,7 @@ def _take_half(state: TrainState, batch: Batch, spec: BatchSpec | None) -> tuple
 
 def _collect_grads(state: TrainState) -> dict[str, Tensor]:
     """Return the gradients by name. No copies are needed, because the next backward allocates new gradient tensors."""
-    return {name: param.grad for name, param in state.params.items() if param.grad is not None}
+    return {name: param.grad for name, param in state._trainable.items() if param.grad is not None}
 
 
 def _divisor_of(state: TrainState) -> Tensor | float:

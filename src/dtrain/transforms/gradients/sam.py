@@ -158,7 +158,7 @@ def sam(
                 return inner(state, batch, microbatch_size=microbatch_size)
             now = rho_at(state.clock)
             state, metrics = inner(state, batch, microbatch_size=microbatch_size)
-            params, saved = state.params, perturb_params_(state.params, now, adaptive=adaptive, eta=eta)
+            params, saved = state._trainable, perturb_params_(state._trainable, now, adaptive=adaptive, eta=eta)
             try:
                 with restore_buffers(state.model):
                     state, _ = inner(state, batch, microbatch_size=microbatch_size)

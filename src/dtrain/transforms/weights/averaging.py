@@ -38,13 +38,14 @@ def ema(
     start: Duration | int | str = 0,
     every: Duration | int | str = 1,
 ) -> Transform:
-    """Keep an exponential moving average of every floating-point parameter, updated at the end of a step.
+    """Keep an exponential moving average of every trainable parameter, updated at the end of a step.
 
     Formula: ``average = decay * average + (1 - decay) * param``, once per ``every`` from ``start`` on, where the average is
     the parameters; with a half life ``decay = 2 ** (-interval / half_life)``
 
     The transform state is ``{"params": {name: average}, "averaged": n}`` with ``n`` parameter sets in the average. The average
-    is laid out like the parameters, so it is never gathered. Its dtype is that of the parameters, but at least float32.
+    is laid out like the parameters, so it is never gathered. Its dtype is that of the parameters, but at least float32. A
+    frozen parameter is its own average. If it becomes trainable, its average begins with the value that it had until then.
     ``with dt.transforms.use_average(state, "ema")`` evaluates the average. Buffers are not averaged, because running statistics
     are averages already. ``update_batch_norm_`` computes the exact statistics of the average.
 
@@ -112,7 +113,7 @@ def ema(
     def update(inner: UpdateFn) -> UpdateFn:
         def update_fn(state: TrainState, metrics: Metrics) -> tuple[TrainState, Metrics]:
             now = decay_of(state)
-            state, metrics = inner(state, metrics)
+            state, metrics = inner(_with_new_averages(state, _EMA), metrics)
             content = state.transform_states[_EMA]
             if not content["averaged"]:
                 if not next_clock(state).reached(begins):
@@ -160,16 +161,30 @@ def update_ema_(averages: Params, params: Params, decay: float) -> None:
 
 
 def init_average(state: TrainState) -> dict[str, Tensor]:
-    """Return a copy of every floating-point or complex parameter, laid out like the parameter, in at least float32.
+    """Return a copy of every trainable parameter, laid out like the parameter, in at least float32.
 
     An update changes the average by about a thousandth of the difference. The eight bits of a bfloat16 are too few for this
     change.
     """
-    return {
-        name: value.clone() if value.dtype.itemsize >= 4 else from_local_like(value, to_local(value).float())
-        for name, value in ((name, param.detach()) for name, param in state.params.items())
-        if value.is_floating_point() or value.is_complex()
-    }
+    return {name: _copy_wide(param.detach()) for name, param in state._trainable.items()}
+
+
+def _copy_wide(value: Tensor) -> Tensor:
+    return value.clone() if value.dtype.itemsize >= 4 else from_local_like(value, to_local(value).float())
+
+
+def _with_new_averages(state: TrainState, name: str) -> TrainState:
+    """Return ``state`` with averages of the parameters that have become trainable. Call before the update.
+
+    Until now such a parameter was constant, so that any average of it is its value.
+    """
+    content = state.transform_states[name]
+    new = state._trainable.keys() - content["params"].keys()
+    if not new:
+        return state
+    # In the order of the parameters, which is equal on all ranks.
+    added = {key: _copy_wide(param.detach()) for key, param in state._trainable.items() if key in new}
+    return state.with_transform_state(name, {**content, "params": {**content["params"], **added}})
 
 
 def copy_params_(targets: Params, sources: Params, names: Mapping[str, object]) -> None:
@@ -417,7 +432,8 @@ def swa(
     misses an interval that ends in a skipped step.
 
     The transform state is ``{"params": {name: average}, "averaged": n}``. Before the first set (``n = 0``) there is no average,
-    and ``use_average`` raises. The average is laid out like the parameters, in their dtype, but at least float32.
+    and ``use_average`` raises. The average is laid out like the parameters, in their dtype, but at least float32. Frozen
+    parameters are in no set, as in ``ema``.
 
     Args:
         start: duration before the first set, which the step that reaches ``start`` collects. ``0`` collects at the end of the
@@ -476,7 +492,7 @@ def swa(
         def update_fn(state: TrainState, metrics: Metrics) -> tuple[TrainState, Metrics]:
             before = state.clock
             with _anneal_lr(state, lr_at(before)) as metric:
-                state, metrics = inner(state, {**metrics, **metric})
+                state, metrics = inner(_with_new_averages(state, _SWA), {**metrics, **metric})
             after, content = next_clock(state), state.transform_states[_SWA]
             # The first set is due in this step or in an earlier, skipped step.
             begins = first.value > 0 and not content["averaged"]
