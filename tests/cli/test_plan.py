@@ -9,6 +9,7 @@ import pytest
 
 from dtrain.cli.plan import _Progress, format_seconds, parse_factory_arguments, parse_memory, parse_network
 from dtrain.errors import ConfigError
+from dtrain.planning.device_facts import DeviceFacts
 from dtrain.planning.estimate import PlanProgress
 from dtrain.planning.simulate import ParallelismConfig
 from dtrain.planning.step_time import NETWORKS
@@ -103,6 +104,24 @@ def test_insufficient_memory_for_one_sample_exits_1(plan):
     assert "Not one sample fits: it takes" in out
 
 
+def test_facts_of_a_device_are_rows_of_the_plan(plan, tmp_path):
+    DeviceFacts(device="Test 1", torch="2.13.0", workspaces=3 * 2**20, bytes_per_group=2**20).save(tmp_path / "facts.json")
+    arguments = ("cli_model.py:workload", "--world", "2", "--strategy", "replicate")
+    for options, size, source in (
+        ((), "64 MiB", "assumed, not measured."),
+        (("--facts", "facts.json"), "3 MiB", "measured on Test 1, torch 2.13.0."),
+    ):
+        code, out, _ = plan(*arguments, *options)
+        assert code == 0
+        assert f"The workspaces of matrix products are {source}" in out
+        (row,) = (line for line in out.splitlines() if line.startswith("device: workspaces"))
+        assert row.endswith(f"  {size}")
+    code, out, _ = plan(*arguments, "--facts", "facts.json", "--json")
+    library = json.loads(out)["plans"][0]["library"]
+    assert (library["device_workspaces"], library["device_collectives"]) == (3 * 2**20, 2**20)
+    assert library["device"] == sum(library[f"device_{name}"] for name in ("batches", "workspaces", "rounding", "collectives"))
+
+
 MISTAKES = {
     "no target": ("", "missing argument 'TARGET'"),
     "no ranks": ("m.py:f", "missing option '--world'"),
@@ -129,6 +148,7 @@ MISTAKES = {
         "cli_model.py:workload --world 2 --strategy full_shard --efficiency 0.5",
         "--efficiency must come with rates of a device, got 0.5. Add --device h100.",
     ),
+    "no facts": ("m.py:f --world 2 --facts nope.json", "DeviceFacts.load: cannot read 'nope.json'"),
     "no file": ("nope.py:workload --world 2", "no such file: 'nope.py'"),
 }
 

@@ -20,6 +20,7 @@ from dtrain.cli.parameters import choice, integer, number, option, size
 from dtrain.errors import ConfigError, escape_unprintable
 
 if TYPE_CHECKING:
+    from dtrain.planning.device_facts import DeviceFacts
     from dtrain.planning.estimate import LibraryMemory, MemoryEstimate, PlanProgress, StrategyEstimate
     from dtrain.planning.step_time import Accelerator, Network, StepSeconds
     from dtrain.shard.precision import Precision
@@ -83,6 +84,13 @@ def parse_network(command: str, name: str, text: str) -> Network:
     from dtrain.planning import step_time
 
     return step_time.parse_network(command, name, text)
+
+
+def load_facts(command: str, name: str, text: str) -> DeviceFacts:
+    """Read the facts of a device from a file of ``measure_device``. A type of ``option``."""
+    from dtrain.planning.device_facts import DeviceFacts
+
+    return DeviceFacts.load(text)
 
 
 _layout, _sizes, _query = (partial(option, "plan", heading) for heading in ("Layout", "Sizes", "Query"))
@@ -156,6 +164,14 @@ def plan(
             number(above=0, maximum=1, advice="Use 0.4, for example."),
         ),
     ] = None,
+    facts: Annotated[
+        Any,
+        _query(
+            "--facts FILE",
+            "Memory of libraries on the device, written by dt.planning.measure_device().save(FILE).  [default: assumed]",
+            load_facts,
+        ),
+    ] = None,
     workers: Annotated[
         int, _query("--workers N", "Loader processes of a rank, for the host's memory.  [default: 0]", integer(0))
     ] = 0,
@@ -180,7 +196,7 @@ def plan(
         if accelerator is None:
             raise ConfigError(f"plan: --efficiency must come with rates of a device, got {efficiency}. Add --device h100.")
         accelerator = accelerator.replace(efficiency=efficiency)
-    machine = Machine(network=network, accelerator=accelerator, workers=workers)
+    machine = Machine(network=network, accelerator=accelerator, facts=facts, workers=workers)
     arguments = parse_factory_arguments([*(arg or ()), *([] if seq is None else [f"seq={seq}"])])
     settings: dict[str, Any] = {
         "memory": memory,
@@ -255,19 +271,25 @@ class Machine:
     Args:
         network: links between ranks.
         accelerator: rates of a device.
+        facts: memory of libraries on a device; None for assumptions.
         workers: loader processes of a rank.
     """
 
     network: Network | None = None
     accelerator: Accelerator | None = None
+    facts: DeviceFacts | None = None
     workers: int = 0
 
     def library(self, estimate: MemoryEstimate) -> LibraryMemory:
         """Return the memory that dtrain and its backends hold beside the tensors of a step."""
+        from dtrain.planning.device_facts import ASSUMED_FACTS
         from dtrain.planning.estimate import library_memory
 
         return library_memory(
-            estimate, workers=self.workers, local_world_size=self.network.local_world_size if self.network else 8
+            estimate,
+            workers=self.workers,
+            local_world_size=self.network.local_world_size if self.network else 8,
+            facts=self.facts or ASSUMED_FACTS,
         )
 
     def seconds(self, estimate: MemoryEstimate) -> StepSeconds | None:
@@ -382,6 +404,8 @@ def print_detail(row: StrategyEstimate, machine: Machine) -> None:
     ]
     lines += [
         ["together", _format_size(estimate.peak), ""],
+        ["device: workspaces", "", _format_size(library.device_workspaces)],
+        ["device: rounding", "", _format_size(library.device_rounding)],
         ["device: library", "", _format_size(library.device)],
         ["host: library", "", _format_size(library.host)],
     ]
@@ -409,6 +433,11 @@ def print_detail(row: StrategyEstimate, machine: Machine) -> None:
         )
         speed = f"{format_seconds(seconds.total)} ({parts}), {seconds.samples_per_second:.4g} samples/s"
         typer.echo(f"\nA step takes {speed}: {_describe_estimate(machine.accelerator)}.")
+    if library.device_workspaces:
+        source = (
+            f"measured on {machine.facts.device}, torch {machine.facts.torch}" if machine.facts else "assumed, not measured"
+        )
+        typer.echo(f"\nThe workspaces of matrix products are {escape_unprintable(source)}.")
     typer.echo(f"\nAn asynchronous save stages {_format_size(library.host_staging)} in the host's memory.")
     if largest:
         size, peak, room = largest.microbatch_size, _format_size(largest.estimate.peak), _format_size(largest.memory)

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 from dtrain.lazy_imports import attach
 
 if TYPE_CHECKING:
+    from dtrain.planning.device_facts import DeviceFacts as DeviceFacts
+    from dtrain.planning.device_facts import measure_device as measure_device
     from dtrain.planning.estimate import LargestMicrobatch as LargestMicrobatch
     from dtrain.planning.estimate import LibraryMemory as LibraryMemory
     from dtrain.planning.estimate import MemoryEstimate as MemoryEstimate

@@ -18,6 +18,7 @@ from typing import Any, TypedDict, TypeVar, Unpack
 from dtrain.arguments import check_int, check_number
 from dtrain.dist.control_protocol import Layout, peers_of
 from dtrain.errors import ConfigError, DtrainError
+from dtrain.planning.device_facts import ASSUMED_FACTS, DeviceFacts
 from dtrain.planning.memory_trace import LinearTrace, MemoryBreakdown, StepPhase
 from dtrain.planning.simulate import DeviceType, KeepPolicy, ParallelismConfig, SimulatedRun, StepUsage, simulate
 from dtrain.planning.step_work import CollectiveTraffic, StepWork
@@ -41,6 +42,7 @@ class MemoryEstimate:
         at_rest: bytes of each part between steps. An asynchronous save copies parameters, optimizer and transforms to the host.
         at_peak: bytes of each part at the peak; they add up to the peak.
         max_by_part: most bytes of each part, at any time.
+        rounding: bytes that torch's allocator on CUDA holds above ``peak``, because it rounds sizes up.
         traffic: collectives by kind, sorted by the bytes sent.
         batch_bytes: bytes of the rank's batch of one step.
         work: floating-point operations of a step, and memory traffic of the optimizer.
@@ -56,6 +58,7 @@ class MemoryEstimate:
     at_rest: MemoryBreakdown
     at_peak: MemoryBreakdown
     max_by_part: MemoryBreakdown
+    rounding: int
     traffic: tuple[CollectiveTraffic, ...]
     batch_bytes: int
     work: StepWork
@@ -108,8 +111,8 @@ def estimate_memory(
 
     A step of the first rank, which has the largest shards, runs on fake tensors in a fake process group, with the code of
     ``shard_model``, ``microbatch_step``, the transforms and the optimizer. Storages are
-    counted. Not counted is memory outside of tensors: the context of a device (about half a GiB on CUDA), buffers of NCCL,
-    workspaces of cuBLAS, and fragmentation of the allocator. The batch counts as if on the device.
+    counted. Not counted is memory outside of tensors: the context of a device (about half a GiB on CUDA), fragmentation of the
+    allocator, and what ``library_memory`` returns. The batch counts as if on the device.
 
     Args:
         workload: the model, and the parts of its training loop.
@@ -468,11 +471,8 @@ def fork_map(function: Callable[[Item], Result], items: Sequence[Item], *, proce
             receiver.close()
 
 
-_MIB = 2**20
 # Batches that ``build_loader`` prepares in advance, on the device and in each worker.
 _PREFETCHED_BATCHES = 2
-# Assumption: buffers of one NCCL communicator with its default channels, which NCCL allocates outside of torch.
-_NCCL_BYTES_PER_GROUP = 256 * _MIB
 # Channels of the control plane, and the largest read of a connection.
 _CHANNELS, _READ_BYTES = 2, 2**16
 
@@ -483,13 +483,17 @@ class LibraryMemory:
 
     Args:
         device_batches: batches that ``build_loader(device=...)`` copies to the device in advance.
-        device_collectives: buffers of NCCL. An assumption: 256 MiB for each group of the layout.
+        device_workspaces: workspaces of cuBLAS in torch's allocator.
+        device_rounding: bytes that torch's allocator adds to the sizes of tensors at the peak.
+        device_collectives: buffers of NCCL, outside of torch's allocator.
         host_staging: staging buffer of an asynchronous save, pinned on CUDA; the next save uses it again.
         host_batches: batches that loader workers, and the copy to the device, hold in advance.
         host_control: read buffers of the control plane's connections, at most.
     """
 
     device_batches: int
+    device_workspaces: int
+    device_rounding: int
     device_collectives: int
     host_staging: int
     host_batches: int
@@ -509,16 +513,20 @@ class LibraryMemory:
         return sum(getattr(self, each.name) for each in fields(self) if each.name.startswith(prefix))
 
 
-def library_memory(estimate: MemoryEstimate, *, workers: int = 0, local_world_size: int = 8) -> LibraryMemory:
+def library_memory(
+    estimate: MemoryEstimate, *, workers: int = 0, local_world_size: int = 8, facts: DeviceFacts = ASSUMED_FACTS
+) -> LibraryMemory:
     """Return the memory that dtrain and its backends hold beside the tensors of a step.
 
-    Not counted: the context of a device, Python and its modules (about 400 MB a process), and the order of an epoch (69 bytes a
-    shard of the dataset).
+    ``estimate.peak + device_workspaces + device_rounding`` stands for ``torch.cuda.max_memory_allocated()``. Not counted: the
+    context of a device, Python and its modules (about 400 MB a process), and the order of an epoch (69 bytes a shard of the
+    dataset).
 
     Args:
         estimate: result of ``estimate_memory``.
         workers: loader processes of the rank.
         local_world_size: ranks of a node.
+        facts: memory of libraries on the device, from ``measure_device``; assumptions by default.
 
     Example:
         estimate = dt.planning.estimate_memory(workload, world_size=64)
@@ -537,7 +545,9 @@ def library_memory(estimate: MemoryEstimate, *, workers: int = 0, local_world_si
     groups = {(each.group_size, each.stride) for each in estimate.traffic}
     return LibraryMemory(
         device_batches=prefetched if on_cuda else 0,
-        device_collectives=_NCCL_BYTES_PER_GROUP * len(groups) if on_cuda else 0,
+        device_workspaces=facts.workspaces if on_cuda else 0,
+        device_rounding=estimate.rounding if on_cuda else 0,
+        device_collectives=facts.bytes_per_group * len(groups) if on_cuda else 0,
         host_staging=held.parameters + held.optimizer + held.transforms,
         host_batches=prefetched * (workers + on_cuda),
         host_control=_CHANNELS * _READ_BYTES * len(peers_of(layout)),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
@@ -62,11 +62,13 @@ class MemoryTrace:
 
     Args:
         at_rest: bytes of each part before the step, ``[parts]``.
+        rounding_at_rest: bytes that the allocator adds to ``at_rest``.
         labels: phase, part and kind of each change, ``[changes, 3]``.
         changes: bytes of each change, ``[changes]``.
     """
 
     at_rest: np.ndarray[Any, np.dtype[np.int64]]
+    rounding_at_rest: int
     labels: np.ndarray[Any, np.dtype[np.int8]]
     changes: np.ndarray[Any, np.dtype[np.int64]]
 
@@ -86,7 +88,10 @@ class MemoryTrace:
                 peaks[phase] = int(in_phase.max())
         at_peak = by_part[allocated[totals.argmax()] + 1] if len(totals) else self.at_rest
         peak_phase = max(peaks, key=lambda phase: peaks[phase])
+        rounded = np.sign(self.changes) * allocated_bytes(np.abs(self.changes))
+        rounded_totals = self.at_rest.sum() + self.rounding_at_rest + rounded.cumsum()[allocated]
         return {
+            "rounding": int(rounded_totals.max()) - peaks[peak_phase],
             "peak": peaks[peak_phase],
             "peak_phase": peak_phase,
             "peaks": peaks,
@@ -94,6 +99,23 @@ class MemoryTrace:
             "at_peak": _breakdown(at_peak),
             "max_by_part": _breakdown(by_part.max(axis=0)),
         }
+
+
+def allocated_bytes(sizes: np.ndarray[Any, np.dtype[np.int64]]) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Return the bytes that torch's caching allocator on CUDA hands out for each of ``sizes``, ``[sizes]``.
+
+    A size is rounded up to 512 bytes. From 10 MiB it gets a segment of its own, rounded up to 2 MiB, and takes the whole
+    segment if at most 1 MiB would remain. Smaller sizes share segments, which are assumed to be filled without a rest.
+
+    Source: the constants in ``c10/core/AllocatorConfig.h`` of torch, ``get_allocation_size`` and ``should_split`` in
+    ``c10/cuda/CUDACachingAllocator.cpp``.
+    """
+    blocks = -(-sizes // _BLOCK) * _BLOCK
+    segments = -(-sizes // _ROUND_LARGE) * _ROUND_LARGE
+    return np.where((blocks >= _MIN_LARGE) & (segments - blocks <= _MAX_SMALL), segments, blocks)
+
+
+_BLOCK, _MAX_SMALL, _ROUND_LARGE, _MIN_LARGE = 512, 2**20, 2 * 2**20, 10 * 2**20
 
 
 def _breakdown(sizes: np.ndarray[Any, np.dtype[np.int64]]) -> MemoryBreakdown:
@@ -130,7 +152,7 @@ class LinearTrace:
     def at(self, size: int) -> MemoryTrace:
         """Return the trace of ``size`` samples, which is not smaller than the sizes of the line."""
         changes = self.base.changes + self.slopes * (size - self.size)
-        return MemoryTrace(self.base.at_rest, self.base.labels, changes)
+        return replace(self.base, changes=changes)
 
 
 class MemoryTracker:
@@ -154,13 +176,15 @@ class MemoryTracker:
         # Storages that ended in the previous step are counted with the next read.
         self.live.reset()
         self._at_rest = dict(self._current)
+        sizes = np.array([size for _, size in self._storages.values()], dtype=np.int64)
+        self._rounding = int((allocated_bytes(sizes) - sizes).sum())
         self._changes = []
 
     def trace(self) -> MemoryTrace:
         """Return the changes since ``reset``."""
         rows = np.array(self._changes, dtype=np.int64).reshape(-1, 4)
         at_rest = np.array([self._at_rest[part] for part in _PARTS], dtype=np.int64)
-        return MemoryTrace(at_rest, rows[:, :3].astype(np.int8), rows[:, 3].copy())
+        return MemoryTrace(at_rest, self._rounding, rows[:, :3].astype(np.int8), rows[:, 3].copy())
 
     @contextmanager
     def attribute_to(self, part: MemoryPart) -> Iterator[None]:

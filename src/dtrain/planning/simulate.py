@@ -33,6 +33,7 @@ from dtrain.dist.mesh import build_mesh
 from dtrain.dist.rng import rng_state, set_rng_state
 from dtrain.errors import ConfigError
 from dtrain.planning.memory_trace import MemoryTrace, MemoryTracker
+from dtrain.planning.operation_cache import OperationCache
 from dtrain.planning.step_work import CollectiveTraffic, StepWork, WorkCounter, extrapolate_traffic, iter_tensors, sum_traffic
 from dtrain.planning.workload import Workload, build_on_meta
 from dtrain.run_context import AsyncScalar
@@ -267,7 +268,7 @@ def simulate(workload: Workload, config: ParallelismConfig) -> Iterator[Simulate
                 options.pop("tp_plan", None)
             options = {"strategy": config.strategy, "precision": config.precision, "accumulate": config.accumulate} | options
             model = shard_model(model, mesh, **options)
-        with fake, FakeValueMode() as fake_values, emulate_cuda_kernels() if config.device == "cuda" else nullcontext():
+        with fake, FakeValueMode(fake) as fake_values, emulate_cuda_kernels() if config.device == "cuda" else nullcontext():
             allocate_meta_tensors(model, torch.device("cpu"))
             init_root(model)
             yield SimulatedRun(workload, model, _transforms(workload, config, mesh), config, fake_values)
@@ -333,6 +334,7 @@ def fake_world(config: ParallelismConfig) -> Iterator[DeviceMesh]:
 
 _aten = torch.ops.aten
 _DEVICE = torch.ops.prim.device.default
+_PLAIN_TENSORS = frozenset({Tensor, FakeTensor})
 
 
 class FakeValueMode(TorchDispatchMode):
@@ -342,25 +344,29 @@ class FakeValueMode(TorchDispatchMode):
     collectives, which do nothing.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, fake_mode: FakeTensorMode) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.operations = OperationCache(fake_mode)
         self.collectives: list[CollectiveCall] = []
         self.work = WorkCounter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if any(kind is not Tensor and kind is not FakeTensor for kind in types):
+        if not _PLAIN_TENSORS.issuperset(types):
             return NotImplemented
         if func is _DEVICE and isinstance(args[0], FakeTensor):
             return args[0].device
-        # An exception of the fake mode for each number of an optimizer's state would be slow.
+        # The fake mode would take long for each number of an optimizer's state, and for the records of the profiler.
         if func is _aten._local_scalar_dense.default and isinstance(args[0], FakeTensor) and args[0].constant is None:
             dtype = args[0].dtype
             return True if dtype == torch.bool else 1.0 if dtype.is_floating_point else 1j if dtype.is_complex else 1
+        if func.namespace == "profiler":
+            with torch._C._DisableTorchDispatch():
+                return func(*args, **kwargs)
         if is_collective(func):
             self.collectives.extend(describe_collective(func, args, kwargs))
         try:
-            out = func(*args, **kwargs)
+            out = self.operations.run(func, args, kwargs)
             self.work.count(func, args, kwargs, out)
             return out
         except DataDependentOutputException:
