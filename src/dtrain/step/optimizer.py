@@ -192,8 +192,9 @@ def apply_gradients(
             interrupt.begin()
             if not is_skipped:
                 with mark_interrupted_write(state, "the update"):
-                    is_plain = state.spec.mesh is None or state.spec.plain_params
-                    run = state.optimizer.step if is_plain else partial(step_optimizer, state.optimizer)
+                    run: Callable[[], object] = state.optimizer.step
+                    if state.spec.mesh is not None and not state.spec.plain_params:
+                        run = partial(step_optimizer, state.optimizer)
                     if state._grad_divisor is not None:
                         run = _divide_in_update(run, state.optimizer, grads, state._grad_divisor)
                     if state._run_context.optimizer_checked:
