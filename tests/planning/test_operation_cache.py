@@ -25,7 +25,7 @@ LAYOUTS = {
         "checkpoints": ["matmuls"],
     },
     "convs": {"world_size": 4, "device": "cpu", "strategies": ["shard_grad_op"]},
-    "tied": {"world_size": 2, "strategies": ["full_shard", "replicate"]},
+    "tied": {"world_size": 2, "device": "cpu", "strategies": ["full_shard"]},
 }
 
 
