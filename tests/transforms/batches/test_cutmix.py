@@ -54,7 +54,7 @@ def test_cutmix_batch_length_is_a_fraction_of_each_side(length):
         made = cutmix_batch(zeros_and_ones(8, 12), num_classes=2, length=length, generator=generator(seed), order=SWAP)
         cut = made["x"][0, 0] > 0
         assert (cut.any(1).sum(), cut.any(0).sum()) == (round(8 * length), round(12 * length))
-        assert made["y"][0, 1] == pytest.approx(length**2)
+        assert made["y"][0, 1].item() == pytest.approx(length**2)
 
 
 def test_cutmix_batch_areas_are_uniform_before_clipping():
@@ -63,8 +63,10 @@ def test_cutmix_batch_areas_are_uniform_before_clipping():
         made = cutmix_batch(zeros_and_ones(64, 64), num_classes=2, placement="inside", generator=generator(seed), order=SWAP)
         sides.append(float(made["y"][0, 1]))
     areas = torch.tensor(sides)
-    assert areas.mean() == pytest.approx(0.5, abs=0.07)  # five standard errors; and a little less, as sides are rounded down
-    assert areas.var() == pytest.approx(1 / 12, rel=0.25)
+    assert areas.mean().item() == pytest.approx(
+        0.5, abs=0.07
+    )  # five standard errors; and a little less, as sides are rounded down
+    assert areas.var().item() == pytest.approx(1 / 12, rel=0.25)
 
 
 @pytest.mark.parametrize(
@@ -77,9 +79,11 @@ def test_cutmix_batch_areas_are_uniform_before_clipping():
 )
 def test_sample_boxes_covers_pixels_as_placement_says(place, expected):
     n = 60000
-    boxes = sample_boxes((torch.full((n,), 3), torch.full((n,), 1)), (5, 1), place, generator())
+    # The sides are where the generator is.
+    sides = torch.full((n,), 3, device="cpu"), torch.full((n,), 1, device="cpu")
+    boxes = sample_boxes(sides, (5, 1), place, generator())
     covered = box_mask(boxes, (5, 1)).float().mean(0)[0, :, 0] * 5
-    torch.testing.assert_close(covered, torch.tensor(expected), atol=0.05, rtol=0)  # five standard errors
+    torch.testing.assert_close(covered, torch.tensor(expected, device="cpu"), atol=0.05, rtol=0)  # five standard errors
 
 
 def test_box_area_fraction_equals_the_mean_of_box_mask():
@@ -94,8 +98,8 @@ def test_mixup_after_cutmix_mixes_the_cut_images():
     cut = cutmix_batch(given, num_classes=2, box=(0, 0, 2, 3), order=SWAP)  # a quarter
     made = mixup_batch(cut, coefficient=0.8, order=SWAP)
     torch.testing.assert_close(made["y"], torch.tensor([[0.65, 0.35], [0.35, 0.65]]))  # 0.8 * 3/4 + 0.2 * 1/4
-    assert made["x"][0, 0, 0, 0] == pytest.approx(0.8)
-    assert made["x"][0, 0, 3, 3] == pytest.approx(0.2)
+    assert made["x"][0, 0, 0, 0].item() == pytest.approx(0.8)
+    assert made["x"][0, 0, 3, 3].item() == pytest.approx(0.2)
 
 
 def test_cutmix_batch_keeps_uint8():

@@ -52,7 +52,7 @@ def seen_by(calls):
     ("count", "keep", "kept"), [(1, 0.1, 1), (7, 0.5, 4), (30, 0.1, 3), (10, 1.0, 10), (0, 0.5, 0), (3, 1e-12, 1)]
 )
 def test_kept_sample_count_is_rounded_up(count, keep, kept):
-    picked = select_by_loss(torch.rand(count), keep, generator=torch.Generator().manual_seed(0))
+    picked = select_by_loss(torch.rand(count, device="cpu"), keep, generator=torch.Generator().manual_seed(0))
     assert len(picked) == kept
     assert picked.tolist() == sorted(set(picked.tolist()))
 
@@ -61,7 +61,9 @@ def test_probabilities_of_two_samples_match_the_formula():
     """With keep 0.5 the exponent is 1, and the percentiles of two samples are 1/4 and 3/4: so are their chances."""
     draws = 4000
     generator = torch.Generator().manual_seed(0)
-    larger = sum(select_by_loss(torch.tensor([0.9, 0.1]), 0.5, generator=generator).item() == 0 for _ in range(draws))
+    larger = sum(
+        select_by_loss(torch.tensor([0.9, 0.1], device="cpu"), 0.5, generator=generator).item() == 0 for _ in range(draws)
+    )
     assert larger / draws == pytest.approx(0.75, abs=4 * math.sqrt(0.75 * 0.25 / draws))
 
 
@@ -70,7 +72,8 @@ def test_probabilities_with_a_different_keep_match_the_formula():
     draws, counts = 4000, [0] * 4
     generator = torch.Generator().manual_seed(1)
     for _ in range(draws):
-        counts[select_by_loss(torch.tensor([3.0, 1.0, 4.0, 2.0]), 0.25, generator=generator).item()] += 1
+        losses = torch.tensor([3.0, 1.0, 4.0, 2.0], device="cpu")
+        counts[select_by_loss(losses, 0.25, generator=generator).item()] += 1
     for count, chance in zip(counts, (125 / 496, 1 / 496, 343 / 496, 27 / 496), strict=True):
         assert count / draws == pytest.approx(chance, abs=4 * math.sqrt(chance * (1 - chance) / draws) + 1e-9)
 
@@ -85,7 +88,7 @@ def test_injected_uniforms_decide_exactly():
 
 def test_select_by_loss_with_a_tiny_fraction_does_not_underflow():
     losses = torch.arange(10_000.0)
-    picked = select_by_loss(losses, 0.001, generator=torch.Generator().manual_seed(0))
+    picked = select_by_loss(losses.cpu(), 0.001, generator=torch.Generator().manual_seed(0))
     assert len(picked) == 10
     assert picked.min().item() > 9900
 
@@ -99,7 +102,7 @@ def test_samples_with_equal_losses_have_equal_probabilities():
     draws, counts = 4000, [0] * 4
     generator = torch.Generator().manual_seed(1)
     for _ in range(draws):
-        counts[select_by_loss(torch.full((4,), 0.5), 0.25, generator=generator).item()] += 1
+        counts[select_by_loss(torch.full((4,), 0.5, device="cpu"), 0.25, generator=generator).item()] += 1
     assert [count / draws for count in counts] == [pytest.approx(0.25, abs=4 * math.sqrt(0.1875 / draws))] * 4
 
 
