@@ -170,6 +170,11 @@ def test_mutated_files_load_or_raise_one_line_error(sound, tmp_path, place, capf
     assert fuzz(sound, tmp_path, place, range(60)) > 30
 
 
+def test_optimizer_values_of_another_type_are_refused(sound, tmp_path):
+    # Seed 1487 makes a list of the values that belong to the whole optimizer.
+    assert fuzz(sound, tmp_path, "index", range(1487, 1488)) == 1
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("place", [*ON_STEPS, *ON_WEIGHTS])
 def test_many_mutated_files_load_or_raise_one_line_error(sound, tmp_path, place, capfd):

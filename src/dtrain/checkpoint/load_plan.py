@@ -273,9 +273,9 @@ class _StateComparison:
             if ref is not None and tensor is not None:
                 self._add_target(key, ref, tensor)
                 continue
-            name = _averaged_param(key, content)
-            param = state.params.get(name or "")
-            if ref is None and not (param is not None and name not in updated):
+            averaged = _averaged_param(key, content) or ""
+            param = state.params.get(averaged)
+            if ref is None and not (param is not None and averaged not in updated):
                 self.rows.append(missing_row(key, str(tree_json.ref_of(here[key]))))
             elif ref is not None and param is not None and not param.requires_grad and ref.shape == param.shape:
                 self.plan.regions[key], self.plan.builders[key] = local_region(param), partial(_place_like, param)

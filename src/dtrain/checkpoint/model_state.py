@@ -201,6 +201,7 @@ def compare_optimizer(stored: dict[str, Any], state: TrainState, skipped: Collec
     Raises:
         CorruptCheckpointError: a value of another type.
     """
+    read_dict(stored["global"], "optimizer/global")
     for name, content in read_dict(stored["state"], "optimizer/state").items():
         read_dict(content, f"optimizer/state/{name}")
         if name not in state.params and name not in skipped:

@@ -180,7 +180,7 @@ def count_and_split(batch: Batch, microbatch_size: int | None, batch_spec: Batch
     if batch_spec is not None and batch_spec.axes:
         sizes = [min(microbatch_size, samples - start) for start in starts]
         return samples, tokens, [_narrow(batch, *rows, batch_spec) for rows in zip(starts, sizes, strict=True)]
-    return samples, tokens, _split_leaves(batch, starts)
+    return samples, tokens, list(_split_leaves(batch, starts))
 
 
 def _split_leaves(value: Any, starts: range) -> Sequence[Any]:

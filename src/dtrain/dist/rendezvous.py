@@ -16,7 +16,7 @@ import socket
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -390,7 +390,8 @@ def gather_over_gloo(device_type: str) -> torch.library.Library:
     """
 
     def gather(x: Tensor, group_size: int, group_name: str) -> Tensor:
-        group = dist.distributed_c10d._resolve_process_group(group_name)
+        resolve: Callable[[str], dist.ProcessGroup] = dist.distributed_c10d._resolve_process_group  # type: ignore[assignment]
+        group = resolve(group_name)
         if group._get_backend(x.device).name() != "gloo":
             gathered: Tensor = torch.ops._c10d_functional.all_gather_into_tensor_coalesced([x], group_size, group_name)[0]
             return gathered

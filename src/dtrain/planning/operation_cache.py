@@ -153,7 +153,7 @@ def _describe(out: Any, tensors: Sequence[FakeTensor]) -> Any:
         return _UNKNOWN
     if sharing:
         is_argument = tensors[sharing[0]] is out
-        return _Argument(sharing[0]) if is_argument else _View(sharing[0], out.storage_offset(), layout)
+        return _Argument(sharing[0]) if is_argument else _View(sharing[0], int(out.storage_offset()), layout)
     is_plain = not out.storage_offset() and _empty(layout).untyped_storage().nbytes() == storage.nbytes()
     return _NewTensor(layout) if is_plain else _UNKNOWN
 

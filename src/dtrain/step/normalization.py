@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import chain
 from numbers import Real
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -85,7 +85,8 @@ class LossNormalizer:
         """
         if self.global_weight is None:
             return False
-        off = [abs(metrics[name].weight - weight) - _TOLERANCE * abs(weight) for name, weight in self.local_weights.items()]
+        local: Mapping[str, Any] = self.local_weights
+        off = [abs(metrics[name].weight - weight) - _TOLERANCE * abs(weight) for name, weight in local.items()]
         if not isinstance(self.global_weight, Tensor):
             # Also for a weight that is NaN.
             return not all(float(excess) <= 0 for excess in off)
