@@ -26,13 +26,6 @@ def install_to_test(session: nox.Session) -> None:
     install(session, "--no-deps", "mosaicml-streaming")
 
 
-@nox.session
-def tests(session: nox.Session) -> None:
-    """The quick set: all tests, of costly families a sample by turn. With arguments: pytest with these arguments."""
-    install_to_test(session)
-    session.run("pytest", *(session.posargs or (*SIDE_BY_SIDE, "--sample")), env=ONE_THREAD)
-
-
 # Rooms whose tests pass with their tensors on a simulated accelerator. Of the others some tests are about the CPU.
 SIMULATED = (
     "tests/transforms/batches",
@@ -43,11 +36,15 @@ SIMULATED = (
 
 
 @nox.session
-def simulated(session: nox.Session) -> None:
-    """The core's tests of one process, with their tensors on a simulated accelerator. Needs g++."""
+def tests(session: nox.Session) -> None:
+    """The quick set: all tests, of costly families a sample by turn, then rooms on a simulated accelerator, which needs g++.
+
+    With arguments: pytest with these arguments.
+    """
     install_to_test(session)
-    env = {**ONE_THREAD, "DTRAIN_TEST_DEVICE": "simulated"}
-    session.run("pytest", *(session.posargs or (*SIDE_BY_SIDE, *SIMULATED)), env=env)
+    session.run("pytest", *(session.posargs or (*SIDE_BY_SIDE, "--sample")), env=ONE_THREAD)
+    if not session.posargs:
+        session.run("pytest", *SIDE_BY_SIDE, *SIMULATED, env={**ONE_THREAD, "DTRAIN_TEST_DEVICE": "simulated"})
 
 
 @nox.session
