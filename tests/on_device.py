@@ -131,9 +131,14 @@ class DrawsOfTests(TorchFunctionMode):
 
 
 def use_device(device: str) -> None:
-    """Make ``device`` the default device of this process, and start it if it is simulated. Mutates: torch's modes."""
+    """Make ``device`` the default device of this process, and start it if it is simulated. Mutates: torch's modes.
+
+    A machine without the device collects the tests on the CPU, and skips them.
+    """
     if device == simulated_accelerator.NAME:
         simulated_accelerator.start()
+    if not torch.get_device_module(device).is_available():
+        return
     torch.set_default_device(device)
     DrawsOfTests().__enter__()
 

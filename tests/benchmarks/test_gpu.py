@@ -52,7 +52,7 @@ FIGURES = {
     "stall of an asynchronous save": ("async_save", 0, "until the call returns, ms", ["mode='async'", "mode='sync'"]),
     "pinned staging": ("async_save", 0, "GiB/s of the copy", ["pinned memory", "pageable memory", "mode='async'"]),
     "a checkpoint each 50 steps": ("async_save", 1, "time over neither", ["neither", "a checkpoint each"]),
-    "step after a save": ("async_save", 1, "over a step of neither", ["a checkpoint each"]),
+    "step after a save": ("async_save", 1, "over the median of neither", ["a checkpoint each"]),
     "peak memory against the plan": ("memory", 0, "planned over measured", ["`replicate`", "`full_shard`", "checkpointed"]),
     "activation offload": ("memory", 1, "peak over none", ["activations offloaded"]),
     "time of activation offload": ("memory", 1, "time over none", ["activations offloaded"]),
