@@ -2,8 +2,8 @@
 
 A parametrized test that runs on real ranks keeps a third of its rows, and at least two. ``@pytest.mark.sample(3)`` says another
 number. ``sample(3, by="name")`` groups the tests of a file by the value of a parameter instead of by the function, and keeps
-three tests of each value. Of the tests of a file that start jobs of the launcher (fixture ``start``) half run, and of the files
-that train an example half. The rows rotate with the number of commits, so that a few changes run all of them. A row with
+three tests of each value. Of the tests of a file that start jobs of the launcher (fixture ``start``) half run, of the files that
+train an example half, and of all tests with ``@pytest.mark.costly``, which take seconds of a core, a third. The rows rotate with the number of commits, so that a few changes run all of them. A row with
 ``source("transforms/ema.py")`` stays as long as this module has changed, and all rows stay if the test's own file has changed.
 ``nox -s full`` runs all rows.
 """
@@ -117,6 +117,8 @@ def _row_of(item: pytest.Item) -> Row | None:
     callspec, fixtures = getattr(item, "callspec", None), getattr(item, "fixturenames", ())
     mark = item.get_closest_marker("sample")
     sources = (path, *(f"src/dtrain/{source}" for mark in item.iter_markers("source") for source in mark.args))
+    if item.get_closest_marker("costly") is not None:
+        return Row(name=item.nodeid, group="costly", keep=1 / 3, sources=sources)
     if mark is not None and callspec is not None:
         by = mark.kwargs.get("by")
         group = item.originalname if by is None else callspec.params.get(by)

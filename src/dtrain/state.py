@@ -169,7 +169,12 @@ class TrainState:
         return self.clock.reached(point)
 
     def drop_gradients(self) -> None:
-        """Set ``.grad`` of every trainable parameter to None. Mutates: the parameters' gradients."""
+        """Set every ``.grad`` to None. Mutates: the parameters' gradients."""
+        for param in self.params.values():
+            param.grad = None
+
+    def _drop_trainable_gradients(self) -> None:
+        """Set ``.grad`` of the parameters that the last step found trainable to None. Mutates: these gradients."""
         for param in self._trainable.values():
             param.grad = None
 

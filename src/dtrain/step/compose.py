@@ -177,9 +177,13 @@ class Step:
                 state, metrics = self.grad(state._replace(_grad_divisor=1.0) if self.divides_late else state, batch)
                 interrupt.begin()
                 state, metrics = self.update(state, metrics)
-            # An update that was skipped or that raised leaves gradients.
-            finally:
+                # An update that was skipped leaves gradients.
+                state._drop_trainable_gradients()
+            except BaseException:
+                # A transform may have changed the trainable parameters after ``state``.
                 state.drop_gradients()
+                raise
+            finally:
                 spans.end("step")
             return tick(state), metrics
 

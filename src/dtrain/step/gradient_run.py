@@ -110,7 +110,7 @@ def run_gradient(
         except Exception as problem:  # noqa: BLE001
             error = problem
         run.counts = run._sync_before_forward(error)
-        run.state.drop_gradients()
+        run.state._drop_trainable_gradients()
         try:
             with report_missing_ranks(caller) if run.state.spec.mesh is not None else _NO_CONTEXT:
                 run.grad_sync.begin_step(run.state)

@@ -201,7 +201,7 @@ def apply_gradients(
                         run()
                     else:
                         check_update(state, run, caller="apply_gradients")
-            state.drop_gradients()
+            state._drop_trainable_gradients()
             if nonfinite == "skip":
                 metrics = {**metrics, "skipped": make_metric(float(is_skipped), 1.0, state.device)}
             return state._next(), metrics
