@@ -2,9 +2,11 @@
 
 A parametrized test that runs on real ranks keeps a third of its rows, and at least two. ``@pytest.mark.sample(3)`` says another
 number. ``sample(3, by="name")`` groups the tests of a file by the value of a parameter instead of by the function, and keeps
-three tests of each value. Of the tests of a file that start jobs of the launcher (fixture ``start``) half run, of the files that
-train an example half, and of all tests with ``@pytest.mark.costly``, which take seconds of a core, a third. The rows rotate with the number of commits, so that a few changes run all of them. A row with
-``source("transforms/ema.py")`` stays as long as this module has changed, and all rows stay if the test's own file has changed.
+three tests of each value. Of the tests of a file that start jobs of the launcher (fixture ``start``) half run, and of the files
+that train an example half. Of all tests with ``@pytest.mark.costly``, which take seconds of a core, a third runs.
+
+The rows rotate with the number of commits, so that a few changes run all of them. A row with ``source("transforms/ema.py")``
+stays as long as this module has changed, and all rows stay if the test's own file has changed.
 ``nox -s full`` runs all rows.
 """
 
@@ -98,7 +100,7 @@ def deselect(config: pytest.Config, items: list[pytest.Item], turn: Turn) -> Non
 
     Mutates: ``items``.
     """
-    rows = {item.nodeid: row for item in items if (row := _row_of(item)) is not None}
+    rows = {item.nodeid: row for item in items if (row := row_of(item)) is not None}
     kept = choose(list(rows.values()), turn)
     left = [item for item in items if item.nodeid in rows and rows[item.nodeid].name not in kept]
     if left:
@@ -107,7 +109,7 @@ def deselect(config: pytest.Config, items: list[pytest.Item], turn: Turn) -> Non
         config.hook.pytest_deselected(items=left)
 
 
-def _row_of(item: pytest.Item) -> Row | None:
+def row_of(item: pytest.Item) -> Row | None:
     """Return the row of a test; None for a test that always runs, and for one that the quick run skips anyway."""
     if item.get_closest_marker("skip") is not None:
         return None

@@ -132,6 +132,7 @@ def test_import_has_no_side_effects():
     }
 
 
+@pytest.mark.costly
 def test_no_module_changes_the_environment_when_imported():
     """A variable such as ``TORCHDYNAMO_DISABLE`` would change the code that runs afterwards in the same process."""
     out = subprocess.run([sys.executable, "-c", IMPORT_OF_EVERY_MODULE], capture_output=True, text=True, check=True).stdout

@@ -125,6 +125,7 @@ def problems(table: Table, users: dict[str, list[str]]) -> list[str]:
     return lines
 
 
+@pytest.mark.costly
 def test_every_public_parameter_has_a_name_of_the_table():
     assert "\n".join(problems(table(), users())) == ""
 

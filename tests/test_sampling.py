@@ -7,7 +7,7 @@ import subprocess
 import pytest
 
 from battery.transforms import ROWS
-from sampling import Row, Turn, choose, read_turn, with_sources
+from sampling import Row, Turn, choose, read_turn, row_of, with_sources
 
 
 def rows(count, keep, group="test_it", sources=()):
@@ -30,6 +30,12 @@ def test_consecutive_turns_run_all_rows(count, keep):
     turns = [choose(rows(count, keep), Turn(number)) for number in range(-(-count // keep))]
     assert set.union(*turns) == {row.name for row in rows(count, keep)}
     assert choose(rows(count, keep), Turn(0)) == turns[0]
+
+
+def test_costly_test_is_one_of_a_group_of_which_a_third_runs(request):
+    assert row_of(request.node) is None
+    request.node.add_marker(pytest.mark.costly)
+    assert row_of(request.node) == Row(name=request.node.nodeid, group="costly", keep=1 / 3, sources=("tests/test_sampling.py",))
 
 
 def test_changed_source_keeps_its_rows():

@@ -80,6 +80,7 @@ def test_simulated_accelerator_refuses_what_a_gpu_refuses():
         assert words in error
 
 
+@pytest.mark.costly
 @needs_compiler
 def test_default_device_of_a_user_changes_no_number(tmp_path):
     expected = losses("cpu", str(tmp_path / "cpu"))

@@ -126,6 +126,7 @@ def handed_out(name: str) -> list[list[int]]:
     return [ids(batch) for batch in loader.until(f"{EPOCHS}ep")]
 
 
+@pytest.mark.costly
 def test_process_ranks_get_the_batches_of_simulated_ranks(ranks):
     simulated = [[ids(batch) for batch in loader.until(f"{EPOCHS}ep")] for loader in group(row("list-shuffled-short"), 2)]
     assert ranks(2).run(handed_out, "list-shuffled-short") == simulated

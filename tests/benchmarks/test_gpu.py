@@ -86,6 +86,7 @@ def dry_run(tmp_path_factory: pytest.TempPathFactory) -> DryRun:
     return run
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("name", NAMES)
 def test_dry_run_of_each_benchmark_fills_all_tables(dry_run, name):
     content = dry_run(name)
@@ -190,6 +191,7 @@ def test_quick_has_nine_minutes_and_keeps_its_shares():
     assert gpu.limits(["core", "train"], 60.0) == {"core": 60.0, "train": 60.0}
 
 
+@pytest.mark.costly
 def test_command_is_interrupted_at_its_limit_with_its_children(tmp_path):
     code = (
         "import pathlib, subprocess, sys, time\n"
@@ -329,6 +331,7 @@ def test_files(tmp_path):
     return tmp_path
 
 
+@pytest.mark.costly
 def test_files_run_in_random_order_and_errors_have_a_line_and_a_place(test_files):
     (test_files / "test_broken.py").write_text("import nothing_of_this_name\n")
     orders = []
@@ -346,6 +349,7 @@ def test_files_run_in_random_order_and_errors_have_a_line_and_a_place(test_files
     assert "nothing_of_this_name" in broken["error"]
 
 
+@pytest.mark.costly
 def test_interrupted_tests_leave_the_results_of_those_that_ended(test_files):
     (test_files / "test_waits.py").write_text("import time\n\ndef test_waits():\n    time.sleep(600)\n")
     path = test_files / "results.jsonl"
@@ -372,6 +376,7 @@ def test_failure_of_a_test_outlives_its_later_lines(tmp_path):
     assert gpu_tests.read_results(tmp_path / "none.jsonl") == {}
 
 
+@pytest.mark.costly
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_tests_on_a_device_are_collected_and_skipped_without_one():
     files = ["tests/step/test_means.py", "tests/memory/test_device_memory.py", "tests/schedules"]

@@ -22,6 +22,7 @@ def laws_of_the_page() -> dict[str, tuple[int, int]]:
     return {row[0].strip(): (int(row[1]), int(re.sub(r"\D", "", row[2]) or 0)) for row in rows}
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("worlds", [[2, 4], pytest.param([8, 16], marks=pytest.mark.slow)], ids=str)
 def test_each_part_of_a_loop_sends_what_its_row_says(worlds):
     laws, costs = laws_of_the_page(), measure_costs(worlds)

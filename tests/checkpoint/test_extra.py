@@ -288,6 +288,7 @@ def test_message_leaves_out_the_names_of_the_data(tmp_path):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.costly
 def test_vanished_loader_is_refused_and_the_advice_works(tmp_path):
     step, state = begin()
     state = train(step, state, build_loader())

@@ -78,6 +78,7 @@ def load_into(root: str, wanted: list[str]) -> None:
 SOME = ["columns", "rows and columns", "rows twice"]
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("wanted", [SOME, pytest.param([*LAYOUTS, "plain"], marks=pytest.mark.slow)], ids=["some", "all"])
 def test_every_placement_loads_into_other_placements(tmp_path, ranks, wanted):
     ranks(4).run(load_into, str(tmp_path), wanted)

@@ -235,6 +235,7 @@ def pruned_by_a_child(root: Path, operation: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
+@pytest.mark.costly
 def test_prune_killed_at_any_operation_is_completed_by_next(tmp_path, fill, monkeypatch):
     monkeypatch.setattr(retention, "lock_root", lambda *_: nullcontext())  # has such a test of its own
     seen, operation, code = set(), 0, 9

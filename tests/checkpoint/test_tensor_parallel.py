@@ -130,6 +130,7 @@ def check_loads(written: tuple[Path, dict], ranks, world: int, strategy: str, de
         assert results == {name: before for name, (before, _) in digests.items()}
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(("world", "layout"), [(1, "plain"), (2, "tp alone"), (3, "full_shard"), (4, "replicate tp")])
 def test_tensor_parallel_checkpoint_loads_into_other_layouts(written, ranks, world, layout):
     check_loads(written, ranks, world, *READERS[world][layout])

@@ -279,6 +279,7 @@ def two_ranks(ranks, tmp_path_factory):
     return ranks(2).run(save_filled, str(tmp_path_factory.mktemp("two") / "root"), "full_shard")[0][0]
 
 
+@pytest.mark.costly
 def test_show_prints_step_and_tensor_locations(checkpoints, two_ranks):
     code, out, err = checkpoints("show", two_ranks)
     head, rows = out.split("\n\n")

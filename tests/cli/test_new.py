@@ -69,6 +69,7 @@ def loops(tmp_path_factory):
         return Path.cwd(), dict(zip(parts[1::2], parts[2::2], strict=True))
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("task", TASKS)
 def test_template_loop_learns_on_two_ranks(loops, task):
     folder, printed = loops

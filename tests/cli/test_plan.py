@@ -226,6 +226,7 @@ def test_device_adds_estimated_seconds_and_sorts_by_them(plan):
     assert [line.split("  ")[0] for line in out.splitlines() if "library" in line] == ["device: library", "host: library"]
 
 
+@pytest.mark.costly
 @pytest.mark.usefixtures("plan")
 def test_processes_do_not_change_the_plan():
     """In a process of its own: a fork of the tests' process could inherit a lock."""

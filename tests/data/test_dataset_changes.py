@@ -37,6 +37,7 @@ def test_change_at_an_epoch_end_is_seen_in_the_next_epoch(workers, prefetch_fact
     assert levels(loader, data, data.set_level) == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
+@pytest.mark.costly
 def test_change_reaches_spawned_workers():
     data = Curriculum()
     loader = build(data, num_workers=1, start_method="spawn")

@@ -76,6 +76,7 @@ def ids_of(batches) -> list[int]:
     return list(chain.from_iterable(batch["id"].tolist() for batch in batches))
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_streaming_dataset_keeps_its_order_and_its_state(shards, workers):
     dataset = mosaic(shards, 4)
@@ -98,6 +99,7 @@ def test_a_streaming_dataset_resumes_at_the_start_of_an_epoch(shards):
     assert head + ids_of(second.until("2ep")) == plain
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("workers", [0, 1])
 def test_streaming_dataset_repeats_the_batch_of_an_interrupted_step(shards, workers):
     dataset = mosaic(shards, 4)

@@ -74,6 +74,7 @@ def test_ranks_of_all_nodes_reduce_in_torch_and_dtrain(nodes):
     assert [result.out for result in results] == ["[rank 1] total 6.0 4 0\n", "[rank 3] total 6.0 4 1\n"]
 
 
+@pytest.mark.costly
 def test_nodes_can_run_different_numbers_of_ranks(start, nodes):
     first, second = nodes(WHO, n=None, own=(["-n", "1"], ["-n", "2"]))
     results = [first.wait(), second.wait()]
@@ -101,6 +102,7 @@ def test_rank_failure_ends_all_nodes_and_is_named_on_each(nodes, node):
     assert f"node {node}" in results[1 - node].summary[0]
 
 
+@pytest.mark.costly
 def test_killed_launcher_ends_other_nodes_and_is_named(nodes):
     first, second = nodes(READY_AND_STAY)
     first.wait_for("0", "1", "2", "3")
@@ -148,11 +150,13 @@ def test_missing_node_is_named_on_join_timeout(start, port):
     assert not (job.folder / "0").exists()
 
 
+@pytest.mark.costly
 def test_identical_data_on_nodes_is_accepted(nodes, tmp_path):
     (tmp_path / "data").write_text("some")
     assert [job.wait().code for job in nodes(WHO, n=1, options=["--check-path", "data"])] == [0, 0]
 
 
+@pytest.mark.costly
 def test_differing_script_is_refused_on_all_nodes(start, tmp_path, port):
     where = place(port)
     jobs = [
@@ -171,6 +175,7 @@ def test_differing_script_is_refused_on_all_nodes(start, tmp_path, port):
         assert "the content of train.py" in result.summary[0]
 
 
+@pytest.mark.costly
 def test_all_nodes_are_preempted_together(nodes):
     source = """
     import os, signal, sys, time
@@ -197,6 +202,7 @@ def test_sigterm_on_unsaved_node_ends_other_nodes(nodes):
     assert "node 1" in results[0].summary[0]
 
 
+@pytest.mark.costly
 def test_ranks_ending_early_wait_for_ranks_of_other_nodes(nodes):
     source = """
     import os, sys, time

@@ -188,6 +188,7 @@ def check_against_an_undisturbed_run(folder: Path, chains: Iterable[Path]) -> No
         assert logged(chain) == expected[: len(logged(chain))]
 
 
+@pytest.mark.costly
 def test_ranks_preempted_at_random_steps_save_and_resume_exactly(warm, tmp_path):
     seed = random.randrange(2**32)
     print(f"{seed=}")
@@ -238,6 +239,7 @@ LEAVING = """
 """
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("ask", ENDS.values(), ids=ENDS)
 def test_launcher_exits_143_when_ranks_did_not_save(start, ask):
     job = start(LEAVING.replace("ASK", ask), options=["--grace", "60"])

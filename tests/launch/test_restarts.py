@@ -97,6 +97,7 @@ def test_terminated_job_is_not_restarted(start):
     assert not [line for line in result.summary if "again" in line]
 
 
+@pytest.mark.costly
 def test_last_commit_before_failure_counts_as_progress(run):
     source = """
     import os, sys

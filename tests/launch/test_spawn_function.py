@@ -60,6 +60,7 @@ def load_with_worker(*, then_die: bool) -> int:
         return count
 
 
+@pytest.mark.costly
 def test_loader_workers_of_ranks_leave_no_folders(monkeypatch):
     # The path of a socket may have 107 bytes, so pytest's folder is too deep.
     with tempfile.TemporaryDirectory(prefix="t-") as folder:
@@ -88,6 +89,7 @@ def test_closure_runs_on_spawned_ranks():
     assert spawned(run, 1) == [{"rank": 0, "sum": 30.0}, {"rank": 1, "sum": 30.0}]
 
 
+@pytest.mark.costly
 def test_single_process_world_can_spawn_and_be_reopened(monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "GLOO_SOCKET_IFNAME"):
         monkeypatch.delenv(name, raising=False)
@@ -268,6 +270,7 @@ def test_dist_error_without_other_failure_is_reported():
     assert "rank 1 of 2 failed: DistError: mine" in fails(run)
 
 
+@pytest.mark.costly
 def test_ranks_exceeding_timeout_are_named_and_killed(monkeypatch):
     monkeypatch.setattr(spawn_function, "GRACE_S", 0.2)
 

@@ -10,6 +10,8 @@ import textwrap
 import time
 from pathlib import Path
 
+import pytest
+
 LONG_S = 120
 STEPS = 400
 LOOP = f"""
@@ -55,6 +57,7 @@ def processes_of(agent: subprocess.Popen[str]) -> list[int]:
     return pids
 
 
+@pytest.mark.costly
 def test_loop_continues_from_its_checkpoint_with_one_node_fewer(tmp_path, port):
     (tmp_path / "loop.py").write_text(textwrap.dedent(LOOP))
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1:2", "--nproc-per-node", "1"]

@@ -51,6 +51,7 @@ def history(uri, run_id, name):
     return [(metric.step, metric.value) for metric in client(uri).get_metric_history(run_id, name)]
 
 
+@pytest.mark.costly
 def test_resumed_run_continues_same_run_and_logs_settings_once(database, tmp_path):
     settings = {"lr": 0.1, "model": {"width": 64, "token": "12ab"}, "note": "x" * 9000}
     first = write(database, tmp_path, [(10, {"loss": 2.0}), (20, {"loss": 1.0})], settings=settings, name="first")

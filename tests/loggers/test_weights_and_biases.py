@@ -86,6 +86,7 @@ def history(entries) -> list[dict]:
     return [{name: value for name, value in row.items() if not name.startswith("_")} for row in items]
 
 
+@pytest.mark.costly
 def test_resumed_run_continues_same_run_with_loop_steps(tmp_path):
     first = write(tmp_path, [(10, {"loss": 2.0}), (20, {"loss": 1.0})], settings={"lr": 0.1, "token": "12ab"})
     again = write(tmp_path, [(20, {"loss": 1.5}), (5, {"loss": math.nan, "step": 3.0})])

@@ -100,6 +100,7 @@ def check(results: list[dict[str, object]], left_out: tuple[str, ...] = ()) -> N
             )
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("counts", SHARES, ids=str)
 def test_metrics_equal_single_process(ranks, counts):
     check(ranks(len(counts)).run(by_torchmetrics, counts, []))
@@ -120,6 +121,7 @@ def with_tensor_parallel(counts: list[int]) -> dict[str, object]:
     return computed(metrics(dist_sync_fn=partial(gather_metric_states, mesh=mesh)), *share(counts, data_rank(mesh)[0]))
 
 
+@pytest.mark.costly
 def test_ranks_sharing_a_batch_are_counted_once(ranks):
     check(ranks(4).run(with_tensor_parallel, [7, 4]))
 

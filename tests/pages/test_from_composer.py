@@ -45,6 +45,7 @@ def save_as_composer_does(folder: str) -> None:
     dcp.save({"state": state, "rng": rng}, storage_writer=dcp.FileSystemWriter(folder), planner=planner)
 
 
+@pytest.mark.costly
 def test_sharded_composer_checkpoint_is_converted(ranks, tmp_path: Path, monkeypatch) -> None:
     text = (DOCS / "from_composer.md").read_text().replace("\\\n", " ")
     (command,) = re.findall(r"^dtrain checkpoints convert ckpt/ep3-ba300 .*$", text, re.M)

@@ -40,6 +40,7 @@ def test_there_are_two_notebooks() -> None:
     assert [path.stem for path in NOTEBOOKS] == ["quick_start", "write_a_transform"]
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebook_runs_in_a_fresh_interpreter(path: Path, tmp_path: Path) -> None:
     done = run(sources(path, "code"), tmp_path)

@@ -39,6 +39,7 @@ def test_every_piece_on_the_page_has_tests():
     assert {f"test_{name}" for name in pieces} <= {*BLOCKS, *ASIDE}
 
 
+@pytest.mark.costly
 def test_every_test_of_the_pieces_passes(report):
     named = {name for text in (BLOCKS | ASIDE).values() for name in re.findall(r"^def (test_\w+)", text, re.M)}
     assert set(re.findall(r"::(test_\w+)\S* PASSED", report)) == named

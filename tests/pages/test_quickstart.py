@@ -97,6 +97,7 @@ def folder(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.costly
 def test_quickstart_commands_print_the_shown_output(folder, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.delenv("PYTHONWARNINGS", raising=False)

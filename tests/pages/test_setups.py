@@ -24,6 +24,7 @@ def setups() -> ModuleType:
     return module
 
 
+@pytest.mark.costly
 def test_setup_of_all_names_runs_in_an_empty_interpreter(setups: ModuleType, tmp_path) -> None:
     code = setups.code(setups.PARTS) + "\nstate, metrics = step(state, batch)\nassert state.step == 1\n"
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)

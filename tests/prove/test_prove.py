@@ -16,6 +16,7 @@ CONTRAST = Path(__file__).with_name("contrast.py")
 BUGS = Path(__file__).parent / "bugs"
 
 
+@pytest.mark.costly
 def test_correct_loop_agrees_in_all_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     report = dt.prove.prove(LOOP, world_sizes=(2,), timeout_s=600.0)
@@ -29,6 +30,7 @@ def test_correct_loop_agrees_in_all_runs(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.costly
 def test_forwards_of_a_gradient_cache_and_of_recomputation_draw_alike_in_all_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     report = dt.prove.prove(CONTRAST, world_sizes=(2,), steps=2, timeout_s=600.0)
@@ -58,6 +60,7 @@ def test_script_without_an_update_does_not_pass(tmp_path, monkeypatch):
     assert "no update of an optimizer was seen; give the arguments with which the script trains" in report.text()
 
 
+@pytest.mark.costly
 def test_report_of_a_bug_names_step_cause_and_page(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     report = dt.prove.prove(BUGS / "mean_over_tokens.py", world_sizes=(2,), timeout_s=600.0)
@@ -144,6 +147,7 @@ assert loaded == [], loaded
 """
 
 
+@pytest.mark.costly
 def test_normal_run_calls_and_imports_nothing_of_the_proof(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", NORMAL_STEP, str(LOOP)], cwd=tmp_path, capture_output=True, text=True, timeout=600, check=False

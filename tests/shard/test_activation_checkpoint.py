@@ -181,6 +181,7 @@ def check_sharded(ranks, strategy: str, names, cuts) -> None:
         assert len(results) == len(KINDS) * len(cuts) * len(names)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_checkpointed_sharded_model_matches_gradients_buffers_and_rng(ranks, strategy):
     check_sharded(ranks, strategy, ("matmuls kept", "checkpointed and offloaded"), ("blocks",))

@@ -2,6 +2,7 @@
 
 import gc
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -61,6 +62,7 @@ def measured() -> dict[str, list[int | bool]]:
     return peaks
 
 
+@pytest.mark.costly
 def test_peak_memory_drops_by_the_recomputed_activations(ranks):
     for peaks in ranks(2).run(measured):
         for none, second, matmuls, every, same in peaks.values():

@@ -513,6 +513,7 @@ def rotated_all() -> dict:
     }
 
 
+@pytest.mark.costly
 def test_rotary_frequencies_are_those_of_each_ranks_own_sequences(ranks):
     both = ranks(2).run(rotated_all)
     for rope in ROPES:

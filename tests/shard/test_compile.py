@@ -80,6 +80,7 @@ def test_compiled_plain_model_matches_gradients_and_buffers(route, block):
     assert error(alone(after(before(made(block)))), alone(made(block))) <= TOLERANCE
 
 
+@pytest.mark.costly
 def test_kept_matmuls_are_not_recomputed():
     counts = {}
     for keep in ("nothing", "matmuls"):

@@ -1,5 +1,6 @@
 """A stock Llama of transformers under ``context_parallel``: one way is exact, all other ways are refused."""
 
+import pytest
 import torch
 from torch import nn
 from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
@@ -122,12 +123,14 @@ def differences(cases: dict[str, dict]) -> dict[str, float]:
     return largest
 
 
+@pytest.mark.costly
 def test_llama_in_parts_equals_one_process(ranks):
     for largest in ranks(2).run(differences, CASES):
         assert largest.keys() == CASES.keys()
         assert max(largest.values()) <= TOLERANCE, largest
 
 
+@pytest.mark.costly
 def test_llama_in_parts_on_data_parallel_ranks_equals_one_process(ranks):
     grouped = {"kv_heads": 2, "degrees": {"cp": 2}}
     cases = {strategy: {**grouped, "strategy": strategy} for strategy in ("full_shard", "replicate")}

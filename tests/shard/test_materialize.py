@@ -301,6 +301,7 @@ def adapters(kind: object, strategy: str) -> dict[str, float]:
     return {name: torch.tensor(value).norm().item() for name, value in made.items() if "lora" in name or "base" in name}
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(("kind", "norm"), [(True, 4 / 3**0.5), ("gaussian", 2.0)])  # of 1,024 elements
 def test_peft_adapters_get_peft_initial_values(ranks, kind, norm):
     norms = adapters(kind, "")

@@ -198,6 +198,7 @@ def errors() -> dict:
     return largest
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_unusual_modules_train_as_in_one_process(ranks, world_size):
     for largest in ranks(world_size).run(errors):

@@ -453,6 +453,7 @@ def try_all(names: Sequence[str]) -> list[str]:
     return wrong
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("world", WORLDS)
 def test_each_row_of_the_table_is_as_the_page_says(ranks, world):
     assert ranks(world).run(try_all, list(ROWS)) == [[]] * world

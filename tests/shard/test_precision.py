@@ -113,6 +113,7 @@ def all_seen(strategy: str) -> dict[str, dict[str, str]]:
     }
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_each_precision_field_changes_only_its_own_dtype(ranks, strategy):
     seen = ranks(4 if strategy == "hybrid_shard" else 2).run(all_seen, strategy)
@@ -270,6 +271,7 @@ def assert_all_one(by_case: dict[str, list[float]]) -> None:
     assert {name: value for name, value in by_case.items() if value != [1.0, 1.0]} == {}
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("named", "strategy"),
     [("reduced in bf16", "full_shard"), ("stored in bf16", "replicate"), ("only reduced in bf16", "full_shard")],

@@ -85,6 +85,7 @@ def differences(kinds: list[str]) -> dict[str, float]:
     return largest
 
 
+@pytest.mark.costly
 def test_models_that_are_exact_in_parts_train_as_in_one_process(ranks):
     for largest in ranks(2).run(differences, EXACT):
         assert largest.keys() == set(EXACT)
@@ -106,6 +107,7 @@ def outcomes(kinds: list[str]) -> dict[str, str]:
     return messages
 
 
+@pytest.mark.costly
 def test_models_that_are_not_exact_in_parts_are_refused_on_all_ranks(ranks):
     first, second = ranks(2).run(outcomes, list(REFUSED))
     assert first == second

@@ -114,6 +114,7 @@ def ragged(strategy: str) -> list:
     return [sizes, refused > 0, fingerprint(state) == before]
 
 
+@pytest.mark.costly
 def test_ragged_lengths_shrink_and_grow_the_size(ranks):
     first, second = ranks(2).run(ragged, "full_shard")
     assert first == second
@@ -466,6 +467,7 @@ def test_custom_optimizer_training_is_unaffected_by_the_probe(kind):
     assert runs[0][1] == ["whole"] * 3
 
 
+@pytest.mark.costly
 def test_custom_optimizer_state_is_estimated_then_size_searched_again():
     sizes, net = [], nn.Sequential(nn.Linear(64, 256), nn.Linear(256, 8))
     step = compose_step(loss_fn, [auto_microbatch()])

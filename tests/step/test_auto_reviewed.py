@@ -200,6 +200,7 @@ def searched_alone() -> list:
     return [report.size, size, str(error.value)[:30]]
 
 
+@pytest.mark.costly
 def test_standalone_search_reserves_optimizer_state_memory(ranks):
     first, second = ranks(2).run(searched_alone)
     assert first == second

@@ -162,6 +162,7 @@ def check(ranks, architecture: str, strategy: str, size: int, every: int) -> int
 
 
 # Three microbatches and more are where FSDP2 gathers in another order than with two.
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("architecture", "strategy", "size", "every"),
     [

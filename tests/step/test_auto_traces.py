@@ -135,6 +135,7 @@ def never_twice_the_same() -> list:
     return [same(state, orders), traces_of(state).always_check]
 
 
+@pytest.mark.costly
 def test_repeatedly_changing_unit_order_enables_permanent_checks(ranks):
     assert ranks(2).run(never_twice_the_same) == [[True, True]] * 2
 
@@ -258,18 +259,21 @@ def tensor_parallel(sequences: list[list[int]], fails_at: int) -> list:
 NEVER = 100
 
 
+@pytest.mark.costly
 def test_tensor_parallel_steps_exchange_records_only_until_the_shapes_are_known(ranks):
     sequences = [[8], [8], [4], [8], [4]]
     expected = [[True, False, True, False, False], True, False]
     assert ranks(2).run(tensor_parallel, sequences, NEVER) == [expected] * 2
 
 
+@pytest.mark.costly
 def test_tensor_parallel_groups_whose_batches_differ_in_shape_have_traces(ranks):
     sequences = [[8, 4], [8, 4], [4, 8], [8, 8], [8, 4], [8, 8]]
     expected = [[True, False, True, True, False, False], True, False]
     assert ranks(4).run(tensor_parallel, sequences, NEVER) == [expected] * 4
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("fails_at", [0, 1])
 def test_tensor_parallel_step_that_runs_out_of_memory_is_repeated_on_all_ranks(ranks, fails_at):
     for _, same_as_by_hand, always_checked in ranks(4).run(tensor_parallel, [[8, 4]] * 3, fails_at):

@@ -115,6 +115,7 @@ def found_in(strategy: str) -> dict[str, list[float]]:
     return {**by_name, "adapted": trained(Adapted, strategy)}
 
 
+@pytest.mark.costly
 @each_layout
 def test_a_number_read_in_a_step_is_that_of_the_whole_parameter(ranks, strategy, world):
     expected = {name: trained(lambda params, rate=rate: Numbers(params, rate), None) for name, rate in READS.items()}
@@ -340,6 +341,7 @@ def kept(strategy: str | None, root: str, begin: bool) -> dict[str, list[float]]
     return params
 
 
+@pytest.mark.costly
 @each_layout
 def test_state_of_any_shape_goes_on_after_a_resume(ranks, tmp_path, strategy, world):
     """On the same ranks, and on one after two."""

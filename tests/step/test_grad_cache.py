@@ -532,6 +532,7 @@ def found_and_given(gather: bool) -> list:
     return [sizes, refused, bool(weights.equal(again))]
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("gather", [True, False], ids=["gathered", "alone"])  # alone: no collectives but the model's own
 def test_auto_microbatch_run_equals_run_with_the_found_size(ranks, gather):
     first, second = ranks(2).run(found_and_given, gather)

@@ -124,6 +124,7 @@ def compared(strategy):
     return results
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_optimizer_in_backward_matches_ordinary_step_bit_for_bit(ranks, strategy):
     for results in ranks(4 if strategy == "hybrid_shard" else 2).run(compared, strategy):
@@ -173,6 +174,7 @@ def peaks(strategy):
 
 # Of the gradients, and as much again for the optimizer, one layer of sixteen stays. Each rank has half of them where they are
 # cut.
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("strategy", "saved"), [(None, 1.7), ("full_shard", 0.6), ("hybrid_shard", 0.6), ("replicate", 1.7)], ids=str
 )

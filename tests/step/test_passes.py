@@ -77,6 +77,7 @@ def test_step_trains_as_by_hand():
     assert_equal_to_by_hand(largest_differences("plain"))
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("strategy", ["replicate", "full_shard"])
 def test_sharded_step_trains_as_by_hand(ranks, strategy):
     for differences in ranks(2).run(largest_differences, strategy):

@@ -205,6 +205,7 @@ def test_ranks_without_microbatches_train_as_one_process(ranks, strategy, kind):
     check(ranks(2).run(trained, kind, strategy))
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("strategy", ["full_shard", "replicate"])
 def test_three_ranks_of_which_two_have_no_sample_train_as_one_process(ranks, strategy):
     check(ranks(3).run(trained, "microbatches", strategy))
@@ -220,6 +221,7 @@ def test_sharded_accumulation_needs_no_sample_on_each_rank(ranks, strategy):
     check(ranks(2).run(trained, "microbatches", strategy, "", 1, False, {"accumulate": "sharded"}))
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(("kind", "strategy"), [("microbatches", "full_shard"), ("auto", "full_shard"), ("whole", "replicate")])
 def test_pair_of_tensor_parallel_ranks_without_samples_trains_as_one_process(ranks, kind, strategy):
     check(ranks(4).run(trained, kind, strategy, "", 2))

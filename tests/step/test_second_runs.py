@@ -221,6 +221,7 @@ def evaluated(ranks: tuple[int, ...]) -> str:
         return told(lambda: fn(model, batch_of(0)))
 
 
+@pytest.mark.costly
 def test_auto_batch_eval_refuses_to_repeat_a_written_part(ranks):
     line = REFUSED.replace("step 0: loss_fn", "auto_batch_eval: fn").replace("before loss_fn", "before fn")
     assert evaluated((0,)) == line

@@ -35,6 +35,7 @@ def test_every_code_block_has_a_unique_file_name():
     assert len(names) == len(set(names)) >= 5
 
 
+@pytest.mark.costly
 def test_documented_tests_pass(report):
     named = re.findall(r"^def (test_\w+)", PAGE, re.M)
     passed = re.findall(r"::(test_\w+)\S* PASSED", report)

@@ -335,6 +335,7 @@ def caller(tmp_path: Path, body: str) -> subprocess.Popen:
     return subprocess.Popen([sys.executable, str(script)])
 
 
+@pytest.mark.costly
 def test_rank_processes_exit_when_the_caller_is_killed(tmp_path):
     folder = tmp_path / "pids"
     folder.mkdir()
@@ -355,6 +356,7 @@ def test_rank_processes_exit_when_the_caller_is_killed(tmp_path):
                 os.kill(int(name.split("-")[0]), signal.SIGKILL)
 
 
+@pytest.mark.costly
 def test_interpreter_exits_with_open_ranks(tmp_path):
     process = caller(tmp_path, "kept = Ranks(1); print(kept.run(test_ranks.describe, 'a'))")
     try:

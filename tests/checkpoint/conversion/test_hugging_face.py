@@ -48,6 +48,7 @@ def save_shards(root):
     return str(save_sharded(root, state_of(model)).path)
 
 
+@pytest.mark.costly
 def test_convert_joins_shards_of_several_ranks(tmp_path, ranks):
     path = ranks(2).run(save_shards, str(tmp_path / "root"))[0]
     model = MODELS["gpt2"]()

@@ -5,6 +5,7 @@ import pytest
 from checkpoint.faults import chains
 
 
+@pytest.mark.costly
 def test_short_chain_of_kills_preserves_results(collect):
     tally = collect(chains.draw_short, count=2)
     assert tally.wrong == []

@@ -9,6 +9,7 @@ from checkpoint.faults.samples import KINDS
 ALL = 10**6  # more than there are: the draws end when each was made
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("stride", [4, pytest.param(2, marks=pytest.mark.slow)])
 def test_corrupt_file_error_names_file_and_older_step(collect, stride):
     # One rank without special options is ``test_damage.py``; several states are as one, as far as files go.

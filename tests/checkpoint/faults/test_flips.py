@@ -8,6 +8,7 @@ from checkpoint.faults.samples import KINDS
 WHERE = ("a bit of the manifest", "a bit of an index", "a bit of data")
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("count", [400, pytest.param(2000, marks=pytest.mark.slow)])
 def test_flipped_bit_is_refused_by_verify_and_load(collect, count):
     tally = collect(flips.draw, count=count)

@@ -7,6 +7,7 @@ from checkpoint.faults.kills import IN_FLIGHT, TARGETS
 from checkpoint.faults.training import EVERY
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("draw", "count"), [(kills.draw_short, 12), pytest.param(kills.draw, 40, marks=pytest.mark.slow)], ids=["short", "long"]
 )

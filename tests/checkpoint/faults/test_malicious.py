@@ -11,6 +11,7 @@ from checkpoint.faults.payloads import payloads
 ALL = 10**6  # more than there are
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("one_in", [4, pytest.param(1, marks=pytest.mark.slow)])
 def test_malicious_files_are_refused_cheaply_without_execution(collect, one_in):
     tally = collect(malicious.draw, count=ALL, stride=one_in)

@@ -10,6 +10,7 @@ OTHER_WAYS = range(1, len(EVERY_WAY))
 SOME_WAYS = (2, 5, 7)  # two ranks, four threads in the background, and both
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("count", "draw"),
     [

@@ -6,6 +6,7 @@ from checkpoint.faults import writers
 from checkpoint.faults.writers import PAIRS
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("count", [20, pytest.param(200, marks=pytest.mark.slow)])
 def test_concurrent_processes_leave_only_saved_states(collect, count):
     tally = collect(writers.draw, count=count, seed=count)

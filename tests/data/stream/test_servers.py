@@ -275,6 +275,7 @@ def read_share(url, cache, options, limit, world):
     return share
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("compression", [None, pytest.param("zstd", marks=pytest.mark.slow)], ids=["raw", "zstd"])
 def test_four_processes_share_a_small_cache_on_a_bad_network(compression, on_s3, tmp_path, ranks):
     count, limit = 600, 60_000

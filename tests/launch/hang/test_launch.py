@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import pytest
+
 HUNG = 124
 TIMEOUT_S = 4  # enough for a busy machine to get from one point of progress to the next
 
@@ -143,6 +145,7 @@ PLACES = {
 }
 
 
+@pytest.mark.costly
 def test_hang_names_stopped_rank_and_exits_124_unlike_long_work(start, tmp_path):
     jobs = {}
     for kind, case in CASES.items():  # at the same time: most of it is waiting

@@ -52,6 +52,7 @@ SCRIPT = """
 """
 
 
+@pytest.mark.costly
 def test_loading_checkpoint_longer_than_timeout_is_not_a_hang(start, tmp_path):
     check_jobs(start, tmp_path, {"load_sharded": (14, 1.8)}, timeout_s=SHORT_TIMEOUT_S)
 

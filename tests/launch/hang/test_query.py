@@ -73,6 +73,7 @@ def without_time(told: str) -> str:
     return message
 
 
+@pytest.mark.costly
 def test_hang_command_explains_running_job_without_stopping_it(start, tmp_path):
     folder = tmp_path / "run"
     job = start(SCRIPT, n=3, options=["--run-dir", str(folder)])

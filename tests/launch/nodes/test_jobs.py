@@ -87,6 +87,7 @@ def test_killed_launcher_of_one_host_ends_job_on_other_host(job):
     assert said.startswith("dtrain: launch: node 1 (host1) is lost: ")
 
 
+@pytest.mark.costly
 def test_ranks_use_network_interface_of_launchers(job):
     source = """
 import os
@@ -105,6 +106,7 @@ dist.destroy_process_group()
         assert {line.split("] ")[1] for line in out.splitlines()} == {"4.0 eth0 eth0"}
 
 
+@pytest.mark.costly
 def test_leaders_of_two_hosts_exchange_over_the_network(job):
     source = """
 import dtrain as dt

@@ -126,6 +126,7 @@ def test_every_fact_is_compared(seen):
 PRELOAD = {"preloaded": ["--preload", "json"], "plain": ["--no-preload"]}
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("way", WAYS)
 def test_random_streams_differ_between_ranks(run, way):
     source = """

@@ -29,6 +29,7 @@ SUMS = """
 """
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("jobs", [12, pytest.param(50, marks=pytest.mark.slow)])
 def test_concurrent_launches_do_not_collide(start, jobs):
     started = [start(PORTS, str(k)) for k in range(jobs)]
@@ -41,6 +42,7 @@ def test_concurrent_launches_do_not_collide(start, jobs):
     assert len(set(folders)) == jobs
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("jobs", [2, pytest.param(6, marks=pytest.mark.slow)])
 def test_concurrent_training_jobs_stay_separate(start, jobs):
     started = [start(SUMS, str(k + 1)) for k in range(jobs)]

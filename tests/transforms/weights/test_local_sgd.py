@@ -187,6 +187,7 @@ def fitted() -> tuple[float, int]:
     return largest_difference(values, trained([local_sgd(2)], "hybrid_shard", MOMENTUM, 5)), len(failures)
 
 
+@pytest.mark.costly
 def test_replicas_agree_on_a_microbatch_size_after_out_of_memory(ranks):
     results = ranks(2).run(fitted)
     assert max(difference for difference, _ in results) <= TOLERANCE
