@@ -122,9 +122,9 @@ def leave_on_rank_1() -> None:
 
 
 def test_a_rank_that_leaves_with_exit_code_0_is_named():
-    with pytest.raises(
-        RankError, match=r"^run_ranks: leave_on_rank_1: rank 1 of 2 died with exit code 0\nrank 0 failed after it"
-    ):
+    # A slow rank 0 is ended before its barrier has failed.
+    message = r"^run_ranks: leave_on_rank_1: rank 1 of 2 died with exit code 0($|\nrank 0 failed after it)"
+    with pytest.raises(RankError, match=message):
         run_ranks(leave_on_rank_1, 2)
 
 
