@@ -20,6 +20,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime
+from functools import partial
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -100,99 +101,80 @@ EVALUATIONS: Mapping[str, int | Literal["auto"] | None] = {
     '`microbatch_size="auto"`': "auto",
 }
 LOADERS = ("DataLoader", "StatefulDataLoader", "dtrain", "dtrain, TensorDict")
+row_by_hand = partial(Row, floor="by hand", reference="by hand")
 ROWS: tuple[Row, ...] = (
-    Row(
+    row_by_hand(
         what="bare step of a tiny MLP, 4 microbatches, one process, the loss read each step",
         measure=lambda amount: one_process(amount.pairs),
         candidates=ALL_STEPS,
-        floor="by hand",
-        reference="by hand",
         at_most=BARE.at_most,
     ),
-    Row(
+    row_by_hand(
         what="bare step with a fused optimizer, otherwise the same",
         measure=lambda amount: one_process(amount.pairs, fused=True),
         candidates=ALL_STEPS,
-        floor="by hand",
-        reference="by hand",
         at_most=BARE.at_most,
     ),
     *(
-        Row(
+        row_by_hand(
             what=f"bare step, {case.name}, the loss read each step",
             measure=lambda amount, case=case: one_case(amount.pairs, case),
             candidates=("by hand", "dtrain"),
-            floor="by hand",
-            reference="by hand",
             at_most=case.at_most,
         )
         for case in CASES
     ),
     *(
-        Row(
+        row_by_hand(
             what=f"calls of a bare step in Python and C, {case.name}, the loss read each step",
             measure=lambda amount, case=case: calls_of_a_step(case),
             candidates=("by hand", "dtrain"),
-            floor="by hand",
-            reference="by hand",
             at_most=at_most,
             unit="calls",
         )
         for case, at_most in CALLS
     ),
-    Row(
+    row_by_hand(
         what="step of a tiny MLP, 2 ranks, FSDP2, reductions in the last microbatch only",
         measure=lambda amount: on_ranks(amount.pairs, strategy="full_shard"),
         candidates=ON_RANKS,
-        floor="by hand",
-        reference="by hand",
         at_most=1.05,
     ),
-    Row(
+    row_by_hand(
         what="step of a tiny MLP, 2 ranks, data parallel (by hand: DDP with `no_sync`)",
         measure=lambda amount: on_ranks(amount.pairs, strategy="replicate"),
         candidates=ON_RANKS,
-        floor="by hand",
-        reference="by hand",
         at_most=1.05,
     ),
-    Row(
+    row_by_hand(
         what="step of a tiny MLP, 4 ranks, data parallel (by hand: DDP with `no_sync`)",
         measure=lambda amount: on_ranks(amount.pairs // 2, strategy="replicate", world=4),
         candidates=ON_RANKS,
-        floor="by hand",
-        reference="by hand",
         at_most=1.15,
     ),
     *(
-        Row(
+        row_by_hand(
             what=f"split of a batch of {samples} samples with a list of ids, microbatches of 1",
             measure=lambda amount, samples=samples: split_of_ids(amount.pairs, samples=samples),
             candidates=("by hand", "dtrain"),
-            floor="by hand",
-            reference="by hand",
             at_most=1.2,
         )
         for samples in (64, 256, 1024)
     ),
     *(
-        Row(
+        row_by_hand(
             what=f"step of a tiny MLP beside 2,000 frozen parameters, {method}",
             measure=lambda amount, method=method: adapter_step(amount.pairs, method=method),
             candidates=("by hand", "dtrain", "dtrain, 20 frozen"),
-            floor="by hand",
-            reference="by hand",
             at_most=1.1,
         )
         for method in METHODS
     ),
     *(
-        Row(
+        row_by_hand(
             what=f"evaluation of a tiny MLP over 16 batches of 32, {how}",
             measure=lambda amount, size=size: evaluation(amount.pairs, size=size),
             candidates=("by hand", "dtrain"),
-            floor="by hand",
-            reference="by hand",
             at_most=1.1,
         )
         for how, size in EVALUATIONS.items()

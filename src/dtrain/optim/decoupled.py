@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dtrain.arguments import check_number
 from dtrain.dist.dtensor import mul_
-from dtrain.optim.groups import can_fuse, on_same_mesh, sets_implementation, trainable_in_group
+from dtrain.optim.groups import can_fuse, evaluate_closure, on_same_mesh, sets_implementation, trainable_in_group
 
 
 def record_peak_lr_(group: dict[str, Any], caller: str) -> None:
@@ -51,10 +51,7 @@ class _DecoupledDecay:
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Decay and update every parameter with a gradient. Mutates: parameters, state."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else evaluate_closure(closure)
         groups = self.param_groups
         decays = [group["weight_decay"] for group in groups]
         grad_mode = torch.is_grad_enabled()

@@ -1,7 +1,7 @@
 """Make parameter groups by name, each parameter in exactly one group, with and without weight decay.
 
-``muon_groups`` separates hidden matrices, for Muon, from all other parameters, for AdamW. The last functions choose torch's
-fused, foreach or plain implementation for a parameter group.
+``muon_groups`` separates hidden matrices, for Muon, from all other parameters, for AdamW. The last functions are for the
+``step`` of optimizers: they choose torch's fused, foreach or plain implementation, and call a closure.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from dtrain.arguments import check_number
@@ -363,3 +364,9 @@ def sets_implementation(group: dict[str, Any]) -> bool:
 def trainable_in_group(group: dict[str, Any]) -> list[Tensor]:
     """Return the trainable parameters of a group."""
     return [param for param in group["params"] if param.requires_grad]
+
+
+def evaluate_closure(closure: Callable[[], float]) -> float:
+    """Return the loss of the closure of an optimizer's ``step``, with gradients enabled."""
+    with torch.enable_grad():
+        return closure()

@@ -31,7 +31,7 @@ from dtrain.dist.dtensor import (
 )
 from dtrain.dist.incident import report_missing_ranks
 from dtrain.errors import ConfigError
-from dtrain.optim.groups import can_fuse, sets_implementation, trainable_in_group
+from dtrain.optim.groups import can_fuse, evaluate_closure, sets_implementation, trainable_in_group
 
 _ADAMW_DEFAULTS: dict[str, Any] = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0, "fused": None}
 NS_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -174,10 +174,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Apply the gradients. Mutates: parameters, state. Collective: see the class; every rank must call."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else evaluate_closure(closure)
         failures: list[Exception] = []
         for group in self.param_groups:
             params = [param for param in group["params"] if param.grad is not None]

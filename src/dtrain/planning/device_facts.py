@@ -67,7 +67,7 @@ class DeviceFacts:
             raise ConfigError(
                 f"DeviceFacts.load: cannot read {str(path)!r} ({error}). Write it with measure_device()."
             ) from None
-        names = {each.name for each in fields(DeviceFacts)}
+        names = {field.name for field in fields(DeviceFacts)}
         if not isinstance(values, dict) or set(values) != names:
             raise ConfigError(
                 f"DeviceFacts.load: {str(path)!r} must have the names {', '.join(sorted(names))}. "
