@@ -152,9 +152,18 @@ def room_of(item: pytest.Item) -> str:
 def spread(items: Sequence[pytest.Item]) -> dict[str, float]:
     """Return the place of each file in an order in which the files of all folders alternate: a number from 0 to 1 by path.
 
-    So tests that wait for processes run beside tests that compute, during the whole run.
+    So tests that wait for processes run beside tests that compute, during the whole run. Each folder begins with its longest
+    files, so that no long one is the last of the run.
     """
-    files = defaultdict[str, dict[str, None]](dict)
+    seconds = defaultdict[str, dict[str, float]](lambda: defaultdict(float))
     for item in items:
-        files[room_of(item)][str(item.path)] = None
-    return {path: index / len(paths) for paths in files.values() for index, path in enumerate(paths)}
+        seconds[room_of(item)][str(item.path)] += _guess_seconds(item)
+    longest_first = (sorted(files, key=files.__getitem__, reverse=True) for files in seconds.values())
+    return {path: index / len(paths) for paths in longest_first for index, path in enumerate(paths)}
+
+
+def _guess_seconds(item: pytest.Item) -> float:
+    row = row_of(item)
+    if row is None:
+        return 0.05
+    return 8.0 if row.group in ("costly", "examples") else 1.0

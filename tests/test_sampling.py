@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import subprocess
+from pathlib import Path
 
 import pytest
 
 from battery.transforms import ROWS
-from sampling import Row, Turn, choose, read_turn, row_of, with_sources
+from sampling import ROOT, Row, Turn, choose, read_turn, row_of, spread, with_sources
 
 
 def rows(count, keep, group="test_it", sources=()):
@@ -38,6 +39,21 @@ def test_costly_test_is_one_of_a_group_of_which_a_third_runs(request):
     assert row_of(request.node) == Row(
         name=request.node.nodeid, group="costly", keep=1 / 3, sources=("tests/test_sampling.py",)
     )
+
+
+def test_folder_begins_with_its_costly_files(request):
+    paths = ["tests/data/test_a.py", "tests/data/test_b.py", "tests/step/test_c.py"]
+    items = [copied_to(request.node, ROOT / path) for path in paths]
+    items[1].add_marker(pytest.mark.costly)
+    places = spread([items[0], *items])
+    assert places == {str(ROOT / path): place for path, place in zip(paths, [0.5, 0.0, 0.0], strict=True)}
+
+
+def copied_to(item: pytest.Item, path: Path) -> pytest.Item:
+    """Return the test as one of another file."""
+    other = pytest.Function.from_parent(item.parent, name=item.name)
+    other.path = path
+    return other
 
 
 def test_changed_source_keeps_its_rows():
