@@ -3,6 +3,7 @@
 import ctypes
 import datetime
 import functools
+import importlib.util
 import os
 import signal
 import subprocess
@@ -20,7 +21,7 @@ import dtrain as dt
 from dtrain.dist.collectives import all_gather_json, raise_if_any_failed
 from dtrain.dist.init import get_dist_info
 from dtrain.errors import ConfigError, DistError, RankError
-from dtrain.launch.local_ranks import LocalRanks
+from dtrain.launch.local_ranks import PRELOADED, LocalRanks
 from dtrain.testing import Ranks, inject_fault, ranks, run_ranks
 
 
@@ -51,6 +52,26 @@ def alive(pid: int) -> bool:
     except ProcessLookupError:
         return False
     return True
+
+
+def imported_by_a_loop(folder: str) -> list[str]:
+    """Return the modules of torch and dtrain that a rank imports after its fork, to build a model, train and save."""
+    before = set(sys.modules)
+    model = dt.shard_model(torch.nn.Linear(4, 1), dt.build_mesh(), strategy="full_shard")
+    step = dt.compose_step(lambda model, batch: dt.LossSum(total=model(batch).sum(), weight=len(batch)))
+    state = step.init(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    state, _ = step(state, torch.ones(4, 4) * get_dist_info().rank)
+    dt.save_sharded(folder, state)
+    return sorted(name for name in set(sys.modules) - before if name.partition(".")[0] in ("torch", "dtrain"))
+
+
+def test_rank_of_a_loop_imports_hardly_anything_after_its_fork(tmp_path):
+    assert all(len(names) < 5 for names in run_ranks(imported_by_a_loop, 2, str(tmp_path)))
+
+
+@pytest.mark.parametrize("name", PRELOADED)
+def test_preloaded_module_exists(name):
+    assert importlib.util.find_spec(name) is not None
 
 
 def test_results_are_ordered_by_rank_and_processes_exit():

@@ -31,6 +31,8 @@ _MAX_SOURCE_FILES = 100
 _MAX_SOURCE_BYTES = 1 << 20  # bytes per file
 # Packages that import slowly and behave the same in a fork.
 _WORTH_LOADING = ("torch", "numpy", "tensordict", "torchdata", "einops")
+# Words of programs that train. The first use of an optimizer or of FSDP2 imports torch._dynamo, which takes a second of a core.
+_TRAINING = re.compile(r"optim|fully_shard|shard_model")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +62,8 @@ def find_preload_modules(target: Target) -> PreloadModules:
             )
             if top in _WORTH_LOADING:
                 worth_loading[name] = None
+        if _TRAINING.search(text):
+            worth_loading["torch._dynamo"] = None
         if re.search(r"\bdtrain\b", text):
             worth_loading.update(dict.fromkeys(_dtrain_modules(text)))
     if not foreign:

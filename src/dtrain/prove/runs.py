@@ -27,7 +27,7 @@ from types import ModuleType
 from typing import Any
 
 from dtrain import launch_protocol
-from dtrain.launch.local_ranks import LocalRanks, enter_rank, wait_for_exits
+from dtrain.launch.local_ranks import PRELOADED, LocalRanks, enter_rank, wait_for_exits
 from dtrain.launch.processes import die_with_parent
 from dtrain.prove.run_config import RunConfig
 
@@ -35,22 +35,7 @@ from dtrain.prove.run_config import RunConfig
 _SETTLE_S = 5.0
 # Files above this size are links into the original folder instead of copies. Bytes.
 _MAX_COPY_BYTES = 1 << 20
-# With all that they import: checkpoints, loaders, sharding and the step.
-_PRELOADED = (
-    "dtrain.prove.dtrain_hooks",
-    "dtrain.prove.torch_hooks",
-    "dtrain.checkpoint.load",
-    "dtrain.checkpoint.load_weights",
-    "dtrain.data.loader",
-    "dtrain.loggers.records",
-    "dtrain.loggers.text",
-    "dtrain.losses",
-    "dtrain.run.run_dir",
-    "dtrain.shard.materialize",
-    "dtrain.transforms",
-    "torch._dynamo",
-    "torch.nn.parallel",
-)
+_HOOKS = ("dtrain.prove.dtrain_hooks", "dtrain.prove.torch_hooks")
 _OUTPUT_FOLDERS = ("ckpt", "checkpoints", "runs", "out", "output", "outputs")
 _SKIPPED_FOLDERS = (".git", ".venv", "__pycache__", "node_modules", ".nox", ".mypy_cache", ".ruff_cache", ".pytest_cache")
 
@@ -162,7 +147,7 @@ def _start(config: RunConfig, timeout_s: float) -> _Running:
 def _fork_server() -> ForkServer:
     """Return the server of this process whose forks are the ranks of all proofs. It imports what most scripts import."""
     server = ForkServer()
-    server.set_forkserver_preload(list(_PRELOADED))
+    server.set_forkserver_preload([*PRELOADED, *_HOOKS])
     Finalize(None, server._stop, exitpriority=10)  # type: ignore[attr-defined]
     return server
 

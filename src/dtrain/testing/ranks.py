@@ -34,7 +34,7 @@ from dtrain.dist.context import current_context
 from dtrain.dist.init import init_dist
 from dtrain.errors import ConfigError, RankError
 from dtrain.launch.failure import RootCause, is_failed_exit, signal_name
-from dtrain.launch.local_ranks import LocalRanks, enter_rank, find_first_failure, report_failure, wait_for_exits
+from dtrain.launch.local_ranks import PRELOADED, LocalRanks, enter_rank, find_first_failure, report_failure, wait_for_exits
 from dtrain.launch.processes import process_fields
 from dtrain.typing import Plain
 
@@ -156,8 +156,6 @@ STACK_TIMEOUT_S = 5.0
 END_TIMEOUT_S = 30.0
 # Time until the exit of a rank whose pipe has closed. Seconds.
 _EXIT_TIMEOUT_S = 10.0
-# Modules of the server that ranks are forked from.
-_PRELOADED = ["dtrain.testing.ranks", "torch.distributed.fsdp", "torch.testing"]
 
 
 class _RankPool:
@@ -181,7 +179,7 @@ class _RankPool:
 
     def _start(self, device: str | None) -> None:
         context: Any = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(_PRELOADED)
+        context.set_forkserver_preload([*PRELOADED, __name__])
         # The fork server keeps the environment of its own start, so the current one is passed on.
         inherited = {name: value for name, value in os.environ.items() if name != launch_protocol.AGENT_STORE}
         for rank in range(self._ranks.world_size):

@@ -33,9 +33,24 @@ def loaded(folder, source, others=None):
         ("import model", {"model": "import torch.nn"}, PreloadModules(needed=("torch",), optional=("torch.nn",))),
         ("from parts import block", {"parts/block": "import torch"}, PreloadModules(needed=("torch",))),
         ("import a", {"a": "import b", "b": "import a, torch"}, PreloadModules(needed=("torch",))),
+        ("import torch\ntorch.optim.SGD", {}, PreloadModules(needed=("torch",), optional=("torch._dynamo",))),
+        ("import os\noptimize()", {}, PreloadModules()),
         ("not python at all", {}, PreloadModules()),
     ],
-    ids=["stdlib", "torch", "in a function", "another", "several", "own", "own with torch", "own package", "circle", "broken"],
+    ids=[
+        "stdlib",
+        "torch",
+        "in a function",
+        "another",
+        "several",
+        "own",
+        "own with torch",
+        "own package",
+        "circle",
+        "training",
+        "own optim",
+        "broken",
+    ],
 )
 def test_preloaded_modules_are_imports_of_program(tmp_path, source, others, expected):
     assert loaded(tmp_path, source, others) == expected
