@@ -3,7 +3,6 @@
 import multiprocessing.forkserver
 import multiprocessing.util
 import os
-import shutil
 import signal
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -16,13 +15,10 @@ import torch
 import leftovers
 import on_device
 import sampling
-from dtrain.launch.local_ranks import reserve_port
+from dtrain.launch.local_ranks import PRELOADED, reserve_port
 from dtrain.testing import Ranks
 
 torch.set_num_threads(1)
-
-# Imports of the fork server of all ranks: names of dtrain.testing, and the modules that each rank would import at first use.
-PRELOADED = ["dtrain.testing.ranks", "torch.distributed.fsdp", "torch.testing", "torch._dynamo"]
 
 LEFT_BEHIND = 9  # the exit code of a run that leaves processes or files behind
 BEFORE = pytest.StashKey[leftovers.Before]()
@@ -57,7 +53,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         report_left_behind(session.config, left)
     if session.config.stash.get(LEFT, False):
         session.exitstatus = LEFT_BEHIND
-    shutil.rmtree(session.config.stash[BEFORE].temporary, ignore_errors=True)
+    leftovers.end(session.config.stash[BEFORE])
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -116,7 +112,7 @@ class PatientRanks(Ranks):
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Callable[[int], Ranks]]:
     """``ranks(n)``: ``n`` processes with an open process group; ``ranks(n).run(fn, *args)`` runs a test's part on each."""
-    multiprocessing.forkserver.set_forkserver_preload(PRELOADED)
+    multiprocessing.forkserver.set_forkserver_preload([*PRELOADED, "dtrain.testing.ranks"])
     multiprocessing.forkserver.ensure_running()
     pools: dict[int, Ranks] = {}
     yield lambda world_size: pools.setdefault(world_size, PatientRanks(world_size, device=on_device.DEVICE))

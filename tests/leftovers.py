@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
 import time
 import uuid
@@ -25,6 +26,7 @@ class Before:
     mark: str
     temporary: Path
     shared: frozenset[int]  # inodes
+    environment: dict[str, str]
 
 
 def look() -> Before:
@@ -32,11 +34,24 @@ def look() -> Before:
 
     Mutates: this process's environment, and where ``tempfile`` works.
     """
+    environment = dict(os.environ)
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())  # pytest's own folders stay where they are
     temporary = tempfile.mkdtemp(prefix="tests-")
     mark = uuid.uuid4().hex
     os.environ[MARK], os.environ["TMPDIR"], tempfile.tempdir = mark, temporary, temporary
-    return Before(mark=mark, temporary=Path(temporary), shared=frozenset(_shared()))
+    return Before(mark=mark, temporary=Path(temporary), shared=frozenset(_shared()), environment=environment)
+
+
+def end(before: Before) -> None:
+    """Remove the folder of temporary files, and restore what ``look`` changed: tests collect tests in their own process.
+
+    Mutates: this process's environment, and where ``tempfile`` works.
+    """
+    shutil.rmtree(before.temporary, ignore_errors=True)
+    for name in ("PYTEST_DEBUG_TEMPROOT", MARK, "TMPDIR"):
+        os.environ.pop(name, None)
+        os.environ.update({name: before.environment[name]} if name in before.environment else {})
+    tempfile.tempdir = None
 
 
 def left_since(before: Before, *, shared_memory: bool = True) -> list[str]:

@@ -5,9 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 import textwrap
+from pathlib import Path
 
 import pytest
+
+import leftovers
 
 LEAVING = {
     "a process": "subprocess.Popen(['sleep', '60'], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)",
@@ -49,3 +53,12 @@ def test_leftover_check_detects_leftovers(what, tmp_path):
 
 def test_leftover_check_finds_nothing_after_a_clean_command(tmp_path):
     assert look_after("subprocess.run(['true'])", tmp_path) == [""]
+
+
+def test_tests_that_collect_tests_keep_their_temporary_folder():
+    folder, environment = tempfile.gettempdir(), dict(os.environ)
+    inner = leftovers.look()
+    assert Path(tempfile.gettempdir()) == inner.temporary
+    leftovers.end(inner)
+    assert (tempfile.gettempdir(), dict(os.environ)) == (folder, environment)
+    assert not inner.temporary.exists()

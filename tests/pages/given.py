@@ -11,6 +11,7 @@ RUN_BY = {
 """Pages whose code another test runs, which also compares what comes out."""
 
 SHOWN_BY = {
+    "# on the device\nwith dt.init_dist():\n    dt.planning.measure_device()": "tests/planning/test_device_facts.py",
     "model = dt.shard.convert_to_fp8(": "tests/shard/test_fp8.py",
     "print(dt.launch.explain_hang())": "tests/launch/hang/test_query.py",
 }
