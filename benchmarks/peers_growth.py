@@ -152,8 +152,8 @@ def adapter_step(pairs: int, *, method: Method, frozen: int = 2000) -> Measured:
 # Evaluation
 
 
-def evaluation(pairs: int, *, size: int | Literal["auto"] | None) -> Measured:
-    """Time an evaluation over 16 batches, in parts of ``size`` samples."""
+def evaluations(size: int | Literal["auto"] | None) -> dict[str, Callable[[], Tensor]]:
+    """An evaluation over 16 batches, in parts of ``size`` samples, by hand and with dtrain."""
     torch.manual_seed(0)
     model, rows = mlp(), size if isinstance(size, int) else ROWS
     batches = [{"x": torch.randn(ROWS, 64), "y": torch.randint(10, (ROWS,))} for _ in range(16)]
@@ -173,5 +173,11 @@ def evaluation(pairs: int, *, size: int | Literal["auto"] | None) -> Measured:
         loss = dt.evaluate(model, batches, _loss_sum, microbatch_size=size)["loss"]
         return loss.total / loss.weight
 
-    _check(f"evaluate, {size}", [ours()], [by_hand()])
-    return _timed({"by hand": by_hand, "dtrain": ours}, pairs)
+    return {"by hand": by_hand, "dtrain": ours}
+
+
+def evaluation(pairs: int, *, size: int | Literal["auto"] | None) -> Measured:
+    """Time these evaluations."""
+    runs = evaluations(size)
+    _check(f"evaluate, {size}", [runs["dtrain"]()], [runs["by hand"]()])
+    return _timed(runs, pairs)

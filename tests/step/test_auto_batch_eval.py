@@ -91,6 +91,17 @@ def test_microbatch_is_halved_after_out_of_memory(fits, sizes):
     assert [count(piece) for piece in run(model(), made(1))] == ([2] if fits > 2 else [1, 1]), "the size that fits is kept"
 
 
+def test_evaluation_in_parts_counts_each_batch_once():
+    counted: list[int] = []
+
+    def recorded(batch: Sequences) -> int:
+        counted.append(count(batch))
+        return counted[-1]
+
+    evaluate(model(), [made(0), made(1)], loss, batch_spec=batch_spec(count=recorded, split=split), microbatch_size="auto")
+    assert counted == [7, 2]
+
+
 def test_batch_that_fits_needs_no_split_function():
     metrics = evaluate(model(), [made(0), made(1)], loss, batch_spec=batch_spec(count=count), microbatch_size="auto")
     assert metrics["loss"].weight == 9

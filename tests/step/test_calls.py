@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import Literal
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch.distributed as dist
 
 from dtrain.testing import run_ranks
 from measure import count_calls
+from peers_growth import evaluations
 from peers_step import BARE, CASES, Case, _replicated_by_hand, _sharded, batches, calls_of_a_step, looped
 
 # Calls of a step that reads its loss beyond those of the loop by hand, with Python 3.11, in which a comprehension is a call.
@@ -25,6 +27,8 @@ BEYOND_HAND = {
     "4 microbatches, a declared weight": 306,
 }
 BEYOND_DDP = 149
+# The same of an evaluation over 16 batches of 32 samples, by the samples of a part.
+EVALUATION_BEYOND_HAND: dict[int | Literal["auto"] | None, int] = {None: 285, 8: 1597, "auto": 540}
 GROWTH = 1.1
 
 
@@ -48,6 +52,16 @@ def calls_on_a_rank() -> tuple[int, int]:
 
 def test_step_on_two_ranks_makes_no_more_calls_than_before():
     assert max(ours - by_hand for ours, by_hand in run_ranks(calls_on_a_rank, 2)) <= GROWTH * BEYOND_DDP
+
+
+@pytest.mark.parametrize("size", EVALUATION_BEYOND_HAND)
+def test_evaluation_makes_no_more_calls_than_before(size: int | Literal["auto"] | None):
+    calls = {}
+    for name, run in evaluations(size).items():
+        for _ in range(3):
+            run()
+        calls[name] = count_calls(run)
+    assert calls["dtrain"] - calls["by hand"] <= GROWTH * EVALUATION_BEYOND_HAND[size]
 
 
 @pytest.mark.parametrize("case", CASES[:1], ids=["dict"])

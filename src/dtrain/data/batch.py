@@ -277,8 +277,14 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
         # ``to`` takes three times as long as the comparison.
         return leaf.to(device, non_blocking=True) if isinstance(leaf, Tensor) and leaf.device != device else leaf
 
-    if type(batch) is dict and all([isinstance(leaf, Tensor) for leaf in batch.values()]):  # noqa: C419
-        return {key: move(leaf) for key, leaf in batch.items()}
+    if type(batch) is dict:
+        moved = {}
+        for key, leaf in batch.items():
+            if type(leaf) is not Tensor:
+                break
+            moved[key] = leaf if leaf.device == device else move(leaf)
+        else:
+            return moved
     return _map_leaves(batch, move, lambda tensors: tensors.to(device, non_blocking=True))
 
 
@@ -357,7 +363,7 @@ def list_tensors(value: Any) -> list[Tensor]:
     else:
         return []
     for item in items:
-        if not isinstance(item, Tensor):
+        if type(item) is not Tensor and not isinstance(item, Tensor):
             # A batch may hold thousands of ids of one type, so each type is checked once.
             kinds = {kind for kind in set(map(type, items)) if _may_hold_tensors(kind)}
             return [leaf for item in items if type(item) in kinds for leaf in list_tensors(item)] if kinds else []

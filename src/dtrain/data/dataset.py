@@ -79,10 +79,10 @@ class ColumnDataset:
             return [_read_rows(column, indices) for column in self.columns]
         if not isinstance(self.columns, dict):
             return _read_rows(self.columns, indices)
-        # The import takes a second or two.
-        from tensordict import TensorDict
+        # The first import takes a second or two. Later, ``from`` would take longer than the import itself.
+        import tensordict
 
-        return TensorDict(
+        return tensordict.TensorDict(
             {name: _read_rows(column, indices) for name, column in self.columns.items()}, batch_size=[len(indices)]
         )
 

@@ -54,7 +54,8 @@ def collate(samples: Sequence[Any]) -> Batch:
     try:
         if isinstance(first, Tensor):
             return _stack(list(samples))
-        if isinstance(first, Mapping):
+        # Checks of abstract classes are slow.
+        if type(first) is dict or isinstance(first, Mapping):
             return _collate_mappings(samples, kinds, "")
         return default_collate(list(samples))
     except DataError:
@@ -77,12 +78,13 @@ def _collate_mappings(samples: Sequence[Any], kinds: set[type], path: str) -> Ba
         differ = sorted(str(key) for key in odd.keys() ^ keys)
         raise DataError(f"collate: only some samples of a batch have {path}{differ[0]!r}. Give all samples the same keys.")
     stacked = {key: _collate_column(values, key, path) for key, values in columns.items()}
-    if not all([isinstance(column, Tensor) or is_tensordict(column) for column in stacked.values()]):  # noqa: C419
-        return stacked
-    # The first import takes a second or two.
-    from tensordict import TensorDict
+    for column in stacked.values():
+        if not (type(column) is Tensor or isinstance(column, Tensor) or is_tensordict(column)):
+            return stacked
+    # The first import takes a second or two. Later, ``from`` would take longer than the import itself.
+    import tensordict
 
-    return TensorDict(stacked, batch_size=[len(samples)])
+    return tensordict.TensorDict(stacked, batch_size=[len(samples)])
 
 
 # A union of types would be made again for each column of each batch.
@@ -91,7 +93,6 @@ _ARRAY_TYPES = (Tensor, np.ndarray)
 
 def _collate_column(values: list[Any], key: Any, path: str) -> Any:
     first = values[0]
-    # Tensors are checked first, because checks of abstract classes are slow.
     if isinstance(first, _ARRAY_TYPES):
         try:
             return _stack(values) if isinstance(first, Tensor) else torch.from_numpy(np.stack(values))
@@ -195,7 +196,8 @@ OnError = Literal["raise", "skip"]
 ON_ERROR_MODES: tuple[OnError, ...] = ("raise", "skip")
 
 
-@dataclass(frozen=True, slots=True)
+# Not frozen, because a frozen record takes twice as long to make, and each batch makes a record.
+@dataclass(slots=True)
 class BatchRequest:
     """Request for one batch.
 
@@ -247,11 +249,12 @@ class Fetcher:
         object.__setattr__(self, "reads_rows", has_rows and self.collate is None and self.transform is None)
 
     def __getitem__(self, request: BatchRequest) -> WorkerBatch:
+        in_worker = get_worker_info() is not None
         try:
             if self.reads_rows:
                 # No code of the user runs that could draw random numbers.
                 payload = Payload(batch=self._read_rows(request))
-            elif get_worker_info() is None:
+            elif not in_worker:
                 payload = self.seeding.run(lambda: self._fetch(request), lambda: self._batch_seed(request.epoch, request.start))
             else:
                 before = self.watched_attributes()
@@ -261,7 +264,7 @@ class Fetcher:
         # The dataset, the transform and collate are user code, so any exception can occur.
         except Exception as error:  # noqa: BLE001
             payload = failed_payload(error)
-        return WorkerBatch.pack(payload)
+        return WorkerBatch.pack(payload) if in_worker else WorkerBatch(payload)
 
     def _read_rows(self, request: BatchRequest) -> Batch:
         indices = request.indices if request.repeats == 1 else request.indices.repeat(request.repeats)

@@ -235,7 +235,7 @@ class Loader:
             ``pending``, until it is issued.
         """
         position, evaluations = self.position, self._evaluations
-        items = self._items(position, goal)
+        items, context, identity = self._items(position, goal), current_context(), self._identity
         while True:
             try:
                 item = next_item(items)
@@ -255,15 +255,20 @@ class Loader:
             pending, self._issued = None, issued
             self.skipped.add(item.skipped)
             self.position, self._dataset_state = position, item.dataset_state
-            with current_context().issuing(self._identity):
+            context.issuing_loader = identity
+            try:
                 yield batch
+            finally:
+                # A step has taken the batch, or the loop of another loader has issued one since.
+                if context.issuing_loader is identity:
+                    context.issuing_loader = None
             # The batch source may wait for the agreement.
             item.status.epoch_ended = issued.status.epoch_ended
             self._step_expected, self._issued = issued.is_stepped, None
             # A loop that was stopped reads no further batch. The loop restarts before the next batch is read, since the
             # samples to skip may be unreadable, and if one_epoch() has moved the dataset.
             has_moved = self._evaluations != evaluations and self._source.single_reader
-            if any(condition.stopped for condition in stops) or self._skip_target is self.position or has_moved:
+            if (stops and any(condition.stopped for condition in stops)) or self._skip_target is self.position or has_moved:
                 return None
             if self.position is not position:
                 raise ConfigError("loader: another loop moved the position during this loop. Run one loop at a time.")

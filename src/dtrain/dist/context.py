@@ -12,8 +12,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -255,17 +254,6 @@ class DistContext:
     earlier: EarlierInits = field(default_factory=EarlierInits)
     untracked_steps: int = 0
     issuing_loader: object | None = None
-
-    @contextmanager
-    def issuing(self, loader: object) -> Iterator[None]:
-        """Name the loader whose batch the loop has. Mutates: ``issuing_loader``, inside the context."""
-        self.issuing_loader = loader
-        try:
-            yield
-        finally:
-            # A step has taken the batch, or the loop of another loader has issued one since.
-            if self.issuing_loader is loader:
-                self.issuing_loader = None
 
 
 # The only reference to the context. A process has one context, because torch has one default group per process, and because

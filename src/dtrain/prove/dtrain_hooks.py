@@ -160,10 +160,10 @@ def _hooks_of_numbers(recorder: RankRecorder) -> dict[Hook, Hook]:
 
     pad = evaluation.pad_to_longest_rank
 
-    def padded(*args: Any, **kwargs: Any) -> Iterator[tuple[Any, bool]]:
-        for batch, is_real in pad(*args, **kwargs):
+    def padded(*args: Any, **kwargs: Any) -> Iterator[tuple[Any, int, bool]]:
+        for batch, samples, is_real in pad(*args, **kwargs):
             recorder.evaluation_batch(batch if is_real else None)
-            yield batch, is_real
+            yield batch, samples, is_real
 
     def reduced(metrics: Any) -> dict[str, float]:
         means = reduce_metrics(metrics)

@@ -39,12 +39,17 @@ _ATOMS = (bool, int, float, complex, str, bytes, type(None), type, nn.Module, to
 
 def is_unit(module: nn.Module) -> TypeGuard[Any]:
     """Return True if ``module`` is an FSDP2 unit, without the import of FSDP2, which takes half as long as that of torch."""
-    return isinstance(module, getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ()))
+    return isinstance(module, _unit_class())
+
+
+def _unit_class() -> Any:
+    return getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
 
 
 def units_of(model: nn.Module) -> Iterator[torch.distributed.fsdp.FSDPModule]:
     """Return the modules of all FSDP2 units of ``model``, outermost first; none for a plain model."""
-    return (module for module in model.modules() if is_unit(module))
+    unit_class = _unit_class()
+    return (module for module in model.modules() if isinstance(module, unit_class))
 
 
 def fsdp_param_groups(model: nn.Module) -> list[Any]:

@@ -41,12 +41,12 @@ _UNSHARDED_ATTRIBUTE = "_dtrain_unsharded"
 _HEAD = ("unit", "class", "tensors", "parameters", "bytes", "bytes here", "stored", "computed", "reduced", "placement")
 
 
-def reshard(model: nn.Module) -> None:
-    """Reshard all units. A forward without a backward leaves units unsharded.
+def reshard(model: nn.Module, groups: Sequence[Any] | None = None) -> None:
+    """Reshard all units, whose parameter groups may be given. A forward without a backward leaves units unsharded.
 
     Mutates: the model's parameters (the sharded parameters are registered again).
     """
-    reshard_groups(fsdp_param_groups(model))
+    reshard_groups(fsdp_param_groups(model) if groups is None else groups)
     grad_sync = unwrap_module(model).__dict__.get(GRAD_SYNC_ATTRIBUTE)
     # Ranks without a microbatch follow a loss that reshards a model.
     if grad_sync is not None:
@@ -82,14 +82,15 @@ def current_params(model: nn.Module) -> Iterator[None]:
     if is_unsharded(model):
         yield
         return
-    reshard(model)
+    groups = fsdp_param_groups(model)
+    reshard(model, groups)
     try:
         yield
     except BaseException:
         # A rank that failed announces its error alone.
-        reshard_groups(fsdp_param_groups(model))
+        reshard_groups(groups)
         raise
-    reshard(model)
+    reshard(model, groups)
 
 
 @contextmanager

@@ -22,9 +22,9 @@ from dtrain.data.batch import (
     count_samples_and_tokens,
     get_batch_infos,
     list_tensors,
-    narrow_batch,
     to_device,
 )
+from dtrain.device import default_generators
 from dtrain.dist.collective_replay import TraceCache
 from dtrain.dist.collectives import all_gather_json, all_gather_numbers
 from dtrain.dist.incident import report_missing_ranks
@@ -37,10 +37,10 @@ from dtrain.memory.device_memory import release_cached_memory
 from dtrain.shard.grad_sync import grad_sync_of
 from dtrain.shard.spec import get_device, get_spec
 from dtrain.shard.unshard import eval_mode
-from dtrain.step.microbatches import BatchWatch, split_microbatches, tensor_shapes
+from dtrain.step.microbatches import BatchWatch, tensor_shapes
 from dtrain.step.normalization import MetricAccumulator, check_loss
 from dtrain.step.oom_guard import StepAborted, StepGuard, raise_does_not_fit
-from dtrain.typing import Batch, LossFn, Metrics
+from dtrain.typing import Batch, LossFn, LossSum, Metrics
 
 
 @explain_arguments
@@ -84,53 +84,58 @@ def evaluate(
     with spans.span("evaluate"):
         device = get_device(model)
         sums, any_batch = MetricAccumulator(device), False
-        parts = None
+        run_batch: Callable[[Batch, int], list[LossSum]] | None = None
         if microbatch_size is not None:
             first = None if microbatch_size == "auto" else microbatch_size
-            parts = _make_auto_batch_eval(loss_fn, initial_size=first, batch_spec=batch_spec)
+            run_batch = _make_auto_batch_eval(loss_fn, initial_size=first, batch_spec=batch_spec).on_model(model, device)
         with report_missing_ranks("evaluate"), eval_mode(model):
-            for batch, real in pad_to_longest_rank(loader, partial(count_samples_and_tokens, batch_spec=batch_spec)):
+            for batch, samples, real in pad_to_longest_rank(loader, partial(count_samples_and_tokens, batch_spec=batch_spec)):
                 any_batch = True
-                for result in parts.run(model, batch, device) if parts else [loss_fn(model, to_device(batch, device))]:
+                for result in run_batch(batch, samples) if run_batch else [loss_fn(model, to_device(batch, device))]:
                     loss = check_loss(result, caller="evaluate")
                     if real:
                         sums.add(loss)
-        # A rank without a batch has seen no metric.
-        for names in cast("list[list[str]]", all_gather_json(list(sums.metrics()), caller="evaluate")):
-            sums.add_names(names)
+        if get_dist_info().world_size > 1:
+            # A rank without a batch has seen no metric.
+            for names in cast("list[list[str]]", all_gather_json(list(sums.metrics()), caller="evaluate")):
+                sums.add_names(names)
         if not any_batch:
             raise StepError("evaluate: the loader returned no batch on any rank. Check the length of the dataset.")
     spans.record_event("evaluated", step=spans.position()[0], seconds=time.monotonic() - started)
     return sums.metrics()
 
 
-def pad_to_longest_rank(loader: Any, count_fn: Callable[[Batch], tuple[int, int]]) -> Iterator[tuple[Batch, bool]]:
+def pad_to_longest_rank(loader: Any, count_fn: Callable[[Batch], tuple[int, int]]) -> Iterator[tuple[Batch, int, bool]]:
     """Yield this rank's batches, then padding batches until the rank with the most batches has run out.
 
     Yields:
-        A batch, and True if it counts.
+        A batch, its number of samples, and True if it counts.
 
     Collective: one small record per batch on the control channel.
     """
     batches = iter(loader.one_epoch() if hasattr(loader, "one_epoch") else loader)
     is_alone = get_dist_info().world_size == 1
-    padding: Batch | None = None
+    padding: tuple[Batch, int] | None = None
     while True:
-        batch, real, error = None, False, None
+        batch, samples, error = None, 0, None
         try:
             batch = next(batches, None)
-            real = batch is not None and count_fn(batch)[0] > 0
+            if batch is not None:
+                samples = count_fn(batch)[0]
+                if samples:
+                    padding = batch, samples
+                elif padding is None:
+                    sample = _find_padding(batch)
+                    padding = sample, count_fn(sample)[0]
         # The loader and count may be the user's; the error is raised once all ranks know of it.
         except Exception as problem:  # noqa: BLE001
             error = problem
-        if real:
-            padding = batch
-        elif padding is None and batch is not None and error is None:
-            padding = _find_padding(batch)
         heartbeats.heartbeat("evaluate")
-        if real and is_alone:
-            yield batch, real
+        if is_alone and samples:
+            yield batch, samples, True
             continue
+        if is_alone and batch is None and error is None:
+            return
         rows = all_gather_numbers([batch is not None, padding is None, error is not None])
         if error is not None:
             raise error
@@ -138,7 +143,8 @@ def pad_to_longest_rank(loader: Any, count_fn: Callable[[Batch], tuple[int, int]
         if not any(has_batch for has_batch, _, _ in rows):
             return
         _raise_if_any_rank(rows, 1, "has no batch to repeat. Use build_loader.")
-        yield padding, real
+        assert padding is not None
+        yield *padding, samples > 0
 
 
 def _find_padding(empty: Batch) -> Batch:
@@ -223,28 +229,30 @@ class _AutoBatchEval(Generic[T]):
 
     def __call__(self, model: nn.Module, batch: Batch) -> list[T]:
         with spans.outermost_span("evaluate"), report_missing_ranks(_AUTO_BATCH_EVAL), eval_mode(model):
-            return self.run(model, batch, get_device(model))
+            return self.on_model(model, get_device(model))(batch, self._count_samples(batch, _runs_with_peers(model)))
 
-    def run(self, model: nn.Module, batch: Batch, device: torch.device) -> list[T]:
-        """Run the parts of a batch on ``device`` within ``eval_mode``, which a caller of many batches enters once."""
-        multi_rank = get_dist_info().world_size > 1 and get_spec(model).mesh is not None
-        samples = self._count_samples(batch, multi_rank)
-        rest, watch = _RemainingSamples(batch=batch, samples=samples, batch_spec=self.batch_spec), BatchWatch(batch)
-        return self._run_with_peers(model, rest, watch) if multi_rank else self._run_alone(model, rest, watch, device)
+    def on_model(self, model: nn.Module, device: torch.device) -> Callable[[Batch, int], list[T]]:
+        """Return the function that runs the parts of a batch of so many samples, which all ranks have counted.
 
-    def _run_alone(self, model: nn.Module, rest: _RemainingSamples, watch: BatchWatch, device: torch.device) -> list[T]:
-        results = list[T]()
-        is_moved = all([leaf.device == device for leaf in list_tensors(rest.batch)])  # noqa: C419  # faster for a few
+        The caller enters ``eval_mode``, once for many batches.
+        """
+        if _runs_with_peers(model):
+            return partial(self._run_with_peers, model)
+        return partial(self._run_alone, model, device, default_generators())
 
-        def place(part: Batch) -> Batch:
-            # ``fn`` may change the containers of its part, but not those of the caller.
-            return part if is_moved and part is not rest.batch else to_device(part, device)
-
-        while remaining := rest.samples - rest.consumed:
-            size = min(remaining, self.size or remaining)
-            guard, rng_snapshot = None, RNGSnapshot()
+    def _run_alone(
+        self, model: nn.Module, device: torch.device, accelerators: Sequence[torch.Generator], batch: Batch, samples: int
+    ) -> list[T]:
+        results, rest, watch = list[T](), _RemainingSamples(batch, samples, self.batch_spec), BatchWatch(batch)
+        is_cut = self.size is not None and self.size < samples
+        are_placed = is_cut and all([leaf.device == device for leaf in list_tensors(batch)])  # noqa: C419  # faster for a few
+        while remaining := rest.remaining:
+            size = self.size if self.size is not None and self.size < remaining else remaining
+            guard, rng_snapshot = None, RNGSnapshot(accelerators)
             try:
-                results.append(self.fn(model, place(rest.next_part(size))))
+                part = rest.next_part(size)
+                # ``fn`` may change the containers of its part, but not those of the caller.
+                results.append(self.fn(model, part if are_placed and part is not batch else to_device(part, device)))
             # The error is raised below, unless it is out of memory.
             except Exception as error:  # noqa: BLE001
                 guard = StepGuard(traces=self._traces, multi_rank=False)
@@ -257,13 +265,14 @@ class _AutoBatchEval(Generic[T]):
             watch.check(_AUTO_BATCH_EVAL, "fn")
         return results
 
-    def _run_with_peers(self, model: nn.Module, rest: _RemainingSamples, watch: BatchWatch) -> list[T]:
-        results, retries = list[T](), False
+    def _run_with_peers(self, model: nn.Module, batch: Batch, samples: int) -> list[T]:
+        results, rest, watch = list[T](), _RemainingSamples(batch, samples, self.batch_spec), BatchWatch(batch)
+        retries = False
         while True:
             # The collectives of a part depend on the model, and under tp and cp on the shapes.
             plan: object = id(model)
             if get_spec(model).ranks_per_batch > 1:
-                plan = id(model), str(tensor_shapes(rest.batch)), rest.consumed, self.size
+                plan = id(model), str(tensor_shapes(batch)), rest.remaining, self.size
             error = watch.find_error(_AUTO_BATCH_EVAL, "fn") if retries else None
             remaining = self._agree_on_part(rest.remaining, plan, error)
             if remaining == 0:
@@ -353,76 +362,50 @@ class _AutoBatchEval(Generic[T]):
         self.size = max(self.min_size, size // 2)
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
 class _RemainingSamples:
-    """Samples of a batch that have not run yet. Parts are taken from the front, again if a part did not fit."""
+    """Samples of a batch that have not run yet, in parts in order. A part that is too large is divided when its turn comes."""
 
-    batch: Batch
-    samples: int
-    batch_spec: BatchSpec | None
-    consumed: int = 0
-    # Only with ``batch_spec.split``: the parts of the batch and their numbers of samples.
-    _parts: list[tuple[Batch, int]] = field(default_factory=list)
-    _part_size: int = 0
-    # Otherwise: parts of one size from the sample ``_first`` on.
-    _cuts: Sequence[Batch] = ()
-    _cut_size: int = 0
-    _first: int = 0
+    __slots__ = ("_batch_spec", "_index", "_parts", "remaining")
 
-    @property
-    def remaining(self) -> int:
-        return self.samples - self.consumed
-
-    @property
-    def _counted_by_caller(self) -> bool:
-        return self.batch_spec is not None and self.batch_spec.count is not None
+    def __init__(self, batch: Batch, samples: int, batch_spec: BatchSpec | None) -> None:
+        self.remaining, self._batch_spec = samples, batch_spec
+        # All parts with their numbers of samples, and the index of the next part.
+        self._parts, self._index = [(batch, samples)], 0
 
     def next_part(self, size: int) -> Batch:
         """Return the next samples, at most ``size`` of them."""
-        if self.batch_spec is not None and self.batch_spec.split is not None:
-            return self._next_split_part(size)
-        self._part_size = size = min(size, self.remaining)
-        # A batch that only the caller can count may be one that cannot be sliced, so the whole batch is returned as it is.
-        if size == self.samples:
-            return self.batch
-        first, cut_size = self._first, self._cut_size
-        index, offset = divmod(self.consumed - first, cut_size) if cut_size else (0, 0)
-        if not cut_size or offset or min(cut_size, self.remaining) != size:
-            # The rest is cut once for all parts of a size.
-            rest = narrow_batch(self.batch, self.consumed, self.remaining, self.batch_spec) if self.consumed else self.batch
-            self._cuts = count_and_split(rest, size, self.batch_spec)[2]
-            self._first, self._cut_size, index = self.consumed, size, 0
-        return self._cuts[index]
+        index = self._index
+        while self._parts[index][1] > size:
+            self._parts[index : index + 1] = self._divide(*self._parts[index], size)
+        return self._parts[index][0]
 
-    def _next_split_part(self, size: int) -> Batch:
-        if not self._parts:
-            self._parts = [(self.batch, self.samples)]
-        while self._parts[0][1] > size:
-            first, samples = self._parts[0]
-            parts = split_microbatches(first, size, self.batch_spec).batches
-            counts = [count_samples_and_tokens(batch, self.batch_spec)[0] for batch in parts]
-            if sum(counts) != samples or not 0 < max(counts) <= size:
-                raise ConfigError(
-                    f"{_AUTO_BATCH_EVAL}: split must return parts of at most {size} samples, {samples} in all, got {counts}. "
-                    "Return parts that cover the batch in order."
-                )
-            self._parts[:1] = [(batch, count) for batch, count in zip(parts, counts, strict=True) if count]
-        first, self._part_size = self._parts[0]
-        return first
+    def _divide(self, part: Batch, samples: int, size: int) -> list[tuple[Batch, int]]:
+        spec = self._batch_spec
+        _, _, smaller = count_and_split(part, size, spec)
+        if spec is None or spec.split is None:
+            full = len(smaller) - 1
+            return list(zip(smaller, [*[size] * full, samples - full * size], strict=True))
+        counts = [count_samples_and_tokens(batch, spec)[0] for batch in smaller]
+        if sum(counts) != samples or not 0 < max(counts) <= size:
+            raise ConfigError(
+                f"{_AUTO_BATCH_EVAL}: split must return parts of at most {size} samples, {samples} in all, got {counts}. "
+                "Return parts that cover the batch in order."
+            )
+        return [(batch, count) for batch, count in zip(smaller, counts, strict=True) if count]
 
     def advance(self) -> None:
-        """Advance past the current part."""
-        self.consumed += self._part_size
-        if self._parts and self.remaining:
-            del self._parts[0]
+        """Advance past the part, unless the part is the last: a rank without further samples repeats the part."""
+        self.remaining -= self._parts[self._index][1]
+        self._index += self.remaining > 0
 
     def padding_part(self) -> Batch:
         """Return a part that does not count, for a rank without further samples."""
-        if not self.samples:
-            return _find_padding(self.batch)
-        if self._parts:
-            return self._parts[0][0]
-        return self.batch if self._counted_by_caller else narrow_batch(self.batch, 0, 1, self.batch_spec)
+        part, samples = self._parts[self._index]
+        return part if samples else _find_padding(part)
+
+
+def _runs_with_peers(model: nn.Module) -> bool:
+    return get_dist_info().world_size > 1 and get_spec(model).mesh is not None
 
 
 def _exchange(row: list[float], error: Exception | None, problem: str) -> list[list[float]]:

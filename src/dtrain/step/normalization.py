@@ -395,7 +395,8 @@ def check_loss(loss: object, *, caller: str) -> LossSum:
         raise ConfigError(
             f"{caller}: LossSum.total must be one number (a tensor []), got {describe_value(loss.total)}. Sum it."
         )
-    if not is_number(loss.weight):
+    # Most weights are counts.
+    if type(loss.weight) is not int and not is_number(loss.weight):
         raise ConfigError(f"{caller}: LossSum.weight must be one number, got {describe_value(loss.weight)}. Sum it.")
     if loss.terms or loss.aux:
         _check_terms_and_aux(loss, caller)

@@ -86,7 +86,7 @@ def update_batch_norm_(
         restore_buffers(model),
         _record_statistics(norms, means) as flag,
     ):
-        for batch, real in pad_to_longest_rank(batches, count_fn):
+        for batch, _, real in pad_to_longest_rank(batches, count_fn):
             # Ranks along tp have the same values, which count once.
             flag.counts = real and spec.counts_in_loss
             forward(model, to_device(batch, device))
