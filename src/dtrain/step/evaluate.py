@@ -229,7 +229,10 @@ class _AutoBatchEval(Generic[T]):
         """Run the parts of a batch on ``device`` within ``eval_mode``, which a caller of many batches enters once."""
         multi_rank = get_dist_info().world_size > 1 and get_spec(model).mesh is not None
         samples = self._count_samples(batch, multi_rank)
-        rest, watch = _RemainingSamples(batch=batch, samples=samples, batch_spec=self.batch_spec), BatchWatch(batch)
+        rest, watch = (
+            _RemainingSamples(batch=batch, samples=samples, batch_spec=self.batch_spec),
+            BatchWatch(list_tensors(batch)),
+        )
         return self._run_with_peers(model, rest, watch) if multi_rank else self._run_alone(model, rest, watch, device)
 
     def _run_alone(self, model: nn.Module, rest: _RemainingSamples, watch: BatchWatch, device: torch.device) -> list[T]:
