@@ -209,6 +209,17 @@ def begin(name: str, times: int = 1) -> None:
         recorder.top = entry
 
 
+def begin_once(name: str, times: int = 1) -> bool:
+    """Enter a span as ``begin`` does, unless the process is in it already; return True if ``end`` must follow.
+
+    A function of a step calls this, because a composed step is in the span, and a step by hand is not.
+    """
+    if name in _RECORDER.totals and _RECORDER.top is _RECORDER.totals[name]:
+        return False
+    begin(name, times)
+    return True
+
+
 def end(name: str | None = None) -> None:
     """Leave the innermost span ``name``, and the spans inside that were never left. No effect outside of the main thread.
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import is_
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -65,6 +64,8 @@ class TrainState:
     # Number by which the gradients are still to be divided, or ``[]``, in a step whose functions before the update either know
     # it or do not read gradients; see ``divide_grads``. None in other steps, and between steps.
     _grad_divisor: Tensor | float | None = None
+    # Trainable parameters with their gradients, and ``_grad_divisor``, while a transform observes copies in ``.grad``.
+    _lent_grads: tuple[Sequence[tuple[Tensor, Tensor]], Tensor | float] | None = None
     # Out-of-memory guard of the step in progress, a ``StepGuard`` that ``auto_microbatch`` sets; else None.
     _guard: Any = None
     # Loaders of the batches; not in checkpoints.
@@ -328,30 +329,17 @@ def init_state(
     return state._recorded()
 
 
-class mark_interrupted_write:
-    """Context that marks the run as interrupted if an exception ends it while it writes parameters. All states become stale.
+def mark_interrupted_write(state: TrainState, caller: str, error: BaseException) -> None:
+    """Mark the run as interrupted by ``error`` while it wrote parameters. All its states become stale.
 
-    Mutates: ``state._run_context`` after an exception, which also gets a note.
+    Mutates: ``state._run_context``, and ``error``, which gets a note.
     """
-
-    # A class, because every step enters this context, and a generator takes three times as long.
-    __slots__ = ("_caller", "_state")
-
-    def __init__(self, state: TrainState, caller: str) -> None:
-        self._state, self._caller = state, caller
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if error is None:
-            return
-        message = (
-            f"{self._caller} was interrupted at step {self._state.step} after it had begun to write parameters, so they belong "
-            "to no step. Build the state anew and load the last checkpoint."
-        )
-        self._state._run_context.interrupted_write = message
-        error.add_note(message)
+    message = (
+        f"{caller} was interrupted at step {state.step} after it had begun to write parameters, so they belong to no step. "
+        "Build the state anew and load the last checkpoint."
+    )
+    state._run_context.interrupted_write = message
+    error.add_note(message)
 
 
 def _live_runs(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> list[RunContext]:

@@ -557,10 +557,13 @@ def _apply(
             # A gathered copy of parameters would hide the loaded shards.
             reshard(state.model)
             targets = {key: to_local(tensor) for key, tensor in plan.targets.items()}
-            with mark_interrupted_write(state, _CALLER):
+            try:
                 new_states[name] = _fill_state(state, plan, targets, loaded.iter_tensors(name, targets))
                 state._run_context.load_generation = new_states[name]._generation
                 finish_load(state.model, loaded.values.modules[name])
+            except BaseException as error:
+                mark_interrupted_write(state, _CALLER, error)
+                raise
     if options.model_only:
         return new_states
     manifest, folder = loaded.reader.manifest, loaded.reader.folder

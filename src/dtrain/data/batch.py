@@ -28,13 +28,17 @@ _BATCH_INFO = "_dtrain_batch_info"
 _SEQUENCE_TYPES = (list, tuple)
 
 
-def count_samples(batch: Batch) -> int:
+def count_samples(batch: Batch, tensors: Sequence[Tensor] | None = None) -> int:
     """Return the number of samples: the common size of the first axis of all tensors.
+
+    Args:
+        batch: batch to count.
+        tensors: result of ``list_tensors(batch)``, if the caller has it.
 
     Raises:
         ConfigError: no tensor, or tensors of different sizes. The message shows the shapes.
     """
-    sizes = {leaf.shape[0] for leaf in list_tensors(batch) if leaf.ndim > 0}
+    sizes = {leaf.shape[0] for leaf in (list_tensors(batch) if tensors is None else tensors) if leaf.ndim > 0}
     if len(sizes) == 1:
         return sizes.pop()
     if not sizes:
@@ -49,14 +53,16 @@ def count_samples(batch: Batch) -> int:
     )
 
 
-def count_samples_and_tokens(batch: Batch, batch_spec: BatchSpec | None = None) -> tuple[int, int]:
+def count_samples_and_tokens(
+    batch: Batch, batch_spec: BatchSpec | None = None, tensors: Sequence[Tensor] | None = None
+) -> tuple[int, int]:
     """Return the number of samples and tokens of a batch. Without axes and ``batch_spec.count``, tokens are 0.
 
     Raises:
         ConfigError: ``batch`` cannot be counted, or ``batch_spec.count`` returns no whole numbers.
     """
     if batch_spec is None or (batch_spec.count is None and not batch_spec.axes):
-        return count_samples(batch), 0
+        return count_samples(batch, tensors), 0
     return batch_spec.count_by_axes(batch) if batch_spec.count is None else call_count(batch_spec.count, batch)
 
 
@@ -156,8 +162,12 @@ def split_batch(batch: Batch, microbatch_size: int, *, batch_spec: BatchSpec | N
     return [attach_batch_info(microbatch, infos[0]) for microbatch in microbatches] if len(infos) == 1 else microbatches
 
 
-def count_and_split(batch: Batch, microbatch_size: int | None, batch_spec: BatchSpec | None) -> tuple[int, int, list[Batch]]:
+def count_and_split(
+    batch: Batch, microbatch_size: int | None, batch_spec: BatchSpec | None, tensors: Sequence[Tensor] | None = None
+) -> tuple[int, int, list[Batch]]:
     """Return the samples, the tokens and the microbatches of a batch; without a size the batch is one microbatch.
+
+    ``tensors`` is the result of ``list_tensors(batch)``, if the caller has it.
 
     Raises:
         ConfigError: ``batch`` cannot be counted or split, or ``batch_spec.split`` returns no microbatch.
@@ -168,7 +178,7 @@ def count_and_split(batch: Batch, microbatch_size: int | None, batch_spec: Batch
             flat = _count_and_split_flat(batch, microbatch_size)
             if flat is not None:
                 return flat[0], 0, flat[1]
-    samples, tokens = count_samples_and_tokens(batch, batch_spec)
+    samples, tokens = count_samples_and_tokens(batch, batch_spec, tensors)
     if samples == 0:
         return 0, tokens, []
     if microbatch_size is None:
@@ -180,32 +190,35 @@ def count_and_split(batch: Batch, microbatch_size: int | None, batch_spec: Batch
     if batch_spec is not None and batch_spec.axes:
         sizes = [min(microbatch_size, samples - start) for start in starts]
         return samples, tokens, [_narrow(batch, *rows, batch_spec) for rows in zip(starts, sizes, strict=True)]
-    return samples, tokens, list(_split_leaves(batch, starts))
+    return samples, tokens, list(_split_leaves(batch, starts, _part_sizes(samples, microbatch_size)))
 
 
-def _split_leaves(value: Any, starts: range) -> Sequence[Any]:
+def _part_sizes(samples: int, microbatch_size: int) -> list[int]:
+    full, rest = divmod(samples, microbatch_size)
+    return [microbatch_size] * full + [rest] * (rest > 0)
+
+
+def _split_leaves(value: Any, starts: range, sizes: Sequence[int]) -> Sequence[Any]:
     """Return the part of ``value`` in each microbatch. Visits each value of the batch once, for all microbatches.
 
-    ``starts`` are the first samples of the microbatches, up to the number of samples.
+    ``starts`` are the first samples of the microbatches, up to the number of samples, and ``sizes`` their samples.
     """
-    samples, size = starts.stop, starts.step
     if isinstance(value, Tensor):
-        full, rest = divmod(samples, size)
         # Faster than ``split``, a function of Python.
-        return value.split_with_sizes([size] * full + [rest] * (rest > 0)) if value.ndim else [value] * len(starts)
-    is_sequence = isinstance(value, _SEQUENCE_TYPES)
-    if isinstance(value, Mapping) and not is_tensordict(value):
-        parts = [dict[Any, Any]() for _ in starts]
-        for key, item in value.items():
-            for part, piece in zip(parts, _split_leaves(item, starts), strict=True):
-                part[key] = piece
-        return parts
-    if is_sequence and value and (hasattr(value, "_fields") or list_tensors(value)):
-        kind, columns = type(value), [_split_leaves(item, starts) for item in value]
-        return [kind(*row) if hasattr(value, "_fields") else kind(row) for row in zip(*columns, strict=True)]
-    if is_tensordict(value) or (is_sequence and len(value) == samples):
-        return [value[start : start + size] for start in starts]
-    return [value] * len(starts)
+        return value.split_with_sizes(sizes) if value.ndim else [value] * len(sizes)
+    kind, is_sequence = type(value), isinstance(value, _SEQUENCE_TYPES)
+    # The common types are compared first, because checks of abstract classes are slow.
+    if kind is dict or (not is_sequence and isinstance(value, Mapping) and not is_tensordict(value)):
+        columns = [_split_leaves(item, starts, sizes) for item in value.values()]
+        rows: Iterable[tuple[Any, ...]] = zip(*columns, strict=True) if columns else [()] * len(sizes)
+        return [dict(zip(value, row, strict=True)) for row in rows]
+    is_named = hasattr(value, "_fields")
+    if is_sequence and value and (is_named or isinstance(value[0], Tensor) or list_tensors(value)):
+        rows = zip(*[_split_leaves(item, starts, sizes) for item in value], strict=True)
+        return [kind(*row) for row in rows] if is_named else [kind(row) for row in rows]
+    if is_tensordict(value) or (is_sequence and len(value) == starts.stop):
+        return [value[start : start + starts.step] for start in starts]
+    return [value] * len(sizes)
 
 
 def _count_and_split_flat(batch: Batch, microbatch_size: int) -> tuple[int, list[Batch]] | None:
@@ -231,8 +244,7 @@ def _count_and_split_flat(batch: Batch, microbatch_size: int) -> tuple[int, list
         samples = rows
     if not samples:
         return None
-    full, rest = divmod(samples, microbatch_size)
-    sizes = [microbatch_size] * full + [rest] * (rest > 0)
+    sizes = _part_sizes(samples, microbatch_size)
     # Faster than ``split``, a function of Python.
     columns = [leaf.split_with_sizes(sizes) for leaf in leaves]
     if kind is dict:
@@ -364,10 +376,16 @@ def list_tensors(value: Any) -> list[Tensor]:
         return []
     for item in items:
         if type(item) is not Tensor and not isinstance(item, Tensor):
-            # A batch may hold thousands of ids of one type, so each type is checked once.
-            kinds = {kind for kind in set(map(type, items)) if _may_hold_tensors(kind)}
-            return [leaf for item in items if type(item) in kinds for leaf in list_tensors(item)] if kinds else []
-    return items
+            break
+    else:
+        return items
+    # A batch may hold thousands of ids of one type, so each type is checked once.
+    kinds = {kind for kind in set(map(type, items)) if _may_hold_tensors(kind)}
+    leaves: list[Tensor] = []
+    for item in items if kinds else ():
+        if type(item) in kinds:
+            leaves += [item] if isinstance(item, Tensor) else list_tensors(item)
+    return leaves
 
 
 @lru_cache(maxsize=128)

@@ -22,7 +22,6 @@ from dtrain.dist.batch_info import BATCH_INDEX_BITS, BatchInfo
 from dtrain.dist.collectives import all_gather_json, all_gather_numbers, reduce_record
 from dtrain.dist.context import current_context
 from dtrain.dist.control_protocol import RowSpec
-from dtrain.dist.init import get_dist_info
 from dtrain.dist.rng import derive_seed, hash_rng_state
 from dtrain.errors import NonFiniteError, PeerError, StepError
 from dtrain.launch import heartbeats
@@ -152,9 +151,11 @@ def sync_before_forward(
             batch have different batches, or an earlier step had no weight; on all ranks.
     """
     heartbeats.heartbeat("step")
-    preemption = current_context().preemption
+    context = current_context()
+    preemption = context.preemption
     stop, batch_code = preemption.pending_signal(), 0 if batch_info is None else batch_info.encode()
-    if get_dist_info().world_size == 1 and error is None and record.samples and not record.late_failure:
+    is_alone = context.info is None or context.info.world_size == 1
+    if is_alone and error is None and record.samples and not record.late_failure:
         # A single rank has nothing to compare, and its steps are the shortest.
         preemption.record(stop, run_key=run_key, step=step)
         position = None if batch_info is None else _agree_position([batch_code], batch_info)

@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from dtrain.arguments import check_int
-from dtrain.data.batch import BatchSpec, count_samples_and_tokens, to_device
+from dtrain.data.batch import BatchSpec, count_samples_and_tokens, list_tensors, to_device
 from dtrain.dist.rng import RNGSnapshot
 from dtrain.errors import ConfigError
 from dtrain.shard.buffers import restore_buffers
@@ -199,7 +199,7 @@ def count_flops(model: nn.Module, batch: Batch, loss_fn: LossFn, *, batch_spec: 
     samples, _ = count_samples_and_tokens(batch, batch_spec)
     if samples < 1:
         raise ConfigError(f"{_CALLER}: batch must have at least 1 sample, got {samples}. Pass one microbatch.")
-    counter, watch = _FlopCounter(), BatchWatch(batch)
+    counter, watch = _FlopCounter(), BatchWatch(list_tensors(batch))
     # Without torch._dynamo no module is compiled. Its import takes seconds.
     eager: AbstractContextManager[Any] = (
         torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()

@@ -57,7 +57,7 @@ def reduce_metrics(metrics: Metrics) -> dict[str, float]:
         raise ConfigError("reduce_metrics: metrics must have at least 1 metric, got none. Pass the metrics of a step.")
     names, ranks = sorted(metrics), get_dist_info().world_size
     scalars = [scalar for name in names for scalar in metrics[name]]
-    if not all([isinstance(scalar, Tensor) for scalar in scalars]):  # noqa: C419  # a list is faster for a few
+    if {*map(type, scalars)} != {Tensor}:
         scalars = _as_tensors(metrics, names)
     heartbeats.heartbeat("reduce_metrics")
     if ranks > 1:

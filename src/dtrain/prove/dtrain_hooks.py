@@ -94,9 +94,9 @@ def _hooks_of_set_up(recorder: RankRecorder) -> dict[Hook, Hook]:
 def _hooks_of_steps(recorder: RankRecorder) -> dict[Hook, Hook]:
     """Return the hooks of a step: its batch, the losses of its forwards, its gradients, and its result."""
 
-    def begun(state: TrainState, batch: Any) -> TrainState:
+    def begun(state: TrainState, batch: Any, **options: Any) -> TrainState:
         recorder.step_begins(state, batch)
-        return begin_step(state, batch)
+        return begin_step(state, batch, **options)
 
     def with_recorded_loss(loss_fn: LossFn, *, is_forward: bool) -> LossFn:
         @functools.wraps(loss_fn)

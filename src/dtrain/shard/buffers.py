@@ -138,6 +138,8 @@ class BufferSnapshot:
 
     def capture(self) -> None:
         """Copy the changed buffers. Mutates: the copies, on the buffers' device, which may run out of memory."""
+        if not self._versions.slots:
+            return
         self._complete = False
         for (name, module, key), _ in self._versions.changed():
             buffer = module._buffers[key]

@@ -104,7 +104,6 @@ class GradSync:
         """
         within_replica = state is not None and state.spec.replica_info is not None
         self._in_step, self._within_replica, self.grads_taken = True, within_replica, False
-        self._stashed_grads.clear()
         if self._spec.mesh is not None:
             self._begin_sharded_step(state, within_replica=within_replica)
         if state is not None:
@@ -158,8 +157,6 @@ class GradSync:
 
         Collective, Raises: as ``SkippedUnits.complete_forward``.
         """
-        if self._spec.mesh is None:
-            return loss
         self.writes.after_forward(last=self._last is not False)
         return self._skipped.complete_forward(loss)
 
@@ -213,8 +210,10 @@ class GradSync:
             return True
         if self._groups and any(map(has_unreduced_grads, self._groups)):
             return True
-        # A list is faster than a generator for a few parameters.
-        return any([param.grad is not None for param in params]) and not self._missing  # noqa: C419
+        for param in params:
+            if param.grad is not None:
+                return not self._missing
+        return False
 
     def finish_backwards(self, params: Iterable[Tensor]) -> None:
         """Complete the gradients of ``params``, all parameters, after the last backward. Mutates: ``.grad``.

@@ -121,11 +121,15 @@ class _Paused(StepHook):
 
 
 class ParamHooks:
-    """The user's hooks on the parameters of one model. ``detach`` takes the hooks off, ``restore`` puts them back."""
+    """The user's hooks on the parameters of one model. ``detach`` takes the hooks off, ``restore`` puts them back.
+
+    ``exist`` is True if a parameter had hooks at ``detach``.
+    """
 
     def __init__(self) -> None:
-        # Parameters with hooks, by name.
+        # Parameters that had hooks at ``detach``, by name.
         self._params: dict[str, Tensor] = {}
+        self.exist = False
         # Dictionaries of torch, and the hooks that were in them.
         self._detached: list[tuple[dict[int, Any], dict[int, Any]]] = []
 
@@ -140,6 +144,7 @@ class ParamHooks:
                 if hooks and own:
                     self._detached.append((hooks, own))
                     hooks.update({key: _Paused(lambda tensor: None) for key in own})
+        self.exist = bool(self._params)
 
     def restore(self) -> None:
         """Put the hooks back, except those whose handle was removed since. Mutates: the parameters' hooks."""
@@ -152,11 +157,6 @@ class ParamHooks:
         """Number of hooks of each parameter with hooks, as text that ranks compare."""
         counts = [(*map(len, _hooks_of(param, paused=True)), name) for name, param in self._params.items()]
         return [f"{_HOOKS} {before} {after} {name}" for before, after, name in counts]
-
-    @property
-    def exist(self) -> bool:
-        """True if a parameter had hooks at ``detach``."""
-        return bool(self._params)
 
     @torch.no_grad()
     def run_(self, params: Mapping[str, Tensor]) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from dtrain import spans
 from dtrain.arguments import check_int, explain_arguments
-from dtrain.data.batch import BatchSpec, FailedBatch
+from dtrain.data.batch import BatchSpec, FailedBatch, list_tensors
 from dtrain.device import use_on_current_stream
 from dtrain.dist.context import current_context
 from dtrain.dist.dtensor import is_dtensor, to_local
@@ -173,8 +173,8 @@ class Step:
             try:
                 if self.updates_in_backward:
                     interrupt.begin()
-                state = begin_step(state, batch)
-                state, metrics = self.grad(state._replace(_grad_divisor=1.0) if self.divides_late else state, batch)
+                state = begin_step(state, batch, divides_late=self.divides_late)
+                state, metrics = self.grad(state, batch)
                 interrupt.begin()
                 state, metrics = self.update(state, metrics)
                 # An update that was skipped leaves gradients.
@@ -350,55 +350,45 @@ def _divide_before(update: UpdateFn) -> UpdateFn:
     return lambda state, metrics: update(divide_grads(state), metrics)
 
 
-class _LentGrads:
-    """Divided copies in the place of gradients that wait for their division, for a transform that only observes.
+def _lend_grads(state: TrainState) -> TrainState:
+    """Put divided copies in the place of gradients that wait for their division, for a transform that only observes.
 
-    With copies the observer does not change the rounding of the training result.
+    With copies the observer does not change the rounding of the training result. Mutates: ``.grad``, if there is a divisor.
     """
+    divisor = state._grad_divisor
+    if divisor is None or (not isinstance(divisor, Tensor) and divisor == 1.0):
+        return state
+    originals = [(param, grad) for param in state._trainable.values() if (grad := param.grad) is not None]
+    for param, grad in originals:
+        param.grad = grad.clone()
+    return divide_grads(state)._replace(_lent_grads=(originals, divisor))
 
-    def __init__(self) -> None:
-        self._originals: list[tuple[Tensor, Tensor]] = []
-        self._divisor: Tensor | float | None = None
 
-    def lend(self, state: TrainState) -> TrainState:
-        """Return ``state`` with copies. Mutates: ``.grad``, if there is a divisor."""
-        if not isinstance(state._grad_divisor, Tensor) and state._grad_divisor in (None, 1.0):
-            return state
-        self._divisor = state._grad_divisor
-        self._originals = [(param, param.grad) for param in state._trainable.values() if param.grad is not None]
-        for param, grad in self._originals:
-            param.grad = grad.clone()
-        return divide_grads(state)
-
-    def take_back(self, state: TrainState) -> TrainState:
-        """Return ``state`` with the gradients. Mutates: ``.grad``, if there are copies."""
-        if self._divisor is None:
-            return state
-        for param, grad in self._originals:
-            param.grad = grad
-        divisor, self._divisor = self._divisor, None
-        self._originals.clear()
-        return state._replace(_grad_divisor=divisor)
+def _take_grads_back(state: TrainState) -> TrainState:
+    """Return ``state`` with the gradients of before ``_lend_grads``. Mutates: ``.grad``, if there are copies."""
+    if state._lent_grads is None:
+        return state
+    originals, divisor = state._lent_grads
+    for param, grad in originals:
+        param.grad = grad
+    return state._replace(_grad_divisor=divisor, _lent_grads=None)
 
 
 def _lend_to_update(wrap: Callable[[UpdateFn], UpdateFn], inner: UpdateFn) -> UpdateFn:
-    lent = _LentGrads()
-    observed = wrap(lambda state, metrics: inner(lent.take_back(state), metrics))
-    return lambda state, metrics: observed(lent.lend(state), metrics)
+    observed = wrap(lambda state, metrics: inner(_take_grads_back(state), metrics))
+    return lambda state, metrics: observed(_lend_grads(state), metrics)
 
 
 def _lend_to_grad(wrap: Callable[[GradFn], GradFn], inner: GradFn) -> GradFn:
-    lent = _LentGrads()
-
     def compute(state: TrainState, batch: Batch, *, microbatch_size: int | None = None) -> tuple[TrainState, Metrics]:
-        state, metrics = inner(lent.take_back(state), batch, microbatch_size=microbatch_size)
-        return lent.lend(state), metrics
+        state, metrics = inner(_take_grads_back(state), batch, microbatch_size=microbatch_size)
+        return _lend_grads(state), metrics
 
     observed = wrap(compute)
 
     def grad_fn(state: TrainState, batch: Batch, *, microbatch_size: int | None = None) -> tuple[TrainState, Metrics]:
         state, metrics = observed(state, batch, microbatch_size=microbatch_size)
-        return lent.take_back(state), metrics
+        return _take_grads_back(state), metrics
 
     return grad_fn
 
@@ -452,7 +442,7 @@ def _compute_watched(state: TrainState, batch: Batch, grad: GradFn) -> tuple[Tra
         check_first_run(state, batch)
     except StepError as error:
         batch = FailedBatch(error)
-    watch = BatchWatch(batch)
+    watch = BatchWatch(list_tensors(batch))
     try:
         return grad(state._with_trainable(), batch)
     finally:

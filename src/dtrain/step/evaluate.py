@@ -243,7 +243,7 @@ class _AutoBatchEval(Generic[T]):
     def _run_alone(
         self, model: nn.Module, device: torch.device, accelerators: Sequence[torch.Generator], batch: Batch, samples: int
     ) -> list[T]:
-        results, rest, watch = list[T](), _RemainingSamples(batch, samples, self.batch_spec), BatchWatch(batch)
+        results, rest, watch = list[T](), _RemainingSamples(batch, samples, self.batch_spec), BatchWatch(list_tensors(batch))
         is_cut = self.size is not None and self.size < samples
         are_placed = is_cut and all([leaf.device == device for leaf in list_tensors(batch)])  # noqa: C419  # faster for a few
         while remaining := rest.remaining:
@@ -266,7 +266,7 @@ class _AutoBatchEval(Generic[T]):
         return results
 
     def _run_with_peers(self, model: nn.Module, batch: Batch, samples: int) -> list[T]:
-        results, rest, watch = list[T](), _RemainingSamples(batch, samples, self.batch_spec), BatchWatch(batch)
+        results, rest, watch = list[T](), _RemainingSamples(batch, samples, self.batch_spec), BatchWatch(list_tensors(batch))
         retries = False
         while True:
             # The collectives of a part depend on the model, and under tp and cp on the shapes.

@@ -261,7 +261,7 @@ class ForwardCache:
             enabled=torch.is_autocast_enabled(kind),
             cache_enabled=False,
         )
-        call = _CachedForward(inputs=inputs, row_ranges=row_ranges, autocast=autocast, watch=BatchWatch(inputs))
+        call = _CachedForward(inputs=inputs, row_ranges=row_ranges, autocast=autocast, watch=BatchWatch(list_tensors(inputs)))
         own, empty = list[list[Any]](), list[Any]()
         for index in range(self._microbatches):
             if needs_grad and self.recomputes:

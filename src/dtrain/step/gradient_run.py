@@ -97,7 +97,7 @@ def run_gradient(
     Raises:
         StepAborted: a guarded step failed on some rank, and is rolled back on all ranks.
     """
-    spans.begin("step", 0)
+    entered = spans.begin_once("step", 0)
     watch: BatchWatch | None = None
     try:
         run = _begin_run(state, batch, caller)
@@ -132,7 +132,8 @@ def run_gradient(
     finally:
         if watch is not None:
             watch.record(state)
-        spans.end("step")
+        if entered:
+            spans.end("step")
 
 
 def _begin_run(state: TrainState, batch: Batch, caller: str) -> GradientRun:
@@ -145,7 +146,8 @@ def _begin_run(state: TrainState, batch: Batch, caller: str) -> GradientRun:
     if state._step_batch is None:
         state = begin_step(state, batch)
     state = state._with_trainable()
-    if state.spec.mesh is None and (world_size := get_dist_info().world_size) > 1:
+    world_size = get_dist_info().world_size
+    if state.spec.mesh is None and world_size > 1:
         raise ConfigError(
             f"{caller}: {world_size} ranks run, but the model is on no mesh, so gradients would not be reduced. Call "
             "dt.shard_model before Step.init."
@@ -155,7 +157,13 @@ def _begin_run(state: TrainState, batch: Batch, caller: str) -> GradientRun:
         context.model_syncs = grad_sync_of(state.model), buffer_sync_of(state.model)
     grad_sync, buffers = context.model_syncs
     return GradientRun(
-        state=state, caller=caller, grad_sync=grad_sync, buffers=buffers, guard=state._guard, device=state.device
+        state=state,
+        caller=caller,
+        grad_sync=grad_sync,
+        buffers=buffers,
+        guard=state._guard,
+        device=state.device,
+        world_size=world_size,
     )
 
 
@@ -170,6 +178,7 @@ class GradientRun:
         buffers: synchronization of the model's buffers.
         guard: guard of the step; None unless ``auto_microbatch`` has set one.
         device: device on which the model computes.
+        world_size: number of ranks.
         microbatches: this rank's microbatches.
         weights: declared weights of this rank by term.
         counts: counts that ranks agreed on.
@@ -187,6 +196,7 @@ class GradientRun:
     buffers: BufferSync
     guard: StepGuard | None
     device: torch.device
+    world_size: int
     microbatches: Microbatches = _NO_MICROBATCHES
     weights: Mapping[str, Tensor | float] = field(default_factory=dict)
     counts: StepCounts = field(init=False)
@@ -290,7 +300,7 @@ class GradientRun:
         if self.guard is not None:
             self.guard.capture_buffers()
         if self.weights:
-            self.normalizer = build_normalizer(self.weights, self.device, self.state.spec)
+            self.normalizer = build_normalizer(self.weights, self.device, self.state.spec, self.world_size)
         self.sums = MetricAccumulator(self.device)
 
     def divide_losses_by_weight(self, loss: LossSum) -> Tensor | None:
@@ -301,11 +311,11 @@ class GradientRun:
         Returns:
             Gradient ``[]`` of each loss, for ``backward``; None for sums.
         """
-        if self.state._grad_divisor is None or self.normalizer.global_weight is not None or get_dist_info().world_size > 1:
+        if self.state._grad_divisor is None or self.normalizer.global_weight is not None or self.world_size > 1:
             return None
         if takes_grad_scale(self.state.optimizer):
             return None
-        divisor = self.loss_divisor = expect_weight(loss, len(self.microbatches))
+        divisor = self.loss_divisor = expect_weight(loss, len(self.microbatches.batches))
         if divisor is None or isinstance(divisor, Tensor):
             return None if divisor is None else 1.0 / divisor
         return torch.full((), 1.0 / divisor, dtype=loss.total.dtype, device=loss.total.device)
@@ -315,7 +325,7 @@ class GradientRun:
         self.sums.add_names(self.weights)
         self.metrics = self.sums.metrics()
         if self.guard is not None:
-            _check_reduction_memory(self.state, self.buffers.num_bytes)
+            _check_reduction_memory(self.state, self.buffers)
 
     def _finish(self) -> tuple[TrainState, Metrics]:
         """Synchronize after backward, reduce and normalize the gradients; return the state with its counts, and the metrics."""
@@ -407,11 +417,13 @@ class GradientRun:
         return None
 
 
-def _check_reduction_memory(state: TrainState, buffer_bytes: int) -> None:
+def _check_reduction_memory(state: TrainState, buffers: BufferSync) -> None:
     """Allocate the memory of the final reductions once, so that a shortage raises before ranks exchange their outcome."""
+    if state.spec.mesh is None:
+        return
     ignored = [state.params[name] for name in state.spec.ignored_params if state.params[name].requires_grad]
-    if state.spec.mesh is not None and (ignored or buffer_bytes):
+    if ignored or buffers.num_bytes:
         missing = [torch.empty_like(param) for param in ignored if param.grad is None]
-        largest = max(2 * sum(param.numel() * param.element_size() for param in ignored), 3 * buffer_bytes)
+        largest = max(2 * sum(param.numel() * param.element_size() for param in ignored), 3 * buffers.num_bytes)
         flat = torch.empty(largest, dtype=torch.uint8, device=state.device)
         del missing, flat

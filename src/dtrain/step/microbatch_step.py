@@ -96,13 +96,16 @@ def _accumulate(loss_fn: LossFn, run: GradientRun) -> None:
     """Run forward and backward for every microbatch. A rank without a further one takes part in the collectives alone."""
     state, grad_sync, guard, device = run.state, run.grad_sync, run.guard, run.device
     own, num_own = run.microbatches.batches, len(run.microbatches.batches)
-    needs_all = grad_sync.needs_all_microbatches or grad_sync.follows_other_models
+    # A model on no mesh has no collectives.
+    synced = state.spec.mesh is not None
+    needs_all = synced and (grad_sync.needs_all_microbatches or grad_sync.follows_other_models)
     count = run.num_microbatches if needs_all else min(run.num_microbatches, num_own or 1)
     needs_copy = not run.microbatches.is_on(device)
     params = list(state._trainable.values())
     low_precision = [param for param in params if param.dtype in LOW_PRECISION_DTYPES]
-    compare = guard is None or not guard.multi_rank
-    grad_sync.follow_plan(run.replay_conditions, compare=compare, exchange=run.exchange_events, uneven=run.is_uneven)
+    if synced:
+        compare = guard is None or not guard.multi_rank
+        grad_sync.follow_plan(run.replay_conditions, compare=compare, exchange=run.exchange_events, uneven=run.is_uneven)
     loss_grad: Tensor | None = None
     for index in range(count):
         grad_sync.before_microbatch(last=index == count - 1, params=low_precision)
@@ -124,7 +127,8 @@ def _accumulate(loss_fn: LossFn, run: GradientRun) -> None:
                 check_not_mean(loss, "microbatch_step", state=state, batch=microbatch, loss_fn=loss_fn)
             if not low_precision:
                 loss_grad = run.divide_losses_by_weight(loss)
-        objective = run.normalizer.scaled_loss(loss, grad_sync.complete_forward(loss.total))
+        total = grad_sync.complete_forward(loss.total) if synced else loss.total
+        objective = run.normalizer.scaled_loss(loss, total)
         if guard is not None and index == 0:
             guard.end_first_forward()
         if loss_grad is not None and objective.ndim:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -52,13 +52,13 @@ class BatchWatch:
     Inference tensors have no counter. They are not watched.
 
     Args:
-        batch: batch that is about to run. Its tensors stay alive as long as this object.
+        tensors: tensors of the batch that is about to run. They stay alive as long as this object.
     """
 
     __slots__ = ("_versions",)
 
-    def __init__(self, batch: object) -> None:
-        self._versions = [(leaf, leaf._version) for leaf in list_tensors(batch) if not leaf.is_inference()]
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        self._versions = [(leaf, leaf._version) for leaf in tensors if not leaf.is_inference()]
 
     def written(self) -> list[torch.Tensor]:
         """Return the tensors that changed since this object was made."""
@@ -146,6 +146,7 @@ def split_microbatches(batch: Batch, microbatch_size: int | None, batch_spec: Ba
     """
     if isinstance(batch, FailedBatch):
         raise batch.error
-    samples, tokens, microbatches = count_and_split(batch, microbatch_size, batch_spec)
-    tensors = list_tensors(batch) or list_tensors(microbatches)
+    tensors = list_tensors(batch)
+    samples, tokens, microbatches = count_and_split(batch, microbatch_size, batch_spec, tensors)
+    tensors = tensors or list_tensors(microbatches)
     return Microbatches(batch=batch, batches=microbatches, tensors=tensors, samples=samples, tokens=tokens)

@@ -67,16 +67,16 @@ class LossNormalizer:
                     "batch_spec=dt.batch_spec(weight=...), which returns the weights of a batch before its first backward."
                 )
             return total if total.requires_grad else _require_graph(total)
-        sums = {"loss": total}
-        if loss.terms:
-            sums |= {name: total for name, (total, _) in loss.terms.items()}
-        if sums.keys() != self.factors.keys():
+        if (names := {"loss", *loss.terms}) != {*self.factors}:
             raise ConfigError(
                 f"microbatch_step: batch_spec.weight must return a weight per loss term, got {sorted(self.factors)} for "
-                f"{sorted(sums)}. Return a weight for each term of the loss."
+                f"{sorted(names)}. Return a weight for each term of the loss."
             )
-        scaled = [_scale_term(term, self.factors[name]) for name, term in sums.items()]
-        return _require_graph(torch.stack(scaled).sum() if len(scaled) > 1 else scaled[0])
+        objective = _scale_term(total, self.factors["loss"])
+        if loss.terms:
+            terms = [_scale_term(term, self.factors[name]) for name, (term, _) in loss.terms.items()]
+            objective = torch.stack([objective, *terms]).sum()
+        return objective if objective.requires_grad else _require_graph(objective)
 
     def weights_mismatch(self, state: TrainState, metrics: Metrics) -> bool:
         """Return True if the losses had other weights than declared; on a GPU the next step reports a weight of zero.
@@ -139,12 +139,14 @@ def declared_weights(batch_spec: BatchSpec | None, batch: Batch) -> dict[str, Te
     return {name: weights[name] for name in sorted(weights)}
 
 
-def build_normalizer(local: Mapping[str, Tensor | float], device: torch.device, spec: ShardSpec) -> LossNormalizer:
+def build_normalizer(
+    local: Mapping[str, Tensor | float], device: torch.device, spec: ShardSpec, world_size: int
+) -> LossNormalizer:
     """All-reduce the declared weights, at least one, and return the factor of every term.
 
     Collective: one all-reduce (float64), on several ranks.
     """
-    on_host = device.type == "cpu" and get_dist_info().world_size == 1 and _get_current_dispatch_mode() is None
+    on_host = device.type == "cpu" and world_size == 1 and _get_current_dispatch_mode() is None
     if on_host and not any([isinstance(weight, Tensor) for weight in local.values()]):  # noqa: C419  # a list is faster for a few
         numbers = {name: float(weight) for name, weight in local.items()}
         inverse = {name: 1.0 / weight if weight > 0 else 0.0 for name, weight in numbers.items()}

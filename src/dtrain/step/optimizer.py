@@ -11,7 +11,6 @@ from __future__ import annotations
 import importlib
 import math
 import signal
-import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -168,7 +167,7 @@ def apply_gradients(
             between ranks.
     """
     # A step written by hand is counted here and in microbatch_step.
-    spans.begin("step", 0)
+    entered = spans.begin_once("step", 0)
     try:
         if not isinstance(state, TrainState):
             check_state(state, "apply_gradients", "state, metrics = dt.apply_gradients(state, metrics)")
@@ -191,22 +190,26 @@ def apply_gradients(
         with DelayedInterrupt() as interrupt:
             interrupt.begin()
             if not is_skipped:
-                with mark_interrupted_write(state, "the update"):
-                    run: Callable[[], object] = state.optimizer.step
-                    if state.spec.mesh is not None and not state.spec.plain_params:
-                        run = partial(step_optimizer, state.optimizer)
+                run: Callable[[], object] = state.optimizer.step
+                if state.spec.mesh is not None and not state.spec.plain_params:
+                    run = partial(step_optimizer, state.optimizer)
+                try:
                     if state._grad_divisor is not None:
                         run = _divide_in_update(run, state.optimizer, grads, state._grad_divisor)
                     if state._run_context.optimizer_checked:
                         run()
                     else:
                         check_update(state, run, caller="apply_gradients")
+                except BaseException as error:
+                    mark_interrupted_write(state, "the update", error)
+                    raise
             state._drop_trainable_gradients()
             if nonfinite == "skip":
                 metrics = {**metrics, "skipped": make_metric(float(is_skipped), 1.0, state.device)}
             return state._next(), metrics
     finally:
-        spans.end("step")
+        if entered:
+            spans.end("step")
 
 
 def _divide_in_update(
@@ -396,20 +399,20 @@ class DelayedInterrupt:
     nothing in a thread.
     """
 
-    __slots__ = ("_active", "_received")
-
-    def __init__(self) -> None:
-        self._active = False
-        self._received = False
+    _active = False
+    _received = False
 
     def begin(self) -> None:
         """Delay SIGINT from now on. Mutates: this process's handler of SIGINT, until the end of the context."""
-        # Inside of another such context the handler is that of the other, so the thread is compared last.
+        # Inside of another such context the handler is that of the other.
         if _get_handler(signal.SIGINT) is not signal.default_int_handler:
             return
-        if threading.get_ident() == threading.main_thread().ident:
-            self._active = True
+        self._active = True
+        try:
             _set_handler(signal.SIGINT, self._on_signal)
+        # Python refuses a handler that a thread sets.
+        except ValueError:
+            self._active = False
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self._received:

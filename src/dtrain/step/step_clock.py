@@ -19,10 +19,16 @@ _NO_ORIGIN = "the last batch does not come from a loader of dt.build_loader, or 
 _NO_BATCH_YET = "the loader that step.init received has returned no batch yet"
 
 
-def begin_step(state: TrainState, batch: Batch) -> TrainState:
+def begin_step(state: TrainState, batch: Batch, *, divides_late: bool = False) -> TrainState:
     """Return ``state`` at the start of a step over ``batch``, with the origin of the batch and the clock at its position.
 
     Transforms see this clock. Its epoch is the epoch of the batch, also in a second step on the last batch of an epoch.
+
+    Args:
+        state: state between two steps.
+        batch: this rank's batch.
+        divides_late: as in ``Step``.
+
     Collective: none. Mutates: the statuses of the batch.
     """
     infos, history, before, reason = get_batch_infos(batch), state._loader_history, state.clock, ""
@@ -30,6 +36,7 @@ def begin_step(state: TrainState, batch: Batch) -> TrainState:
     # Most steps are on the next batch of one loader.
     if origin is None or not history.loaders or origin.loader is not history.loaders[-1]:
         origin, history, reason = find_origin(state, infos)
+    divisor = 1.0 if divides_late else None
     statuses: tuple[BatchStatus, ...] = ()
     if infos or origin is not None:
         statuses = tuple(dict.fromkeys([info.status for info in (infos if origin is None else [*infos, origin])]))
@@ -38,7 +45,7 @@ def begin_step(state: TrainState, batch: Batch) -> TrainState:
     if origin is None or reason:
         step_batch = StepBatch(info=origin, repeated=False, clock_before=before, statuses=statuses)
         clock = before if origin is None and isinstance(batch, FailedBatch) else before._without_epochs(reason)
-        return state._replace(_step_batch=step_batch, clock=clock, _loader_history=history)
+        return state._replace(_step_batch=step_batch, clock=clock, _loader_history=history, _grad_divisor=divisor)
     repeated = origin.status is history.last_batch
     if not repeated:
         history = history.after_batch(origin.status)
@@ -49,7 +56,8 @@ def begin_step(state: TrainState, batch: Batch) -> TrainState:
         epoch, index = origin.begin.epoch + history.epoch_offset, origin.begin.batch
         counted = start.batch if epoch == start.epoch else 0
         start = EpochPosition(epoch, counted if index is None else index)
-    return state._replace(_step_batch=step_batch, _loader_history=history, clock=before._begin_step(start))
+    clock = before._begin_step(start)
+    return state._replace(_step_batch=step_batch, clock=clock, _loader_history=history, _grad_divisor=divisor)
 
 
 def find_origin(state: TrainState, infos: list[BatchInfo]) -> tuple[BatchInfo | None, LoaderHistory, str]:

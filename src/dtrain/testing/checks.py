@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from dtrain.arguments import check_int, format_bytes
-from dtrain.data.batch import BatchSpec, to_device
+from dtrain.data.batch import BatchSpec, list_tensors, to_device
 from dtrain.dist.init import get_dist_info
 from dtrain.errors import ConfigError
 from dtrain.memory.device_memory import MemoryStats, use_device_memory
@@ -93,7 +93,7 @@ def check_loss_fn(
 
 def _loss_sums(loss_fn: LossFn, model: nn.Module, batch: Batch) -> Mapping[str, tuple[float, float]]:
     """Return total and weight by name. A loss that writes into its batch is refused."""
-    watch = BatchWatch(batch)
+    watch = BatchWatch(list_tensors(batch))
     sums = loss_sums(
         lambda model, batch: check_loss(loss_fn(model, batch), caller=_NAME), model, to_device(batch, get_device(model))
     )

@@ -16,6 +16,7 @@ from dtrain.data.batch import (
     check_microbatch_size,
     check_rows,
     count_samples_and_tokens,
+    list_tensors,
     select_samples,
     to_device,
 )
@@ -233,7 +234,7 @@ def _select_samples(
     # The step raises any error on all ranks.
     except Exception as problem:  # noqa: BLE001
         error = problem
-    rows, watch = all_gather_numbers([len(parts), error is not None], caller=_NAME), BatchWatch(batch)
+    rows, watch = all_gather_numbers([len(parts), error is not None], caller=_NAME), BatchWatch(list_tensors(batch))
     if any(failed for _, failed in rows):
         return batch if error is None else FailedBatch(error)
     # The model's own mode, and random numbers of the global generator.
