@@ -17,7 +17,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +29,9 @@ WHEELS, SITE = ROOT / ".whl", ROOT / "build" / "site"
 
 INTERRUPT_GRACE_S = 30.0
 """Seconds that an interrupted benchmark has to end its processes."""
+
+PROGRESS_S = 10.0
+"""Seconds between two reports of the progress of a command."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,25 +122,42 @@ def environment() -> dict[str, str]:
     if WHEELS.is_dir() and not SITE.exists():
         pip = [sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps", "--no-compile", "--target", str(SITE)]
         subprocess.run([*pip, *map(str, sorted(WHEELS.glob("*.whl")))], check=True)
-    folders = [SITE, ROOT / "src", HERE, *filter(None, [os.environ.get("PYTHONPATH")])]
+    folders = [SITE, ROOT / "src", HERE, ROOT / "examples", *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, folders)), "PYTHONUNBUFFERED": "1"}
 
 
-def run_limited(command: Sequence[str], seconds: float, env: Mapping[str, str]) -> int | None:
-    """Run a command, interrupt it after ``seconds``, and kill what is left. Return its exit code, None if interrupted."""
-    with subprocess.Popen(command, cwd=ROOT, env=env, start_new_session=True) as process:
+def run_limited(
+    command: Sequence[str],
+    seconds: float,
+    env: Mapping[str, str],
+    *,
+    grace_s: float = INTERRUPT_GRACE_S,
+    progress: Callable[[], object] | None = None,
+) -> int | None:
+    """Run a command, interrupt it after ``seconds``, and kill what is left. Return its exit code, None if interrupted.
+
+    A command with ``progress``, which is called as it goes, is part of a benchmark, and stays in the benchmark's session.
+    """
+    deadline = time.monotonic() + seconds
+    with subprocess.Popen(command, cwd=ROOT, env=env, start_new_session=progress is None) as process:
         try:
-            return process.wait(seconds)
-        except subprocess.TimeoutExpired:
+            while (left := deadline - time.monotonic()) > 0:
+                with suppress(subprocess.TimeoutExpired):
+                    return process.wait(min(PROGRESS_S, left))
+                if progress is not None:
+                    progress()
             return None
         finally:
             if process.poll() is None:
                 process.send_signal(signal.SIGINT)
                 with suppress(subprocess.TimeoutExpired):
-                    process.wait(INTERRUPT_GRACE_S)
+                    process.wait(grace_s)
             # Ranks and workers of a benchmark that ended do not disturb the next one.
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            if progress is not None:
+                process.kill()
+            else:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
 
 
 if __name__ == "__main__":

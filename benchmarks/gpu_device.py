@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import dtrain as dt
+from helpers.gpt import GPTConfig
 from measure import Rounds, Run, timed_rounds
 
 MIB, GIB = 2**20, 2**30
@@ -52,14 +53,29 @@ class Setting:
         """Backend of ``torch.compile``. A dry run traces, but does not wait for a compiler."""
         return "eager" if self.toy else "inductor"
 
+    @property
+    def peak_flops(self) -> float | None:
+        """Dense bf16 rate of the device's datasheet, in operations per second; None if unknown."""
+        is_cuda = self.device.type == "cuda"
+        return dt.monitors.peak_flops(torch.cuda.get_device_name(self.device), "bf16") if is_cuda else None
+
     def open_dist(self) -> dt.dist.DistInfo:
         """Open process groups of one rank on this device."""
         return dt.init_dist(device=self.device.type)
+
+    def synchronize(self) -> None:
+        """Wait for the work of the device."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
     def release(self) -> None:
         """Free all tensors that no variable holds, and the compiled code of earlier models."""
         if "torch._dynamo" in sys.modules:
             torch.compiler.reset()
+        self.release_tensors()
+
+    def release_tensors(self) -> None:
+        """Free all tensors that no variable holds, and the cache of torch's allocator."""
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -72,7 +88,7 @@ class Setting:
             took = time.perf_counter() - begun
             return {"host": took, "device": took}
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        torch.cuda.synchronize(self.device)
+        self.synchronize()
         start.record()
         begun = time.perf_counter()
         run()
@@ -92,6 +108,43 @@ class Setting:
     def memory(self) -> AbstractContextManager[Memory]:
         """Return a context that counts and limits the memory of tensors."""
         return _cuda_memory(self.device) if self.device.type == "cuda" else dt.testing.memory_budget(sys.maxsize)
+
+
+@dataclass(slots=True, kw_only=True)
+class Training:
+    """A loop that trains on one batch."""
+
+    step: dt.step.Step
+    state: dt.TrainState
+    batch: Tensor
+
+    def run(self) -> None:
+        self.state, _ = self.step(self.state, self.batch)
+
+
+def gpt_loss(model: nn.Module, batch: Tensor) -> dt.LossSum:
+    """Return the loss of the next token of ``batch``, ``[samples, tokens + 1]``."""
+    return dt.cross_entropy(model(batch[:, :-1]), batch[:, 1:])
+
+
+def draw_tokens(config: GPTConfig, samples: int, seed: int = 0) -> Tensor:
+    """Return random tokens on the host, ``[samples, max_seq + 1]``."""
+    return torch.randint(config.vocab, (samples, config.max_seq + 1), generator=torch.Generator().manual_seed(seed))
+
+
+def count_parameters(make: Callable[[], nn.Module]) -> int:
+    """Return the number of weights of a model, which is made without memory."""
+    with torch.device("meta"):
+        return sum(param.numel() for param in make().parameters())
+
+
+NOT_AVAILABLE = (RuntimeError, NotImplementedError, TypeError, dt.errors.ConfigError)
+"""Errors of a variant that this torch, this device or this environment does not have."""
+
+
+def describe_missing(error: BaseException) -> str:
+    """Return the cell of a variant that raised one of ``NOT_AVAILABLE``."""
+    return f"not available: {(str(error).splitlines() or [type(error).__name__])[0][:100]}"
 
 
 class Memory(Protocol):

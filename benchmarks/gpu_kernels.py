@@ -6,12 +6,10 @@ reason.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -22,16 +20,12 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.utils.checkpoint import checkpoint
 
 import dtrain as dt
-from gpu_device import MIB, Memory, Setting
+from gpu_device import MIB, NOT_AVAILABLE, Memory, Setting, count_parameters, describe_missing
 from gpu_memory import FULL as MEMORY_SIZES
-from gpu_results import Cell, Table
-from measure import compare
-from optimizers import CLAIMS, MODELS, Side
-
-sys.path.append(str(Path(__file__).parents[1] / "examples"))
+from gpu_results import Cell, Table, band
 from helpers.gpt import GPT
-
-Run = Callable[[], object]
+from measure import Run, compare
+from optimizers import CLAIMS, MODELS, Side
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,8 +63,7 @@ def _products(setting: Setting, sizes: Sizes) -> Table:
     a, b = (torch.randn(sizes.square, sizes.square, device=setting.device, dtype=torch.bfloat16) for _ in range(2))
     timings = setting.timed({"product": lambda: a @ b}, share=0.05)["device"]["product"]
     rate = 2 * sizes.square**3 / compare(timings, timings).a_s
-    cuda = setting.device.type == "cuda"
-    peak = dt.monitors.peak_flops(torch.cuda.get_device_name(setting.device), "bf16") if cuda else None
+    peak = setting.peak_flops
     return Table(
         title="Rate of one bf16 product, which bounds the MFU of a model",
         columns=("size", "TFLOP/s", "of the peak of the datasheet"),
@@ -91,8 +84,8 @@ def _compared(setting: Setting, runs: Mapping[str, Run], *, share: float, memory
                 run()
                 peaks[name] = (memory.peak - before) / MIB
             usable[name] = run
-        except (RuntimeError, NotImplementedError, TypeError, dt.errors.ConfigError) as error:
-            reasons[name] = f"not available: {(str(error).splitlines() or [type(error).__name__])[0][:80]}"
+        except NOT_AVAILABLE as error:
+            reasons[name] = describe_missing(error)
     timings = setting.timed(usable, share=share)["device"] if usable else {}
     rows: list[list[Cell]] = []
     for name in runs:
@@ -100,8 +93,8 @@ def _compared(setting: Setting, runs: Mapping[str, Run], *, share: float, memory
             rows.append([name, reasons[name], None, None, *([None] if memory is not None else [])])
             continue
         comparison = compare(timings[name], timings[next(iter(usable))])
-        band = f"{comparison.band[0]:.3f} to {comparison.band[1]:.3f}"
-        rows.append([name, comparison.a_s * 1e3, comparison.ratio, band, *([peaks[name]] if memory is not None else [])])
+        peak = [peaks[name]] if memory is not None else []
+        rows.append([name, comparison.a_s * 1e3, comparison.ratio, band(comparison), *peak])
     return rows
 
 
@@ -227,7 +220,8 @@ def _flex_runs(
 
 def _optimizers(setting: Setting) -> Table:
     """Steps of dtrain's optimizers against torch's own, on the same gradients."""
-    build = partial(setting.build, MODELS["tiny MLP, 6 tensors"] if setting.toy else partial(GPT, MEMORY_SIZES.config))
+    make = MODELS["tiny MLP, 6 tensors"] if setting.toy else partial(GPT, MEMORY_SIZES.config)
+    build = partial(setting.build, make)
     rows: list[list[Cell]] = []
     for what, (ours, theirs) in CLAIMS.items():
         sides = {"ours": Side(build, ours, setting.device.type), "theirs": Side(build, theirs, setting.device.type)}
@@ -237,12 +231,11 @@ def _optimizers(setting: Setting) -> Table:
         apart = float((values["ours"] - values["theirs"]).norm() / values["theirs"].norm())
         timings = setting.timed({name: side.step for name, side in sides.items()}, share=0.2 / len(CLAIMS))["device"]
         comparison = compare(timings["ours"], timings["theirs"])
-        band = f"{comparison.band[0]:.3f} to {comparison.band[1]:.3f}"
-        rows.append([what, comparison.b_s * 1e3, comparison.a_s * 1e3, comparison.ratio, band, apart])
+        rows.append([what, comparison.b_s * 1e3, comparison.a_s * 1e3, comparison.ratio, band(comparison), apart])
         del sides, values
         setting.release()
     return Table(
-        title=f"A step of an optimizer on {sum(p.numel() for p in build().parameters()):,} parameters, float32",
+        title=f"A step of an optimizer on {count_parameters(make):,} parameters, float32",
         columns=("optimizers", "torch, ms", "dtrain, ms", "dtrain over torch", "A/A band", "relative difference"),
         rows=rows,
         note=(

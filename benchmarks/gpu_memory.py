@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import dtrain as dt
-from gpu_device import GIB, Memory, Setting
-from gpu_results import Cell, Table
-from measure import compare
-
-sys.path.append(str(Path(__file__).parents[1] / "examples"))
+from gpu_device import GIB, Memory, Setting, Training, draw_tokens, gpt_loss
+from gpu_results import Cell, Table, band
 from helpers.gpt import GPT, Block, GPTConfig
+from measure import compare
 
 TOLERANCE = 0.05  # of the measured peak
 WARM_STEPS = 2  # the second step has the optimizer's state
@@ -36,16 +32,9 @@ FULL = Sizes(config=GPTConfig(n_layer=12, n_head=16, dim=1024, max_seq=1024, voc
 TOY = Sizes(config=GPTConfig(n_layer=2, n_head=2, dim=64, max_seq=64), samples=4)
 
 
-def _fused_adamw(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(params, lr=1e-4, fused=True)
-
-
-def _sgd(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(params, lr=1e-4, momentum=0.9)
-
-
-def _decoupled_adamw(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    return dt.optim.DecoupledAdamW(params, lr=1e-4, weight_decay=1e-5)
+FUSED_ADAMW: Optimizer = partial(torch.optim.AdamW, lr=1e-4, fused=True)
+SGD: Optimizer = partial(torch.optim.SGD, lr=1e-4, momentum=0.9)
+DECOUPLED_ADAMW: Optimizer = partial(dt.optim.DecoupledAdamW, lr=1e-4, weight_decay=1e-5)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,14 +45,14 @@ class Layout:
     strategy: str = "replicate"
     precision: dt.Precision | None = None
     checkpoint: Literal["nothing", "matmuls"] | None = None
-    optimizer: Optimizer = _fused_adamw
+    optimizer: Optimizer = FUSED_ADAMW
 
 
 BF16 = dt.Precision.preset("DEFAULT", "bf16")
 LAYOUTS = (
     Layout(name="`replicate`, float32, fused AdamW"),
-    Layout(name="`replicate`, SGD with momentum", optimizer=_sgd),
-    Layout(name="`replicate`, DecoupledAdamW", optimizer=_decoupled_adamw),
+    Layout(name="`replicate`, SGD with momentum", optimizer=SGD),
+    Layout(name="`replicate`, DecoupledAdamW", optimizer=DECOUPLED_ADAMW),
     Layout(name="`full_shard`, float32", strategy="full_shard"),
     Layout(name="`full_shard`, bf16", strategy="full_shard", precision=BF16),
     Layout(name="`full_shard`, bf16, blocks checkpointed", strategy="full_shard", precision=BF16, checkpoint="nothing"),
@@ -87,10 +76,6 @@ OPTIONS: dict[str, Change] = {
     "every second block offloaded": partial(OFFLOADED, every=2),
     "inputs of blocks offloaded, blocks computed again": _checkpointed_and_offloaded,
 }
-
-
-def loss_fn(model: nn.Module, batch: Tensor) -> dt.LossSum:
-    return dt.cross_entropy(model(batch[:, :-1]), batch[:, 1:])
 
 
 def memory(setting: Setting) -> Iterator[Table]:
@@ -122,16 +107,12 @@ def _described(sizes: Sizes) -> str:
     return f"GPT of {config.n_layer} layers, dim {config.dim}, {sizes.samples} sequences of {config.max_seq} tokens"
 
 
-def _tokens(sizes: Sizes, samples: int) -> Tensor:
-    return torch.randint(sizes.config.vocab, (samples, sizes.config.max_seq + 1), generator=torch.Generator().manual_seed(0))
-
-
 def _planned(setting: Setting, sizes: Sizes, layout: Layout) -> int:
     """Return the planned peak in bytes, with the rounding of the allocator."""
     workload = dt.planning.Workload(
         model=partial(GPT, sizes.config),
-        loss_fn=loss_fn,
-        batch=partial(_tokens, sizes),
+        loss_fn=gpt_loss,
+        batch=partial(draw_tokens, sizes.config),
         blocks=(Block,),
         optimizer=layout.optimizer,
         transforms=[dt.transforms.clip_by_norm(1.0)],
@@ -175,15 +156,9 @@ def _stepping(
     model = setting.build(partial(GPT, sizes.config))
     change(model)
     model = dt.shard_model(model, dt.build_mesh(), blocks=(Block,), **shard_args)
-    composed = dt.compose_step(loss_fn, transforms)
-    state = composed.init(model, optimizer(model.parameters()))
-    batch = _tokens(sizes, sizes.samples).to(setting.device)
-
-    def run() -> None:
-        nonlocal state
-        state, _ = composed(state, batch)
-
-    return run
+    step = dt.compose_step(gpt_loss, transforms)
+    batch = draw_tokens(sizes.config, sizes.samples).to(setting.device)
+    return Training(step=step, state=step.init(model, optimizer(model.parameters())), batch=batch).run
 
 
 def _peak(step: Callable[[], None], counter: Memory) -> int:
@@ -201,7 +176,7 @@ def _option_row(setting: Setting, sizes: Sizes, name: str, counter: Memory, *, s
         _stepping,
         setting,
         sizes,
-        optimizer=_fused_adamw,
+        optimizer=FUSED_ADAMW,
         shard_args={"strategy": "replicate"},
         transforms=[dt.transforms.autocast("bf16")],
     )
@@ -214,5 +189,4 @@ def _option_row(setting: Setting, sizes: Sizes, name: str, counter: Memory, *, s
         peaks[label] = _peak(steps[label], counter) - before
     timings = setting.timed(steps, share=share)["device"]
     ratio = compare(timings[name], timings["none"])
-    low, high = ratio.band
-    return [name, peaks[name] / GIB, peaks[name] / peaks["none"], ratio.a_s * 1e3, ratio.ratio, f"{low:.3f} to {high:.3f}"]
+    return [name, peaks[name] / GIB, peaks[name] / peaks["none"], ratio.a_s * 1e3, ratio.ratio, band(ratio)]

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -19,12 +18,10 @@ import torch
 from torch import Tensor, nn
 
 import dtrain as dt
-from gpu_device import GIB, Memory, Setting
-from gpu_results import Cell, Table
-from measure import compare, verdict
-
-sys.path.append(str(Path(__file__).parents[1] / "examples"))
+from gpu_device import GIB, Memory, Setting, Training, draw_tokens, gpt_loss
+from gpu_results import Cell, Table, band
 from helpers.gpt import GPT, GPTConfig
+from measure import compare, verdict
 
 SHARES = (0.15, 0.3)  # of the device's memory
 HEADROOMS = (0.0, 0.05)
@@ -47,10 +44,6 @@ FULL = Sizes(
     config=GPTConfig(n_layer=12, n_head=12, dim=768, max_seq=1024), samples=512, width=4096, rows=256, failures=FAILURES
 )
 TOY = Sizes(config=GPTConfig(n_layer=2, n_head=2, dim=16, max_seq=16), samples=16, width=16, rows=16, failures=3)
-
-
-def gpt_loss(model: nn.Module, batch: Tensor) -> dt.LossSum:
-    return dt.cross_entropy(model(batch[:, :-1]), batch[:, 1:])
 
 
 def square_loss(model: nn.Module, batch: Tensor) -> dt.LossSum:
@@ -93,7 +86,7 @@ def _gpt_state(setting: Setting, sizes: Sizes) -> tuple[dt.TrainState, Tensor]:
     """Return a state with optimizer state, and a batch in host memory, from which microbatches are copied."""
     model = setting.build(partial(GPT, sizes.config))
     state = dt.compose_step(gpt_loss).init(model, torch.optim.AdamW(model.parameters(), lr=1e-4))
-    batch = torch.randint(sizes.config.vocab, (sizes.samples, sizes.config.max_seq + 1))
+    batch = draw_tokens(sizes.config, sizes.samples)
     state, metrics = dt.microbatch_step(state, batch[:2], loss_fn=gpt_loss, microbatch_size=1)
     state, _ = dt.optimizer_step(state, metrics)
     return state, batch
@@ -124,9 +117,7 @@ def _fits(setting: Setting, model: nn.Module, batch: Tensor, size: int) -> bool:
         return False
     finally:
         # Without this, fragments of the last try decide about the next try.
-        gc.collect()
-        if setting.device.type == "cuda":
-            torch.cuda.empty_cache()
+        setting.release_tensors()
     return True
 
 
@@ -152,7 +143,7 @@ def _found_sizes(setting: Setting, sizes: Sizes, memory: Memory, limit: int) -> 
 def _later_step(setting: Setting, sizes: Sizes) -> Table:
     """Compare a step after the search with a step of the same fixed size."""
     size = max(sizes.samples // 64, 1)
-    batch = torch.randint(sizes.config.vocab, (4 * size, sizes.config.max_seq + 1)).to(setting.device)
+    batch = draw_tokens(sizes.config, 4 * size).to(setting.device)
     runs = {
         "auto": _stepping(setting, sizes, batch, transforms=[dt.auto_microbatch(initial_size=size)]),
         "fixed": _stepping(setting, sizes, batch, microbatch_size=size),
@@ -161,9 +152,8 @@ def _later_step(setting: Setting, sizes: Sizes) -> Table:
     rows: list[list[Cell]] = []
     for clock, by_name in timings.items():
         ratio = compare(by_name["auto"], by_name["fixed"])
-        low, high = ratio.band
-        band = f"{low:.3f} to {high:.3f}"
-        rows.append([clock, ratio.b_s * 1e3, ratio.a_s * 1e3, ratio.ratio, band, verdict(ratio.ratio, at_most=AT_MOST)])
+        outcome = verdict(ratio.ratio, at_most=AT_MOST)
+        rows.append([clock, ratio.b_s * 1e3, ratio.a_s * 1e3, ratio.ratio, band(ratio), outcome])
     return Table(
         title=f"A step after the search against a fixed size, 4 microbatches of {size}",
         columns=("clock", "fixed, ms", "auto, ms", "auto over fixed", "A/A band", "verdict"),
@@ -178,12 +168,7 @@ def _stepping(
     model = setting.build(partial(GPT, sizes.config))
     step = dt.compose_step(gpt_loss, transforms, microbatch_size=microbatch_size)
     state = step.init(model, torch.optim.AdamW(model.parameters(), lr=1e-4))
-
-    def run() -> None:
-        nonlocal state
-        state, _ = step(state, batch)
-
-    return run
+    return Training(step=step, state=state, batch=batch).run
 
 
 def _layers(setting: Setting, width: int) -> nn.Module:

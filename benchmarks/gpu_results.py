@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from gpu import BENCHMARKS, RESULTS
-from measure import Figure, machine
+from measure import Comparison, Figure, gpus, machine
 
 FACTS = ("device", "device_memory_gib", "capability", "driver", "torch", "cuda", "python", "machine", "date", "command")
 """Facts that a file must have to be a result."""
@@ -27,6 +27,12 @@ FAILED = "failed"
 """Cell of a row of which something failed."""
 
 Cell = str | int | float | Figure | None
+
+
+def band(comparison: Comparison) -> str:
+    """Return the cell of an A/A band."""
+    low, high = comparison.band
+    return f"{low:.3f} to {high:.3f}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,13 +126,9 @@ def _commit() -> str:
 
 def _driver_version() -> str:
     """Return the version of the driver, by ``nvidia-smi`` or the kernel's file; empty if unknown."""
-    if shutil.which("nvidia-smi") is not None:
-        command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=30)
-        if answer.returncode == 0 and answer.stdout.strip():
-            return answer.stdout.split()[0]
     version = Path("/proc/driver/nvidia/version")
-    return next(iter(version.read_text().splitlines()), "") if version.exists() else ""
+    lines = [gpu.split(", ")[-1] for gpu in gpus()] or (version.read_text().splitlines() if version.exists() else [])
+    return next(iter(lines), "")
 
 
 def check_content(content: Mapping[str, Any]) -> None:

@@ -8,28 +8,25 @@ from __future__ import annotations
 
 import os
 import shutil
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import dtrain as dt
-from gpu_device import GIB, Setting
-from gpu_results import Cell, Table
+from gpu_device import GIB, Setting, Training, count_parameters, draw_tokens, gpt_loss
+from gpu_results import Cell, Table, band
+from helpers.gpt import GPT, GPTConfig
 from measure import Figure, compare, typical, verdict
 from observe import unrecorded
-
-sys.path.append(str(Path(__file__).parents[1] / "examples"))
-from helpers.gpt import GPT, GPTConfig
 
 # Its steps and its checkpoint are about an eighth of those of the large model of ``train``.
 FULL = GPTConfig(n_layer=6, n_head=16, dim=1024, max_seq=1024, vocab=32_768)
@@ -40,52 +37,33 @@ AT_MOST = 1.02
 BYTES = bytes(2**26)
 
 
-@dataclass(slots=True, kw_only=True)
-class Training:
-    """A loop that trains step after step."""
-
-    setting: Setting
-    config: GPTConfig
-    step: dt.step.Step = field(init=False)
-    state: dt.TrainState = field(init=False)
-    batch: Tensor = field(init=False)
-
-    def __post_init__(self) -> None:
-        model = self.setting.build(partial(GPT, self.config))
-        self.step = dt.compose_step(loss_fn, [dt.transforms.autocast("bf16")])
-        self.state = self.step.init(model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True))
-        self.batch = torch.randint(self.config.vocab, (SAMPLES, self.config.max_seq + 1)).to(self.setting.device)
-        self.run()
-
-    def run(self) -> None:
-        self.state, _ = self.step(self.state, self.batch)
-
-    def synchronize(self) -> None:
-        if self.setting.device.type == "cuda":
-            torch.cuda.synchronize(self.setting.device)
-
-    def tensors(self) -> list[Tensor]:
-        """Return the tensors that a save copies: parameters and the optimizer's state."""
-        states = [value for state in self.state.optimizer.state.values() for value in state.values()]
-        return [*(p.detach() for p in self.state.params.values()), *(value for value in states if isinstance(value, Tensor))]
+def start_training(setting: Setting, config: GPTConfig) -> Training:
+    """Return a loop whose first step has run."""
+    model = setting.build(partial(GPT, config))
+    step = dt.compose_step(gpt_loss, [dt.transforms.autocast("bf16")])
+    state = step.init(model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True))
+    training = Training(step=step, state=state, batch=draw_tokens(config, SAMPLES).to(setting.device))
+    training.run()
+    return training
 
 
-def loss_fn(model: nn.Module, batch: Tensor) -> dt.LossSum:
-    return dt.cross_entropy(model(batch[:, :-1]), batch[:, 1:])
+def saved_tensors(training: Training) -> list[Tensor]:
+    """Return the tensors that a save copies: parameters and the optimizer's state."""
+    states = [value for state in training.state.optimizer.state.values() for value in state.values()]
+    return [*(p.detach() for p in training.state.params.values()), *(value for value in states if isinstance(value, Tensor))]
 
 
 def async_save(setting: Setting) -> Iterator[Table]:
     """Stall of the training thread by kind of save, and the time of steps with a checkpoint each 50 steps and the ledger."""
     config = TOY if setting.toy else FULL
-    with torch.device("meta"):
-        # Parameters, and two moments of each.
-        size = 3 * sum(param.nbytes for param in GPT(config).parameters())
+    # Parameters, and two moments of each, in float32.
+    size = 3 * 4 * count_parameters(partial(GPT, config))
     root, rate = fastest_folder(size)
     written = f"{size / GIB:.2f} GiB of parameters and optimizer state, written to {root} at {rate / GIB:.2g} GiB/s"
     with tempfile.TemporaryDirectory(dir=root) as folder, setting.open_dist():
-        training = Training(setting=setting, config=config)
-        yield _stalls(training, Path(folder), size, written)
-        yield _loops(training, Path(folder), written)
+        training = start_training(setting, config)
+        yield _stalls(setting, training, Path(folder), size, written)
+        yield _loops(setting, training, Path(folder), written)
 
 
 def fastest_folder(size: int) -> tuple[str, float]:
@@ -117,20 +95,20 @@ class Stall:
     durable: float | None = None
 
 
-def _copy(training: Training, into: Sequence[Tensor]) -> Stall:
-    training.synchronize()
+def _copy(setting: Setting, training: Training, into: Sequence[Tensor]) -> Stall:
+    setting.synchronize()
     begun = time.perf_counter()
-    for host, tensor in zip(into, training.tensors(), strict=True):
+    for host, tensor in zip(into, saved_tensors(training), strict=True):
         host.copy_(tensor, non_blocking=True)
     returned = time.perf_counter() - begun
-    training.synchronize()
+    setting.synchronize()
     return Stall(returned=returned, copied=time.perf_counter() - begun)
 
 
-def _save(training: Training, root: Path, mode: Any) -> Stall:
+def _save(setting: Setting, training: Training, root: Path, mode: Any) -> Stall:
     # A step that is saved already is not written again.
     training.run()
-    training.synchronize()
+    setting.synchronize()
     begun = time.perf_counter()
     handle = dt.save_sharded(root, training.state, mode=mode, keep_last=1)
     returned = time.perf_counter() - begun
@@ -140,23 +118,24 @@ def _save(training: Training, root: Path, mode: Any) -> Stall:
     return Stall(returned=returned, copied=copied, durable=time.perf_counter() - begun)
 
 
-def _stalls(training: Training, folder: Path, size: int, written: str) -> Table:
+def _stalls(setting: Setting, training: Training, folder: Path, size: int, written: str) -> Table:
     """Measure each kind of copy and save several times, in turn."""
-    pinned = training.setting.device.type == "cuda"
+    pinned, tensors = setting.device.type == "cuda", saved_tensors(training)
     hosts = {
-        "copy by hand to pageable memory": [torch.empty_like(t, device="cpu") for t in training.tensors()],
-        "copy by hand to pinned memory": [torch.empty_like(t, device="cpu", pin_memory=pinned) for t in training.tensors()],
+        "copy by hand to pageable memory": [torch.empty_like(t, device="cpu") for t in tensors],
+        "copy by hand to pinned memory": [torch.empty_like(t, device="cpu", pin_memory=pinned) for t in tensors],
     }
-    first = _save(training, folder / "async", "async")
+    save = partial(_save, setting, training)
+    first = save(folder / "async", "async")
     kinds: dict[str, Callable[[], Stall]] = {
-        **{name: lambda into=into: _copy(training, into) for name, into in hosts.items()},
-        "`save_sharded(mode='async')`, later saves": lambda: _save(training, folder / "async", "async"),
-        "`save_sharded(mode='sync')`": lambda: _save(training, folder / "sync", "sync"),
+        **{name: partial(_copy, setting, training, into) for name, into in hosts.items()},
+        "`save_sharded(mode='async')`, later saves": partial(save, folder / "async", "async"),
+        "`save_sharded(mode='sync')`": partial(save, folder / "sync", "sync"),
     }
     stalls: dict[str, list[Stall]] = {name: [] for name in kinds}
-    deadline = time.perf_counter() + training.setting.seconds / 4
+    deadline = time.perf_counter() + setting.seconds / 4
     for number in range(6):
-        if number >= 2 and (training.setting.toy or time.perf_counter() > deadline):
+        if number >= 2 and (setting.toy or time.perf_counter() > deadline):
             break
         for name, run in kinds.items():
             stalls[name].append(run())
@@ -215,15 +194,15 @@ class StepTimes:
         return [b - a for a, b in zip(self._marks, self._marks[1:], strict=False)]
 
 
-def _loops(training: Training, folder: Path, written: str) -> Table:
+def _loops(setting: Setting, training: Training, folder: Path, written: str) -> Table:
     """Train on with a checkpoint each 50 steps and the ledger, and without both."""
-    steps = 5 if training.setting.toy else STEPS
+    steps = 5 if setting.toy else STEPS
     dt.open_run(folder / "run")
     seconds: dict[str, list[list[float]]] = {}
 
     def loop(name: str, *, saved: bool) -> Callable[[], None]:
         def run() -> None:
-            times = StepTimes(training.setting.device)
+            times = StepTimes(setting.device)
             with nullcontext() if saved else unrecorded():
                 handle = dt.save_sharded(folder / "async", training.state, mode="async", keep_last=1) if saved else None
                 times.mark()
@@ -237,7 +216,7 @@ def _loops(training: Training, folder: Path, written: str) -> Table:
         return run
 
     none, both = "neither", f"a checkpoint each {steps} steps, and the ledger"
-    timings = training.setting.timed({none: loop(none, saved=False), both: loop(both, saved=True)}, share=0.5)["host"]
+    timings = setting.timed({none: loop(none, saved=False), both: loop(both, saved=True)}, share=0.5)["host"]
     usual = median(step for burst in seconds[none] for step in burst)
     return Table(
         title=f"{steps} steps and the save before them, {written}",
@@ -253,9 +232,9 @@ def _loops(training: Training, folder: Path, written: str) -> Table:
         rows=[
             [
                 name,
-                steps * SAMPLES * training.config.max_seq / (found := compare(timings[name], timings[none])).a_s,
+                steps * training.batch[:, 1:].numel() / (found := compare(timings[name], timings[none])).a_s,
                 found.ratio,
-                f"{found.band[0]:.3f} to {found.band[1]:.3f}",
+                band(found),
                 verdict(found.ratio, at_most=AT_MOST),
                 (first := median(burst[0] for burst in seconds[name])) * 1e3,
                 first / usual,

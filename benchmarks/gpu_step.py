@@ -6,12 +6,10 @@ Both sides of a ratio train the same weights on the same batches. ``train`` comp
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import cycle
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -20,13 +18,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import dtrain as dt
-from gpu_device import Setting
-from gpu_results import Cell, Table
-from measure import Comparison, Rounds, compare, typical, verdict
-from step_overhead import WORKS, Composed, Hand, Work, check_arithmetic, looped
-
-sys.path.append(str(Path(__file__).parents[1] / "examples"))
+from gpu_device import NOT_AVAILABLE, Setting, count_parameters, describe_missing, draw_tokens
+from gpu_results import Cell, Table, band
 from helpers.gpt import GPT, Block, GPTConfig, Linear
+from measure import Comparison, Figure, Rounds, compare, typical, verdict
+from step_overhead import WORKS, Composed, Hand, Work, check_arithmetic, gpt_work, looped
 
 LARGE = GPTConfig(n_layer=20, n_head=16, dim=2048, max_seq=2048, vocab=32_768)
 SMALL = GPTConfig(n_layer=2, n_head=2, dim=32, max_seq=32)
@@ -52,6 +48,11 @@ class TrainJob:
     config: GPTConfig
     loss: LossOf
 
+    @property
+    def parameters(self) -> int:
+        """Number of weights."""
+        return count_parameters(partial(GPT, self.config))
+
     def model(self) -> nn.Module:
         """Return the model with the same float32 weights each time."""
         return self.setting.build(partial(GPT, self.config))
@@ -60,9 +61,7 @@ class TrainJob:
         return torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
 
     def batches(self) -> list[Tensor]:
-        generator = torch.Generator().manual_seed(1)
-        shape = (SAMPLES, self.config.max_seq + 1)
-        return [torch.randint(self.config.vocab, shape, generator=generator).to(self.setting.device) for _ in range(4)]
+        return [draw_tokens(self.config, SAMPLES, seed).to(self.setting.device) for seed in range(4)]
 
 
 def summed_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
@@ -72,21 +71,9 @@ def summed_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 def by_hand(job: TrainJob) -> Step:
     """The loop that most people write: autocast, compiled blocks, clipping, fused AdamW."""
     model = job.model()
-    for block in (module for module in model.modules() if isinstance(module, Block)):
+    for block in _blocks(model):
         block.compile(backend=job.setting.backend)
-    optimizer = job.adamw(model)
-
-    def step(batch: Tensor) -> Tensor:
-        targets = batch[:, 1:]
-        with torch.autocast(job.setting.device.type, torch.bfloat16):
-            loss = job.loss(model(batch[:, :-1]), targets) / targets.numel()
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
-    return step
+    return _plain_step(job, model, autocast=True)
 
 
 def like_torchtitan(job: TrainJob) -> Step:
@@ -94,15 +81,24 @@ def like_torchtitan(job: TrainJob) -> Step:
     model = job.model()
     mesh = init_device_mesh(job.setting.device.type, (1,))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for block in (module for module in model.modules() if isinstance(module, Block)):
+    for block in _blocks(model):
         block.compile(backend=job.setting.backend)
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
+    return _plain_step(job, model, autocast=False)
+
+
+def _blocks(model: nn.Module) -> list[Block]:
+    return [module for module in model.modules() if isinstance(module, Block)]
+
+
+def _plain_step(job: TrainJob, model: nn.Module, *, autocast: bool) -> Step:
     optimizer = job.adamw(model)
 
     def step(batch: Tensor) -> Tensor:
         targets = batch[:, 1:]
-        loss = job.loss(model(batch[:, :-1]), targets) / targets.numel()
+        with torch.autocast(job.setting.device.type, torch.bfloat16, enabled=autocast):
+            loss = job.loss(model(batch[:, :-1]), targets) / targets.numel()
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)
         optimizer.step()
@@ -208,16 +204,16 @@ def trained(job: TrainJob, sides: Sequence[Side], *, kind: str, share: float) ->
             run = loop(side.name, side.make(job))
             # The first call compiles.
             run()
-        except (RuntimeError, NotImplementedError, dt.errors.ConfigError) as error:
+        except NOT_AVAILABLE as error:
             if side in (sides[0], sides[-1]):
                 raise
-            reasons[side.name] = f"not available: {(str(error).splitlines() or [type(error).__name__])[0][:100]}"
+            reasons[side.name] = describe_missing(error)
         else:
             runs[side.name] = run
     timings = job.setting.timed(runs, share=share)["device"]
     hand = timings[sides[-1].name]
     return Table(
-        title=f"GPT of {_parameters(job):,} parameters, {SAMPLES} sequences of {job.config.max_seq} tokens per step, {kind}",
+        title=f"GPT of {job.parameters:,} parameters, {SAMPLES} sequences of {job.config.max_seq} tokens per step, {kind}",
         columns=("step", "tokens/s", "ms per step", "MFU, %", "time over by hand", "A/A band", "last loss", "verdict"),
         rows=[
             [side.name, *[None] * 6, reasons[side.name]]
@@ -234,24 +230,17 @@ def _train_row(job: TrainJob, side: Side, timings: Rounds, ratio: Comparison, lo
     rate = tokens / seconds
     flops = dt.monitors.transformer_flops(
         # An embedding table is looked up, not multiplied.
-        params=_parameters(job) - job.config.vocab * job.config.dim,
+        params=job.parameters - job.config.vocab * job.config.dim,
         layers=job.config.n_layer,
         dim=job.config.dim,
         seq=job.config.max_seq,
     )
-    device = job.setting.device
-    peak = dt.monitors.peak_flops(torch.cuda.get_device_name(device), "bf16") if device.type == "cuda" else None
+    peak = job.setting.peak_flops
     utilization = None if peak is None else 100 * rate * flops / peak
     against: list[Cell] = ["", "", loss.item(), ""]
     if side.at_most is not None:
-        low, high = ratio.band
-        against = [ratio.ratio, f"{low:.3f} to {high:.3f}", loss.item(), verdict(ratio.ratio, at_most=side.at_most)]
+        against = [ratio.ratio, band(ratio), loss.item(), verdict(ratio.ratio, at_most=side.at_most)]
     return [side.name, rate, seconds * 1e3, utilization, *against]
-
-
-def _parameters(job: TrainJob) -> int:
-    with torch.device("meta"):
-        return sum(param.numel() for param in GPT(job.config).parameters())
 
 
 def _loss_note(losses: Mapping[str, Tensor], sides: Sequence[Side]) -> str:
@@ -265,21 +254,8 @@ def _loss_note(losses: Mapping[str, Tensor], sides: Sequence[Side]) -> str:
     )
 
 
-def _middle_gpt() -> nn.Module:
-    return GPT(MIDDLE)
-
-
 MIDDLE = GPTConfig(n_layer=12, n_head=12, dim=768, max_seq=1024)
-
-
-def _draw_middle(generator: torch.Generator) -> dict[str, Tensor]:
-    text = torch.randint(256, (16, MIDDLE.max_seq + 1), generator=generator)
-    return {"inputs": text[:, :-1].contiguous(), "labels": text[:, 1:].contiguous()}
-
-
-MIDDLE_WORK = Work(
-    name="12-layer GPT, dim 768", build=_middle_gpt, draw=_draw_middle, microbatch_size=4, at_most=1.01, blocks=(Block,)
-)
+MIDDLE_WORK = gpt_work("12-layer GPT, dim 768", MIDDLE, at_most=1.01)
 
 
 def overhead(setting: Setting) -> Iterator[Table]:
@@ -312,23 +288,11 @@ def _overhead_rows(setting: Setting, work: Work, *, share: float) -> list[list[C
         dt.dist.use_tf32(before)
     rows: list[list[Cell]] = []
     for clock, by_name in timings.items():
-        comparison = compare(by_name["dtrain"], by_name["by hand"])
-        low, high = comparison.band
-        micros = [
-            1e6 * edge / steps for edge in (comparison.difference.value, comparison.difference.low, comparison.difference.high)
-        ]
-        rows.append(
-            [
-                work.name,
-                clock,
-                comparison.b_s * 1e3 / steps,
-                comparison.a_s * 1e3 / steps,
-                comparison.ratio,
-                f"{low:.3f} to {high:.3f}",
-                replace(comparison.difference, value=micros[0], low=micros[1], high=micros[2]),
-                verdict(comparison.ratio, at_most=work.at_most),
-            ]
-        )
+        found = compare(by_name["dtrain"], by_name["by hand"])
+        apart = found.difference
+        micros = Figure(**{edge: 1e6 * getattr(apart, edge) / steps for edge in ("value", "low", "high")})
+        millis = [1e3 * found.b_s / steps, 1e3 * found.a_s / steps]
+        rows.append([work.name, clock, *millis, found.ratio, band(found), micros, verdict(found.ratio, at_most=work.at_most)])
     return rows
 
 

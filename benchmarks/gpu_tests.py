@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import subprocess
 import sys
 import time
 from collections import defaultdict
@@ -17,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from gpu import HERE, ROOT
+from gpu import ROOT, environment, run_limited
 from gpu_device import Setting
 from gpu_results import FAILED, Table
 
@@ -25,7 +23,6 @@ sys.path.append(str(ROOT / "tests"))
 from on_device import ROOMS
 
 MARKED_WORKERS, CORE_WORKERS = 6, 14
-PROGRESS_S = 10.0
 MOST_ERRORS = 40
 
 REPORT_S = 15.0
@@ -93,27 +90,15 @@ def _tables(
 
 def run_pytest(arguments: Sequence[str], results: Path, *, seconds: float, env: Mapping[str, str]) -> int | None:
     """Run pytest with the plugin; interrupt it after ``seconds``. Return its exit code, None if interrupted."""
-    path = os.pathsep.join([str(HERE), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
     command = [sys.executable, "-m", "pytest", "-p", "gpu_pytest", "--results", str(results), "-p", "no:cacheprovider"]
     # pytest-benchmark, if it is there, warns of the workers, and warnings are errors.
     options = ["-p", "no:benchmark", "-q", "--tb=short", "--continue-on-collection-errors", *arguments]
-    deadline = time.monotonic() + seconds
-    with subprocess.Popen([*command, *options], cwd=ROOT, env={**os.environ, "PYTHONPATH": path, **env}) as process:
-        try:
-            while time.monotonic() < deadline:
-                try:
-                    return process.wait(min(PROGRESS_S, max(0.0, deadline - time.monotonic())))
-                except subprocess.TimeoutExpired:
-                    _, _, passed, failed, skipped, _ = _numbers("", list(read_results(results).values()), code=0)
-                    print(f"\n{passed:,} passed, {failed} failed, {skipped} skipped", flush=True)
-            return None
-        finally:
-            if process.poll() is None:
-                process.send_signal(signal.SIGINT)
-                try:
-                    process.wait(REPORT_S - 5)
-                except subprocess.TimeoutExpired:
-                    process.kill()
+
+    def progress() -> None:
+        _, _, passed, failed, skipped, _ = _numbers("", list(read_results(results).values()), code=0)
+        print(f"\n{passed:,} passed, {failed} failed, {skipped} skipped", flush=True)
+
+    return run_limited([*command, *options], seconds, {**environment(), **env}, grace_s=REPORT_S - 5, progress=progress)
 
 
 def read_results(path: Path) -> Results:

@@ -243,7 +243,7 @@ def machine() -> str:
     system = f"{platform.system()} {platform.release()}"
     lines = [
         f"machine: {_processor()}, {cores}, {gib:.0f} GiB, load {os.getloadavg()[0]:.1f}, {system}",
-        *(f"gpu: {gpu}" for gpu in _gpus()),
+        *(f"gpu: {gpu}" for gpu in gpus()),
         f"versions: python {platform.python_version()}, " + ", ".join(f"{name} {_version(name)}" for name in PACKAGES),
     ]
     return "\n".join(lines)
@@ -255,11 +255,13 @@ def _processor() -> str:
     return names[0] if names else platform.machine()
 
 
-def _gpus() -> list[str]:
+def gpus() -> list[str]:
+    """Return name, memory and driver of each GPU of NVIDIA, separated by commas."""
     if shutil.which("nvidia-smi") is None:
         return []
     command = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
-    return subprocess.run(command, capture_output=True, text=True, timeout=30).stdout.splitlines()
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    return answer.stdout.splitlines() if answer.returncode == 0 else []
 
 
 def _version(package: str) -> str:

@@ -14,6 +14,7 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -76,18 +77,21 @@ def _draw_vectors(generator: torch.Generator) -> dict[str, Tensor]:
     return {"inputs": torch.randn(32, 64, generator=generator), "labels": labels}
 
 
-def _gpt() -> nn.Module:
-    return GPT(GPTConfig(n_layer=4, n_head=3, dim=96, max_seq=128))  # the sizes of examples/pretrain_gpt.py
+def gpt_work(name: str, config: GPTConfig, *, at_most: float) -> Work:
+    """Return the training of a GPT on texts, 4 to a microbatch."""
+    build, draw = partial(GPT, config), partial(_draw_bytes, config.max_seq)
+    return Work(name=name, build=build, draw=draw, microbatch_size=4, at_most=at_most, blocks=(Block,))
 
 
-def _draw_bytes(generator: torch.Generator) -> dict[str, Tensor]:
-    text = torch.randint(256, (16, 129), generator=generator)
+def _draw_bytes(length: int, generator: torch.Generator) -> dict[str, Tensor]:
+    text = torch.randint(256, (16, length + 1), generator=generator)
     return {"inputs": text[:, :-1].contiguous(), "labels": text[:, 1:].contiguous()}
 
 
 WORKS = {
     "mlp": Work(name="tiny MLP", build=mlp, draw=_draw_vectors, microbatch_size=8, at_most=1.10),
-    "gpt": Work(name="4-layer GPT", build=_gpt, draw=_draw_bytes, microbatch_size=4, at_most=1.02, blocks=(Block,)),
+    # The sizes of examples/pretrain_gpt.py.
+    "gpt": gpt_work("4-layer GPT", GPTConfig(n_layer=4, n_head=3, dim=96, max_seq=128), at_most=1.02),
 }
 
 

@@ -1,11 +1,12 @@
 """Facts of a device: measured by a gauge of its memory, stored in a file, and added to a plan."""
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import asdict
 
 from dtrain.dist.init import init_dist
 from dtrain.errors import ConfigError
@@ -58,6 +59,8 @@ BROKEN = {
     "no JSON": ("{", "cannot read"),
     "no object": ("[]", "must have the names bytes_per_group, device, torch, workspaces"),
     "a name is missing": (json.dumps({"workspaces": 1}), "must have the names"),
+    "an unknown name": (json.dumps({**asdict(FACTS), "speed": 1}), "must have the names .*`speed`"),
+    "a number as a device": (json.dumps({**asdict(FACTS), "device": 1}), r"got another content .*`\$\.device`"),
     "negative": (json.dumps({**asdict(FACTS), "workspaces": -1}), "workspaces must be an integer of at least 0, got -1"),
     "text": (json.dumps({**asdict(FACTS), "bytes_per_group": "1"}), "bytes_per_group must be an integer of at least 0"),
 }

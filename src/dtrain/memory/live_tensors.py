@@ -144,15 +144,23 @@ class LiveBytes(TorchDispatchMode):
         return sorted(rows, key=lambda storage: -storage.bytes)
 
     def __enter__(self) -> LiveBytes:
-        self._thread = threading.get_ident()
-        with _resize_lock:
-            _resize_observers.append(self)
-            UntypedStorage.resize_ = _observed_resize  # type: ignore[method-assign, assignment]
+        self.observe_resizes()
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self.ignore_resizes()
+
+    def observe_resizes(self) -> None:
+        """Count resized storages from now on, until ``ignore_resizes``. Mutates: a method of torch's storages."""
+        self._thread = threading.get_ident()
+        with _resize_lock:
+            _resize_observers.append(self)
+            UntypedStorage.resize_ = _observed_resize  # type: ignore[method-assign, assignment]
+
+    def ignore_resizes(self) -> None:
+        """Undo one ``observe_resizes``."""
         with _resize_lock:
             del _resize_observers[next(i for i in reversed(range(len(_resize_observers))) if _resize_observers[i] is self)]
             if not _resize_observers:
@@ -171,14 +179,12 @@ class LiveBytes(TorchDispatchMode):
             # A DTensor or similar unpacks itself, and its inner operations come back here.
             elif kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
                 return NotImplemented
-        if func is not _LIFT_FRESH:
-            self._count_existing((args, tuple(kwargs.values())))
+        before = self.count_arguments(func, args, kwargs)
         # Other ranks wait in a collective, so it can only be refused before it begins.
         refusal = self._check_admission(collective_result_bytes(func, args, kwargs))
         if refusal is None:
-            before = save_layouts(func, args, kwargs)
             out = func(*args, **kwargs)
-            refusal = self._count_result(func, out, before)
+            refusal = self.count_result(func, out, before)
             if refusal is None:
                 return out
             del out, before
@@ -188,6 +194,12 @@ class LiveBytes(TorchDispatchMode):
             raise refusal
         finally:
             del refusal
+
+    def count_arguments(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[SavedLayout]:
+        """Count the arguments of an operation as existing tensors. Return the layouts of those that it may enlarge."""
+        if func is not _LIFT_FRESH:
+            self._count_existing((args, tuple(kwargs.values())))
+        return save_layouts(func, args, kwargs)
 
     def before_resize(self, storage: UntypedStorage, size: int) -> BaseException | None:
         """Return the error that refuses ``size`` bytes for a storage, or None."""
@@ -207,7 +219,7 @@ class LiveBytes(TorchDispatchMode):
         counted = kind == "meta" if self._fake else kind != "meta" and self._device_type in (None, kind)
         return counted and threading.get_ident() == self._thread
 
-    def _count_result(self, func: Any, out: Any, before: list[SavedLayout]) -> BaseException | None:
+    def count_result(self, func: Any, out: Any, before: list[SavedLayout]) -> BaseException | None:
         """Count the storages that an operation allocated or enlarged; undo them and return the error if they are refused."""
         grown: dict[int, _Growth] = {}
         for tensor in _collect_tensors((out, [layout.tensor for layout in before]), []):

@@ -5,13 +5,12 @@ Run ``dt.planning.measure_device().save("h200.json")`` on the device, and ``dtra
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass, fields
-
+import msgspec
 import torch
 import torch.nn.functional as F
 
 from dtrain import storage
+from dtrain.arguments import check_int
 from dtrain.device import device_name, is_accelerator
 from dtrain.dist.init import get_dist_info
 from dtrain.errors import ConfigError
@@ -23,8 +22,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MAX_FILE_BYTES = 2**16
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeviceFacts:
+class DeviceFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Memory that libraries take on one device, in bytes, from ``measure_device`` or ``load``.
 
     Args:
@@ -44,15 +42,11 @@ class DeviceFacts:
 
     def __post_init__(self) -> None:
         for name in ("workspaces", "bytes_per_group"):
-            value = getattr(self, name)
-            if type(value) is not int or value < 0:
-                raise ConfigError(
-                    f"DeviceFacts: {name} must be an integer of at least 0, got {value!r}. Measure again with measure_device()."
-                )
+            check_int("DeviceFacts", name, getattr(self, name), minimum=0, advice="Measure again with measure_device().")
 
     def save(self, path: storage.AnyPath | str) -> None:
         """Write the facts to a JSON file, which is replaced."""
-        storage.replace_file(storage.resolve_path(path), json.dumps(asdict(self), indent=1).encode())
+        storage.replace_file(storage.resolve_path(path), msgspec.json.format(msgspec.json.encode(self), indent=1))
 
     @staticmethod
     def load(path: storage.AnyPath | str) -> DeviceFacts:
@@ -61,19 +55,16 @@ class DeviceFacts:
         Raises:
             ConfigError: the file cannot be read, or has no facts.
         """
+        advice = "Write it with measure_device()."
         try:
-            values = json.loads(storage.read_file(storage.resolve_path(path), limit=_MAX_FILE_BYTES))
-        except (OSError, ValueError) as error:
+            return msgspec.json.decode(storage.read_file(storage.resolve_path(path), limit=_MAX_FILE_BYTES), type=DeviceFacts)
+        except msgspec.ValidationError as error:
             raise ConfigError(
-                f"DeviceFacts.load: cannot read {str(path)!r} ({error}). Write it with measure_device()."
+                f"DeviceFacts.load: {str(path)!r} must have the names bytes_per_group, device, torch, workspaces, and each of "
+                f"workspaces and bytes_per_group must be an integer of at least 0, got another content ({error}). {advice}"
             ) from None
-        names = {field.name for field in fields(DeviceFacts)}
-        if not isinstance(values, dict) or set(values) != names:
-            raise ConfigError(
-                f"DeviceFacts.load: {str(path)!r} must have the names {', '.join(sorted(names))}. "
-                "Write it with measure_device()."
-            )
-        return DeviceFacts(**values)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"DeviceFacts.load: cannot read {str(path)!r} ({error}). {advice}") from None
 
 
 ASSUMED_FACTS = DeviceFacts(device="", torch="", workspaces=2 * 32 * _MIB, bytes_per_group=256 * _MIB)

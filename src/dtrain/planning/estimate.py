@@ -20,6 +20,7 @@ from dtrain.dist.control_protocol import Layout, peers_of
 from dtrain.errors import ConfigError, DtrainError
 from dtrain.planning.device_facts import ASSUMED_FACTS, DeviceFacts
 from dtrain.planning.memory_trace import LinearTrace, MemoryBreakdown, StepPhase
+from dtrain.planning.operation_cache import OperationCache
 from dtrain.planning.simulate import DeviceType, KeepPolicy, ParallelismConfig, SimulatedRun, StepUsage, simulate
 from dtrain.planning.step_work import CollectiveTraffic, StepWork
 from dtrain.planning.workload import Workload
@@ -265,8 +266,11 @@ def compare_strategies(
         if on_progress is not None:
             on_progress(PlanProgress(config=config, microbatch_size=size, done=len(rows), total=len(layouts)))
 
+    # The layouts of one model run many equal operations.
+    operations = OperationCache()
+
     def estimate(config: ParallelismConfig) -> StrategyEstimate:
-        with simulate(workload, config) as run:
+        with simulate(workload, config, operations) as run:
             on_step = partial(report, config) if processes == 1 else None
             estimates = SizeEstimates(run, config, microbatches, on_step)
             found = estimates.of(microbatch_size)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from dtrain.dist.dtensor import to_local
@@ -197,7 +198,8 @@ class MemoryTracker:
 
     def assign(self, part: MemoryPart, tensors: Iterable[Tensor]) -> None:
         """Attribute the storages of ``tensors`` to ``part``, whether counted before or not."""
-        with self.attribute_to(part):
+        # With gradients, the shard of a DTensor would be a new view, which is an operation.
+        with self.attribute_to(part), torch.no_grad():
             for tensor in map(to_local, tensors):
                 self.live.count([tensor])
                 key = id(tensor.untyped_storage())

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dtrain.monitors.flops import operation_flops
 
 
 class _Layout(NamedTuple):
@@ -45,47 +48,102 @@ class _Argument(NamedTuple):
     argument: int
 
 
-# States of an operation: not computed yet; computed, but without a description of its result.
-_NEW, _UNKNOWN = object(), object()
+# State of an operation that was computed, but without a description of its result.
+_UNKNOWN = object()
 
 
 class OperationCache:
-    """Cache of the layouts of results, for one ``FakeTensorMode``."""
+    """Cache of the layouts of results, for operations inside ``fake_mode``. Several simulations may share a cache."""
 
-    def __init__(self, fake_mode: FakeTensorMode) -> None:
-        self._fake_mode = fake_mode
+    def __init__(self) -> None:
+        self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._results: dict[Any, Any] = {}
+        # Attributes of a new fake tensor by device.
+        self._attributes: dict[torch.device, dict[str, Any]] = {}
 
-    def run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Return the result of ``func``, computed or repeated."""
-        arguments, tensors = (args, tuple(kwargs.items())), list[FakeTensor]()
-        layouts = _layouts(arguments, tensors, func) if _depends_on_layouts(func) else None
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, int]:
+        """Return the result of ``func``, computed or repeated, and its floating-point operations."""
+        if not _depends_on_layouts(func):
+            return self._compute(func, args, kwargs)
+        tensors = list[FakeTensor]()
+        arguments = args, tuple(kwargs.items())
+        layouts = _layouts(arguments, tensors, func)
         if layouts is None:
-            return func(*args, **kwargs)
-        key = func, torch.is_inference_mode_enabled(), layouts
-        result = self._results.get(key, _NEW)
-        if result is not _NEW and result is not _UNKNOWN:
-            return self._repeat(result, tensors)
-        out = func(*args, **kwargs)
-        if result is _NEW:
+            return self._compute(func, args, kwargs)
+        key = func, torch.is_inference_mode_enabled(), torch.get_default_dtype(), layouts
+        result = self._results.get(key)
+        if result is None:
+            out, flops = self._compute(func, args, kwargs)
             # An operation that changes the layout of an argument is computed each time.
             is_pure = _layouts(arguments, [], func) == layouts
-            self._results[key] = _describe(out, tensors) if is_pure else _UNKNOWN
-        return out
+            self._results[key] = _describe(out, tensors) if is_pure else _UNKNOWN, flops
+            return out, flops
+        description, flops = result
+        if description is _UNKNOWN:
+            return self._compute(func, args, kwargs)
+        return self._repeat(description, tensors), flops
+
+    def _compute(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, int]:
+        out = func(*args, **kwargs)
+        return out, operation_flops(func, args, kwargs, out)
 
     def _repeat(self, result: Any, tensors: Sequence[FakeTensor]) -> Any:
         kind = type(result)
         if kind is _NewTensor:
-            return FakeTensor(self._fake_mode, _empty(result.layout), result.layout.device)
+            return self._fake_tensor(_empty(result.layout), result.layout.device)
         if kind is _View:
             layout, storage = result.layout, tensors[result.argument].untyped_storage()
             with torch._C._DisableTorchDispatch():
                 view = torch.empty(0, dtype=layout.dtype, device="meta")
                 view.set_(storage, result.offset, layout.shape, layout.stride)
-            return FakeTensor(self._fake_mode, view, layout.device)
+            return self._fake_tensor(view, layout.device)
         if kind is _Argument:
             return tensors[result.argument]
         return None if result is None else kind(self._repeat(item, tensors) for item in result)
+
+    def _fake_tensor(self, meta: Tensor, device: torch.device) -> FakeTensor:
+        """Return a fake tensor on ``device`` with the layout and storage of ``meta``.
+
+        The constructor of ``FakeTensor`` takes most of the time of a repeated result. So the first tensor on each device gives
+        its attributes to all later ones.
+        """
+        attributes = self._attributes.get(device)
+        if attributes is None:
+            tensor = FakeTensor(self.fake_mode, meta, device)
+            self._attributes[device] = dict(vars(tensor))
+            return tensor
+        tensor = Tensor._make_subclass(FakeTensor, meta, False, dispatch_device=True, device_for_backend_keys=device)
+        vars(tensor).update(attributes)
+        return tensor
+
+
+PLAIN_TENSORS = frozenset({Tensor, FakeTensor})
+"""Types of tensors whose operations a mode sees. A DTensor or similar unpacks itself, and its inner operations come back."""
+
+
+class CachedOperations(TorchDispatchMode):
+    """Context in which tensors are fake, and operations on them are computed once."""
+
+    def __init__(self, operations: OperationCache) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._operations = operations
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return False: torch would wrap ``__torch_dispatch__``, at a cost for each operation, and it is never compiled."""
+        return False
+
+    def __enter__(self) -> Self:
+        self._operations.fake_mode.__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._operations.fake_mode.__exit__(*error)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._operations.run(func, args, kwargs or {})[0] if PLAIN_TENSORS.issuperset(types) else NotImplemented
 
 
 @cache
@@ -110,6 +168,9 @@ def _layouts(values: Iterable[Any], tensors: list[FakeTensor], func: Any) -> tup
             tensors.append(value)
             size = value.untyped_storage().nbytes()
             layouts += (value.shape, value.stride(), value.storage_offset(), value.dtype, value.fake_device, size)
+        elif kind in _ON_META and value.is_meta and _returns_new_tensors(func):
+            # The fake mode would make a fake tensor of the argument each time.
+            layouts += (kind, value.shape, value.stride(), value.storage_offset(), value.dtype, value.requires_grad)
         elif kind in _PLAIN:
             layouts.append(value)
         elif kind is list or kind is tuple:
@@ -123,6 +184,15 @@ def _layouts(values: Iterable[Any], tensors: list[FakeTensor], func: Any) -> tup
         else:
             return None
     return tuple(layouts)
+
+
+_ON_META = frozenset({Tensor, nn.Parameter})
+
+
+@cache
+def _returns_new_tensors(func: Any) -> bool:
+    """Return True if ``func`` changes no argument, and no result shares memory with an argument."""
+    return all(value.alias_info is None for value in (*func._schema.arguments, *func._schema.returns))
 
 
 @cache

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -20,9 +20,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 
 from dtrain.arguments import check_choice, check_int
 from dtrain.data.batch import list_tensors
@@ -32,8 +32,9 @@ from dtrain.dist.init import DistInfo, fake_dist_info
 from dtrain.dist.mesh import build_mesh
 from dtrain.dist.rng import rng_state, set_rng_state
 from dtrain.errors import ConfigError
+from dtrain.memory.live_tensors import LiveBytes
 from dtrain.planning.memory_trace import MemoryTrace, MemoryTracker
-from dtrain.planning.operation_cache import OperationCache
+from dtrain.planning.operation_cache import PLAIN_TENSORS, CachedOperations, OperationCache
 from dtrain.planning.step_work import CollectiveTraffic, StepWork, WorkCounter, extrapolate_traffic, iter_tensors, sum_traffic
 from dtrain.planning.workload import Workload, build_on_meta
 from dtrain.run_context import AsyncScalar
@@ -175,7 +176,7 @@ class SimulatedRun:
         tracker, state = self._tracker, self._state
         self._fake_values.collectives.clear()
         self._fake_values.work.reset()
-        with tracker.live:
+        with self._fake_values.counted_by(tracker.live):
             tracker.assign("parameters", state.params.values())
             tracker.assign("parameters", self._model.buffers())
             tracker.assign("optimizer", iter_tensors(state.optimizer.state))
@@ -247,8 +248,8 @@ class SimulatedRun:
 
 
 @contextmanager
-def simulate(workload: Workload, config: ParallelismConfig) -> Iterator[SimulatedRun]:
-    """Yield a simulated run in its own fake process group.
+def simulate(workload: Workload, config: ParallelismConfig, operations: OperationCache | None = None) -> Iterator[SimulatedRun]:
+    """Yield a simulated run in its own fake process group. Runs that share ``operations`` compute equal operations once.
 
     Mutates: this process's process groups, of which there are none before and after.
 
@@ -256,10 +257,10 @@ def simulate(workload: Workload, config: ParallelismConfig) -> Iterator[Simulate
         ConfigError: a layout that ``build_mesh`` or ``shard_model`` refuses, or existing process groups.
     """
     with fake_world(config) as mesh:
-        fake = FakeTensorMode(allow_non_fake_inputs=True)
+        operations = OperationCache() if operations is None else operations
         # The model is sharded on meta, because fake tensors take 4 ms for each parameter that is sharded over 1,000 ranks.
         with only_first_shards():
-            model = build_on_meta(workload, fake)
+            model = build_on_meta(workload, CachedOperations(operations))
             if config.checkpoint is not None:
                 checkpoint_activations(model, blocks=workload.blocks, keep=config.checkpoint)
             options: dict[str, Any] = {"blocks": workload.blocks, **workload.shard_args}
@@ -268,7 +269,7 @@ def simulate(workload: Workload, config: ParallelismConfig) -> Iterator[Simulate
                 options.pop("tp_plan", None)
             options = {"strategy": config.strategy, "precision": config.precision, "accumulate": config.accumulate} | options
             model = shard_model(model, mesh, **options)
-        with fake, FakeValueMode(fake) as fake_values, emulate_cuda_kernels() if config.device == "cuda" else nullcontext():
+        with FakeValueMode(operations) as fake_values, emulate_cuda_kernels() if config.device == "cuda" else nullcontext():
             allocate_meta_tensors(model, torch.device("cpu"))
             init_root(model)
             yield SimulatedRun(workload, model, _transforms(workload, config, mesh), config, fake_values)
@@ -333,42 +334,64 @@ def fake_world(config: ParallelismConfig) -> Iterator[DeviceMesh]:
 
 
 _aten = torch.ops.aten
-_DEVICE = torch.ops.prim.device.default
-_PLAIN_TENSORS = frozenset({Tensor, FakeTensor})
+_DEVICE, _LOCAL_SCALAR = torch.ops.prim.device.default, _aten._local_scalar_dense.default
 
 
-class FakeValueMode(TorchDispatchMode):
-    """Context in which a number read from a fake tensor is 1, and a mask selects everything.
+class FakeValueMode(CachedOperations):
+    """Context in which tensors are fake, a number read from a tensor is 1, and a mask selects everything.
 
     So a model that reads its data can be simulated, with the most memory that the data can need. ``collectives`` records the
     collectives, which do nothing.
     """
 
-    def __init__(self, fake_mode: FakeTensorMode) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.operations = OperationCache(fake_mode)
+    def __init__(self, operations: OperationCache) -> None:
+        super().__init__(operations)
         self.collectives: list[CollectiveCall] = []
         self.work = WorkCounter()
+        self._live: LiveBytes | None = None
+
+    @contextmanager
+    def counted_by(self, live: LiveBytes) -> Iterator[None]:
+        """Let ``live`` count the tensors of all operations inside the context, as if ``live`` were entered as a mode.
+
+        A second mode would cost each operation another pass through torch's dispatcher.
+        """
+        live.observe_resizes()
+        self._live = live
+        try:
+            yield
+        finally:
+            self._live = None
+            live.ignore_resizes()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not _PLAIN_TENSORS.issuperset(types):
+        if not PLAIN_TENSORS.issuperset(types):
             return NotImplemented
+        # C++ asks a fake tensor for its device about once per operation.
         if func is _DEVICE and isinstance(args[0], FakeTensor):
             return args[0].device
+        live = self._live
+        if live is None:
+            return self._run(func, args, kwargs)
+        before = live.count_arguments(func, args, kwargs)
+        out = self._run(func, args, kwargs)
+        live.count_result(func, out, before)
+        return out
+
+    def _run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         # The fake mode would take long for each number of an optimizer's state, and for the records of the profiler.
-        if func is _aten._local_scalar_dense.default and isinstance(args[0], FakeTensor) and args[0].constant is None:
+        if func is _LOCAL_SCALAR and isinstance(args[0], FakeTensor) and args[0].constant is None:
             dtype = args[0].dtype
             return True if dtype == torch.bool else 1.0 if dtype.is_floating_point else 1j if dtype.is_complex else 1
-        if func.namespace == "profiler":
+        namespace = _namespace(func)
+        if namespace == "profiler":
             with torch._C._DisableTorchDispatch():
                 return func(*args, **kwargs)
-        if is_collective(func):
+        if namespace != "aten" and is_collective(func):
             self.collectives.extend(describe_collective(func, args, kwargs))
         try:
-            out = self.operations.run(func, args, kwargs)
-            self.work.count(func, args, kwargs, out)
-            return out
+            out, flops = self._operations.run(func, args, kwargs)
         except DataDependentOutputException:
             raise _data_dependent_error(func) from None
         except DynamicOutputShapeException:
@@ -376,6 +399,13 @@ class FakeValueMode(TorchDispatchMode):
             if result is None:
                 raise _data_dependent_error(func) from None
             return result
+        self.work.count(func, args, kwargs, out, flops)
+        return out
+
+
+@cache
+def _namespace(func: Any) -> str:
+    return func.namespace  # type: ignore[no-any-return]
 
 
 def _unmasked_result(func: Any, args: tuple[Any, ...]) -> Tensor | None:

@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from dtrain.monitors.flops import operation_flops
-
 if TYPE_CHECKING:
     from dtrain.testing.counters import CollectiveCall
 
@@ -61,9 +59,8 @@ class WorkCounter:
         finally:
             self._in_update = False
 
-    def count(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
-        """Count one operation that ran."""
-        flops = operation_flops(func, args, kwargs, out)
+    def count(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any, flops: int) -> None:
+        """Count one operation that ran, with its floating-point operations."""
         if flops:
             dtype = next(iter_tensors(args)).dtype
             self._flops[self._in_update][str(dtype).removeprefix("torch.")] += flops
