@@ -5,7 +5,7 @@ import pytest
 import safetensors.torch
 
 from dtrain.prove.causes import explain
-from dtrain.prove.checks import FAR, check_record, computed_samples, rounding_of
+from dtrain.prove.checks import FAR, check_record, check_training, computed_samples, rounding_of
 from dtrain.prove.compare import compare_records, unstable_keys
 from dtrain.prove.evaluations import ExportCheck
 from dtrain.prove.run_config import RunConfig
@@ -285,6 +285,30 @@ def test_export_of_other_weights_than_the_evaluated_is_found(tmp_path):
 
     assert run("bug", [2.0]) == ["export_without_ema"]
     assert run("fixed", [1.0]) == []
+
+
+OPTIMIZER = {"kind": "optimizer", "step": 0, "optimizer_index": 0, "optimizer": "SGD", "names": ["w"], "unknown": [], "params": 1}
+MOVES = [("initial", "w", [1.0]), ("parameter", "w", [2.0])]
+
+
+@pytest.mark.parametrize(
+    ("changes", "gradient", "tensors", "reason"),
+    [
+        ({"losses": [[6.0, 3.0]]}, [1.0], MOVES, ""),
+        ({"losses": [[float("nan"), 3.0]]}, [1.0], MOVES, "the loss of step 0 is nan"),
+        ({"losses": [[0.0, 3.0]]}, [0.0], MOVES, "the loss is 0 in every step"),
+        # The loss of a policy gradient is a sum of advantages, whose mean is 0.
+        ({"losses": [[0.0, 3.0]]}, [1.0], MOVES, ""),
+        ({"losses": [[6.0, 3.0]]}, [0.0], MOVES, "the gradients are 0 in every step"),
+        ({"losses": [[6.0, 3.0]]}, [float("inf")], MOVES, "the gradient of weight in step 0 has the norm inf"),
+        ({"losses": [[6.0, 3.0]]}, [1.0], [*MOVES[:1], ("parameter", "w", [1.0])], "no parameter of SGD changes"),
+        # A closure computes the gradients after the start of the update.
+        ({"losses": []}, None, MOVES, ""),
+    ],
+)
+def test_run_that_trains_nothing_shows_nothing(tmp_path, changes, gradient, tensors, reason):
+    record = write_run(tmp_path / "a", [changes], gradient=gradient, tensors=tensors, rows=[OPTIMIZER])
+    assert check_training(record) == reason
 
 
 def export_check(error, missing=()):

@@ -60,6 +60,79 @@ def test_script_without_an_update_does_not_pass(tmp_path, monkeypatch):
     assert "no update of an optimizer was seen; give the arguments with which the script trains" in report.text()
 
 
+PLAIN = """
+import sys
+import torch
+from torch import nn
+torch.manual_seed(0)
+model = nn.Linear(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+data = torch.utils.data.TensorDataset(torch.randn(24, 4, generator=torch.Generator().manual_seed(1)))
+"""
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(
+    ("change", "reason"), [('* float("nan")', "the loss of step 0 is nan"), ("* 0", "the loss is 0 in every step")]
+)
+def test_loop_whose_loss_says_nothing_does_not_pass(tmp_path, monkeypatch, change, reason):
+    monkeypatch.chdir(tmp_path)
+    Path("loop.py").write_text(f"""{PLAIN}
+for (x,) in torch.utils.data.DataLoader(data, batch_size=6):
+    optimizer.zero_grad()
+    (model(x).square().mean() {change}).backward()
+    optimizer.step()
+""")
+    report = dt.prove.prove("loop.py", timeout_s=600.0)
+    assert not report.passed
+    assert [(row.name, row.verdict, row.text) for row in report.rows] == [("1 rank", "nothing", reason)]
+    assert "0 differences, 0 failed runs, 1 run that shows nothing" in report.text()
+
+
+HANG = """
+import sys
+import torch
+from torch import nn
+import torch.distributed as dist
+import dtrain as dt
+
+with dt.init_dist() as info:
+    mesh = dt.build_mesh()
+    model = dt.shard_model(nn.Linear(4, 2), mesh, strategy="full_shard")
+    x = torch.randn(24, 4, generator=torch.Generator().manual_seed(1))
+    loader = dt.build_loader(torch.utils.data.TensorDataset(x), mesh=mesh, global_batch_size=6, seed=0)
+
+    def loss_fn(model, batch):
+        total = model(batch[0]).square().sum()
+        return dt.LossSum(total=total, weight=batch[0].shape[0])
+
+    step = dt.compose_step(loss_fn)
+    state = step.init(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for batch in loader.until(2):
+        state, metrics = step(state, batch)
+        strategy = state.spec.strategy
+        if "--all" in sys.argv or strategy != "full_shard":
+            if info.world_size > 1 and info.rank == 1:
+                dist.all_reduce(torch.ones(7))
+"""
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize("argument", [[], ["--all"]], ids=["one strategy", "all runs"])
+def test_run_that_hangs_is_a_failure_with_rank_and_collective(tmp_path, monkeypatch, argument):
+    monkeypatch.chdir(tmp_path)
+    Path("hang.py").write_text(HANG)
+    report = dt.prove.prove("hang.py", argument, steps=2, world_sizes=(2,), timeout_s=20.0)
+    assert not report.passed
+    failed = {row.name: row.text for row in report.rows if row.verdict == "failed"}
+    assert "2 ranks, replicate" in failed
+    assert ("2 ranks" in failed) is bool(argument)
+    for text in failed.values():
+        assert "all_reduce" in text
+        assert "rank 1" in text
+        assert "hang.py:29" in text
+
+
 @pytest.mark.costly
 def test_report_of_a_bug_names_step_cause_and_page(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

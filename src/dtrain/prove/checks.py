@@ -1,4 +1,4 @@
-"""Find mistakes in one run (``check_record``), and changes by a script's dtypes beyond rounding (``compare_precision``).
+"""Find mistakes in one run (``check_record``), runs that train nothing (``check_training``), and changes by a script's dtypes.
 
 Contradictions inside a run need no other run: frozen parameters that change, repeated orders, ranks that differ where they
 must agree. The size of an error that rounding explains is measured by a run whose modules round in another way.
@@ -6,6 +6,7 @@ must agree. The size of an error that rounding explains is measured by a run who
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -39,6 +40,35 @@ def check_record(record: RunRecord) -> list[Difference]:
         *exports,
     )
     return sorted(_first_of_each_kind(contradictions), key=lambda difference: difference.step)
+
+
+def check_training(record: RunRecord) -> str:
+    """Return why nothing in a run could show a mistake, such as a loss of NaN in all runs; "" if the run trains."""
+    steps, gradients = record.steps, record.of_kind("gradient")
+    losses = [(fact.step, fact.value.total) for fact in record.of_kind("loss") if fact.value.count]
+    if not steps:
+        return "no update of an optimizer was seen; give the arguments with which the script trains"
+    for step, loss in losses:
+        if not math.isfinite(loss):
+            return f"the loss of step {step} is {loss:g}"
+    for fact in gradients:
+        if not math.isfinite(fact.value.norm):
+            return f"the gradient of {fact.name} in step {fact.step} has the norm {fact.value.norm:g}"
+    # A policy gradient may have a loss of 0, and a gradient.
+    if not any(fact.value.norm for fact in gradients):
+        if losses and not any(loss for _, loss in losses):
+            return "the loss is 0 in every step"
+        if gradients:
+            return "the gradients are 0 in every step"
+    values: dict[str, list[str]] = {}
+    for fact in (*record.of_kind("initial"), *record.of_kind("parameter")):
+        values.setdefault(fact.name, []).append(fact.value.digest)
+    for row in record.rows("optimizer"):
+        # A model that was seen after its first update has one value.
+        digests = [values[name] for name in row.get("names", ()) if len(values.get(name, ())) > 1]
+        if digests and all(len(set(own)) == 1 for own in digests):
+            return f"no parameter of {row['optimizer']} changes"
+    return ""
 
 
 def _first_of_each_kind(differences: Sequence[Difference]) -> list[Difference]:

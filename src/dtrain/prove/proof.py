@@ -17,7 +17,7 @@ from typing import Any, Literal
 from dtrain.arguments import check_int, format_count
 from dtrain.errors import ConfigError
 from dtrain.prove.causes import Cause, explain
-from dtrain.prove.checks import FAR, ModuleError, check_record, compare_precision, computed_samples, module_errors, rounding_of
+from dtrain.prove.checks import FAR, ModuleError, check_record, check_training, compare_precision, computed_samples, module_errors, rounding_of
 from dtrain.prove.compare import Comparison, Difference, compare_records, unstable_keys
 from dtrain.prove.run_config import (
     AGAIN,
@@ -39,13 +39,14 @@ from dtrain.prove.runs import RunOutcome, copy_work_folder, run_all
 _DATA_KINDS = ("initial", "ties", "samples", "lr", "evaluation")
 _MAX_MODULES = 20
 
-RowVerdict = Literal["bitwise", "tolerance", "differs", "failed", "ran", "not run"]
+RowVerdict = Literal["bitwise", "tolerance", "differs", "failed", "nothing", "ran", "not run"]
 
 _WORDS: Mapping[str, str] = {
     "bitwise": "equal bit for bit",
     "tolerance": "equal within rounding",
     "differs": "DIFFERS",
     "failed": "FAILED",
+    "nothing": "SHOWS NOTHING",
     "ran": "no contradiction",
     "not run": "not compared",
 }
@@ -126,7 +127,7 @@ class _Proof:
         """Run and compare everything: the first runs, and those that ``plan`` chooses from the first run and its record."""
         self._execute(first)
         config, record = first[0].config, self._records[BASE]
-        if self._outcomes[BASE].failed or not record.steps:
+        if self._outcomes[BASE].failed or (check_training(record) and not check_record(record)):
             self._add_row(first[0])
             return
         self._unstable = unstable_keys(record, self._records[AGAIN])
@@ -165,7 +166,9 @@ class _Proof:
         """Compare a run, and add its row to the table, unless the run only serves others."""
         name, whole_name = run.config.name, f"{run.config.ranks} ranks"
         outcome, record = self._outcomes[name], self._records[name]
-        if outcome.failed and run.optional and not self._failed(whole_name):
+        # A script may refuse a strategy or a size, and says so. A run that hangs or crashes is a failure.
+        waited = outcome.timed_out or outcome.follows
+        if outcome.failed and run.optional and outcome.error and not waited and not self._failed(whole_name):
             text = f"the script does not run this way: {outcome.error}"
             self._rows.append(RunRow(name=name, against=run.against, verdict="not run", text=text))
             return
@@ -194,19 +197,18 @@ class _Proof:
             return
         findings = self._explain(run, differences, comparison)
         if run.config.kill_after is None and name not in SERVING:
-            verdict = "differs" if findings else comparison.verdict if comparison else "ran"
+            gap = "" if findings else check_training(record)
+            verdict = "differs" if findings else "nothing" if gap else comparison.verdict if comparison else "ran"
             largest = comparison.largest if comparison else None
-            self._rows.append(RunRow(name=name, against=run.against, verdict=verdict, largest=largest, findings=findings))
+            self._rows.append(RunRow(name=name, against=run.against, verdict=verdict, largest=largest, findings=findings, text=gap))
 
     def _problem(self, name: str) -> str:
         """Return why a run cannot be compared; "" if it can."""
         outcome = self._outcomes[name]
         if outcome.timed_out:
-            return f"did not end in {self._timeout_s:g} s; raise --timeout, or give arguments of a shorter run"
-        if outcome.failed:
-            return outcome.error or f"ended with the exit codes {outcome.codes}"
-        trains = name != BASE or self._records[name].steps
-        return "" if trains else "no update of an optimizer was seen; give the arguments with which the script trains"
+            advice = "" if "wait" in str(outcome.error) else "; raise --timeout, or give arguments of a shorter run"
+            return f"did not end in {self._timeout_s:g} s: {outcome.error}{advice}"
+        return outcome.error or f"ended with the exit codes {outcome.codes}" if outcome.failed else ""
 
     def _explain(self, run: PlannedRun, checks: Sequence[Difference], comparison: Comparison | None) -> tuple[int, ...]:
         """Add the findings of a run, and return their numbers. A cause that was found already is not reported twice."""
@@ -265,7 +267,7 @@ class RunRow:
         verdict: result of the comparison.
         largest: largest relative difference.
         findings: numbers of the findings, from 0.
-        text: error of a run that failed.
+        text: error of a run that failed, or why a run shows nothing.
     """
 
     name: str
@@ -337,8 +339,9 @@ class ProveReport:
 
     @property
     def passed(self) -> bool:
-        """True if no run differs or failed."""
-        return bool(self.rows) and not self.findings and not any(row.verdict in ("differs", "failed") for row in self.rows)
+        """True if no run differs, failed, or shows nothing."""
+        bad = ("differs", "failed", "nothing")
+        return bool(self.rows) and not self.findings and not any(row.verdict in bad for row in self.rows)
 
     def remarks(self) -> list[str]:
         """Return what was changed, and what was not seen, in sentences."""
@@ -399,9 +402,11 @@ class ProveReport:
             lines += ["", *remarks]
         if self.keep_precision:
             lines += self._module_lines()
-        failed = sum(row.verdict == "failed" for row in self.rows)
-        differs = f"{format_count(len(self.findings), 'difference')}, {format_count(failed, 'failed run')}"
-        verdict = "all runs agree" if self.passed else differs
+        verdicts = [row.verdict for row in self.rows]
+        counts = [format_count(len(self.findings), "difference"), format_count(verdicts.count("failed"), "failed run")]
+        if nothing := verdicts.count("nothing"):
+            counts.append(f"{format_count(nothing, 'run')} that show{'s' if nothing == 1 else ''} nothing")
+        verdict = "all runs agree" if self.passed else ", ".join(counts)
         lines += ["", f"prove: {verdict} ({format_count(len(self.rows), 'run')} of {self.steps} steps, {self.seconds:.0f} s)"]
         return "\n".join(lines)
 
