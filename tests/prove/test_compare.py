@@ -5,7 +5,15 @@ import pytest
 import safetensors.torch
 
 from dtrain.prove.causes import explain
-from dtrain.prove.checks import FAR, check_record, check_training, computed_samples, rounding_of
+from dtrain.prove.checks import (
+    FAR,
+    check_record,
+    check_training,
+    compare_precision,
+    computed_samples,
+    rounding_hides,
+    rounding_of,
+)
 from dtrain.prove.compare import compare_records, unstable_keys
 from dtrain.prove.evaluations import ExportCheck
 from dtrain.prove.run_config import RunConfig
@@ -112,13 +120,74 @@ def test_a_tensor_of_rounding_noise_is_equal(tmp_path):
     assert compare_records(a, b, same_layout=False).verdict == "tolerance"
 
 
-def test_numbers_that_differ_between_equal_runs_are_unstable(tmp_path):
-    rows = [
-        {"kind": "metrics", "step": 0, "source": "log", "at": 1, "numbers": {"loss": 2.0, "x": x}, "events": []}
-        for x in (1.0, 2.0)
-    ]
-    a, b = (write_run(tmp_path / name, [{}], rows=[row]) for name, row in zip("ab", rows, strict=True))
+def log(step=0, **numbers):
+    return {"kind": "metrics", "step": step, "source": "log", "at": 1, "numbers": numbers, "events": []}
+
+
+def test_metrics_that_differ_between_equal_runs_are_unstable_in_all_steps(tmp_path):
+    a, b = (
+        write_run(tmp_path / name, [{}], rows=[log(loss=2.0, x=x), log(1, loss=1.0, x=3.0)])
+        for name, x in zip("ab", (1.0, 2.0), strict=True)
+    )
     assert {key[3] for key in unstable_keys(a, b)} == {"x"}
+    assert {key[0] for key in unstable_keys(a, b)} == {0, 1}
+
+
+@pytest.mark.parametrize("name", ["embedding_accuracy", "mean_rank", "per_sample_accuracy", "memory_loss"])
+def test_metrics_are_compared_whatever_their_names(tmp_path, name):
+    a, b = (write_run(tmp_path / run, [{}], rows=[log(**{name: x})]) for run, x in zip("ab", (0.5, 0.7), strict=True))
+    assert compare_records(a, b, same_layout=False).verdict == "differs"
+
+
+def test_metrics_that_are_numbers_of_the_layout_are_named_and_not_compared(tmp_path):
+    rows = [log(ranks=1.0, share=4.0, accuracy=1.0), log(1, ranks=1.0, share=4.0, accuracy=0.5)]
+    others = [log(ranks=2.0, share=2.0, accuracy=2.0), log(1, ranks=2.0, share=2.0, accuracy=0.6)]
+    samples = ["1/a", "2/b", "3/c", "4/d"]
+    a = write_run(tmp_path / "a", [{"samples": samples}], rows=rows)
+    b = write_run(tmp_path / "b", [{"samples": samples[:2]}, {"samples": samples[2:]}], rows=others)
+    comparison = compare_records(a, b, same_layout=False)
+    assert comparison.of_layout == {"ranks", "share"}
+    assert {difference.name for difference in comparison.differences} == {"accuracy"}
+
+
+@pytest.mark.parametrize(
+    ("values", "others", "differs"),
+    [
+        ((-1.39e-16, 2e-17), (-1.25e-16, 1e-17), False),  # terms that cancel
+        ((3.0, 1e-9), (3.0, 2e-9), False),  # rounding, by the scale of the run
+        ((3.0, 0.1), (3.0, 0.2), True),
+        ((1e-9, 1e-9), (2e-9, 2e-9), True),
+    ],
+)
+def test_metrics_are_compared_with_their_scale_over_the_run(tmp_path, values, others, differs):
+    a, b = (
+        write_run(tmp_path / name, [{}], rows=[log(step, x=x) for step, x in enumerate(numbers)])
+        for name, numbers in (("a", values), ("b", others))
+    )
+    assert (compare_records(a, b, same_layout=False).verdict == "differs") is differs
+
+
+def variable(step, digest, value=None):
+    return {"kind": "variable", "step": step, "name": "x", "type": "number" if value else "tensor", "digest": digest} | {
+        "value": value,
+        "weights": False,
+    }
+
+
+@pytest.mark.parametrize(
+    ("reference", "resumed", "loss", "differs"),
+    [
+        ("abcd", "a0cd", 1.0, False),  # filled again before it is read
+        ("abcd", "a012", 1.0, True),
+        ("abcd", "a0cd", 2.0, True),  # read before
+    ],
+)
+def test_scratch_that_a_step_overwrites_is_not_lost_by_a_resume(tmp_path, reference, resumed, loss, differs):
+    a, b = (
+        write_run(tmp_path / name, [{"step": 1, "losses": [[value, 1.0]]}], rows=[variable(*row) for row in enumerate(rows)])
+        for name, rows, value in (("a", reference, 1.0), ("b", resumed, loss))
+    )
+    assert (compare_records(a, b, same_layout=True, first_steps={0: 1}).verdict == "differs") is differs
 
 
 def evaluation(*by_rank):
@@ -167,15 +236,53 @@ def test_evaluation_before_the_first_step_of_a_resume_is_not_compared(tmp_path):
     assert compare_records(a, b, same_layout=True, first_steps={0: 2}).verdict != "differs"
 
 
-def test_rounding_is_measured_by_kind_and_step(tmp_path):
+WEIGHT = (0, 0, "gradient", "weight")
+
+
+def test_rounding_is_measured(tmp_path):
     a, b, c = (write_run(tmp_path / name, [{}], gradient=[1.0, x]) for name, x in (("a", 2.0), ("b", 2.001), ("c", 2.01)))
     rounding = rounding_of(a, [b])
-    assert rounding["gradient", 0] == pytest.approx(FAR * 0.001 / 5**0.5, rel=1e-2)
+    assert rounding[WEIGHT] == pytest.approx(FAR * 0.001 / 5**0.5, rel=1e-2)
     assert compare_records(a, c, same_layout=False).verdict == "differs"
     assert compare_records(a, c, same_layout=False, rounding=rounding).verdict == "differs"
     assert compare_records(a, b, same_layout=False, rounding=rounding).verdict == "tolerance"
     # Sums in float32 have other roundings than the outputs of modules.
-    assert rounding_of(a, [a])["gradient", 0] == pytest.approx(256 * 2.0**-24)
+    assert rounding_of(a, [a])[WEIGHT] == pytest.approx(256 * 2.0**-24)
+
+
+def test_rounding_of_one_tensor_does_not_hide_others(tmp_path):
+    def run(name, *gradients):
+        tensors = [("gradient", str(number), values) for number, values in enumerate(gradients)]
+        return write_run(tmp_path / name, [{}], tensors=tensors)
+
+    a, b = run("a", [1.0], [1.0], [1.0]), run("b", [1.001], [1.001], [0.5])
+    rounding = rounding_of(a, [b])
+    assert [rounding[0, 0, "gradient", name] < 0.01 for name in "012"] == [True, True, False]
+    hidden = compare_records(a, run("c", [1.0], [1.0], [7.0]), same_layout=False, rounding=rounding)
+    assert (hidden.verdict, rounding_hides(hidden)[1]) == ("tolerance", False)
+    assert rounding_hides(hidden)[0].startswith("rounding hides 1 of 7 facts")
+    assert compare_records(a, run("d", [1.0], [1.2], [1.0]), same_layout=False, rounding=rounding).verdict == "differs"
+
+
+def test_comparison_whose_tolerance_is_as_large_as_the_gradients_shows_nothing(tmp_path):
+    a, b = (write_run(tmp_path / name, [{}], gradient=[x]) for name, x in (("a", 1.0), ("b", 0.8)))
+    assert rounding_hides(compare_records(a, b, same_layout=False, rounding=rounding_of(a, [b])))[1]
+
+
+@pytest.mark.parametrize(("gradient", "codes"), [(1.001, []), (0.0, ["gradient_lost"]), (float("nan"), ["gradient_lost"])])
+def test_count_that_overflows_is_found_by_the_gradients_of_modules(tmp_path, gradient, codes):
+    def run(name, gradient):
+        log = {"kind_of": "Linear", "own": True, "leaf": True}
+        folder = tmp_path / name
+        folder.mkdir()
+        file = RunLog(folder, 0)
+        file.write_tensor("activation", "head", torch.tensor([1.0]).half(), **log)
+        file.write_tensor("activation_gradient", "head", torch.tensor([gradient]).half())
+        file.close()
+        return read_record(name, folder)
+
+    exact, written, rounded = run("a", 1.0), run("b", gradient), run("c", gradient)
+    assert [difference.code for difference in compare_precision(exact, written, rounded)] == codes
 
 
 def test_samples_that_a_model_computes_change_with_the_rounding(tmp_path):
@@ -287,7 +394,15 @@ def test_export_of_other_weights_than_the_evaluated_is_found(tmp_path):
     assert run("fixed", [1.0]) == []
 
 
-OPTIMIZER = {"kind": "optimizer", "step": 0, "optimizer_index": 0, "optimizer": "SGD", "names": ["w"], "unknown": [], "params": 1}
+OPTIMIZER = {
+    "kind": "optimizer",
+    "step": 0,
+    "optimizer_index": 0,
+    "optimizer": "SGD",
+    "names": ["w"],
+    "unknown": [],
+    "params": 1,
+}
 MOVES = [("initial", "w", [1.0]), ("parameter", "w", [2.0])]
 
 

@@ -31,7 +31,10 @@ class Cause:
 
 _SENTENCES: Mapping[str, Mapping[str, str]] = {
     "determinism": {
-        "not_deterministic": "Two equal runs differ: seed all generators with dt.seed_all before the model is built.",
+        "not_deterministic": (
+            "Two equal runs differ: seed all generators with dt.seed_all before the model is built, and let nothing depend on "
+            "the clock."
+        ),
         "shared_random_per_rank": (
             "Ranks draw a random choice that all of them must share. Seed its generator without the rank."
         ),
@@ -103,6 +106,10 @@ _SENTENCES: Mapping[str, Mapping[str, str]] = {
         "rotary_rounded": (
             "A table of positions is computed in low precision. Compute frequencies and angles in float32, and round the "
             "result."
+        ),
+        "gradient_lost": (
+            "The gradient is not that of float32: a count or a sum overflows or is rounded, or values underflow. Keep counts "
+            "and sums in float32, and scale a loss in float16."
         ),
         "low_precision_error": "A module loses more digits than its dtype explains. Compute it in float32.",
     },

@@ -17,8 +17,18 @@ from typing import Any, Literal
 from dtrain.arguments import check_int, format_count
 from dtrain.errors import ConfigError
 from dtrain.prove.causes import Cause, explain
-from dtrain.prove.checks import FAR, ModuleError, check_record, check_training, compare_precision, computed_samples, module_errors, rounding_of
-from dtrain.prove.compare import Comparison, Difference, compare_records, unstable_keys
+from dtrain.prove.checks import (
+    FAR,
+    ModuleError,
+    check_record,
+    check_training,
+    compare_precision,
+    computed_samples,
+    module_errors,
+    rounding_hides,
+    rounding_of,
+)
+from dtrain.prove.compare import MAX_ROUNDING, Comparison, Difference, FactKey, compare_records, metric_name, unstable_keys
 from dtrain.prove.run_config import (
     AGAIN,
     BASE,
@@ -38,6 +48,7 @@ from dtrain.prove.runs import RunOutcome, copy_work_folder, run_all
 # Facts that do not depend on the random numbers of a step.
 _DATA_KINDS = ("initial", "ties", "samples", "lr", "evaluation")
 _MAX_MODULES = 20
+_MAX_METRICS = 10
 
 RowVerdict = Literal["bitwise", "tolerance", "differs", "failed", "nothing", "ran", "not run"]
 
@@ -120,8 +131,9 @@ class _Proof:
         self._outcomes: dict[str, RunOutcome] = {}
         self._rows: list[RunRow] = []
         self._findings: list[Finding] = []
-        self._unstable: set[tuple[int, int, str, str]] = set()
-        self._rounding: Mapping[tuple[str, int], float] = {}
+        self._unstable: set[FactKey] = set()
+        self._rounding: Mapping[FactKey, float] = {}
+        self._of_layout: set[str] = set()
 
     def run(self, first: Sequence[PlannedRun], plan: Callable[[RunConfig, RunRecord], list[PlannedRun]]) -> None:
         """Run and compare everything: the first runs, and those that ``plan`` chooses from the first run and its record."""
@@ -190,6 +202,7 @@ class _Proof:
                 first_steps=record.first_steps if run.after else {},
                 rounding={} if run.same_layout else self._rounding,
             )
+            self._of_layout |= comparison.of_layout
         whole = next((row for row in self._rows if run.after and row.name == whole_name), None)
         if whole is not None and whole.verdict in ("differs", "failed"):
             # The run differs on these ranks without a resume.
@@ -197,10 +210,12 @@ class _Proof:
             return
         findings = self._explain(run, differences, comparison)
         if run.config.kill_after is None and name not in SERVING:
-            gap = "" if findings else check_training(record)
-            verdict = "differs" if findings else "nothing" if gap else comparison.verdict if comparison else "ran"
-            largest = comparison.largest if comparison else None
-            self._rows.append(RunRow(name=name, against=run.against, verdict=verdict, largest=largest, findings=findings, text=gap))
+            text, is_hidden = rounding_hides(comparison) if comparison else ("", False)
+            if gap := "" if findings else check_training(record):
+                text, is_hidden = gap, True
+            verdict = "differs" if findings else "nothing" if is_hidden else comparison.verdict if comparison else "ran"
+            row = RunRow(name=name, against=run.against, verdict=verdict, findings=findings, text=text)
+            self._rows.append(row if comparison is None else replace(row, largest=comparison.largest))
 
     def _problem(self, name: str) -> str:
         """Return why a run cannot be compared; "" if it can."""
@@ -242,15 +257,18 @@ class _Proof:
         written, exact, rounded = (self._complete(name) for name in (self._written_name, FLOAT32, ROUNDED))
         modules = [] if written is None or exact is None or rounded is None else module_errors(exact, written, rounded)
         ranks = [rows for other in self._records.values() for rows in other.ranks]
+        facts = [record.facts[key] for key in self._unstable if key in record.facts]
+        unstable = sorted({metric_name(fact) for fact in facts if fact.kind == "metric"})
         return ProveReport(
             script=base.script,
             steps=base.steps,
             rows=tuple(self._rows),
             findings=tuple(self._findings),
             notes=tuple(record.notes),
+            dropped=(tuple(unstable), tuple(sorted(self._of_layout))),
             plain=not record.rows("layout"),
             modules=tuple(modules),
-            rounding=max(self._rounding.values(), default=None),
+            rounding=max((size for size in self._rounding.values() if size <= MAX_ROUNDING), default=None),
             keep_precision=keep_precision,
             seconds=seconds,
             cpu_seconds=sum(row["cpu_s"] for rows in ranks for row in rows if row["kind"] == "end"),
@@ -267,7 +285,7 @@ class RunRow:
         verdict: result of the comparison.
         largest: largest relative difference.
         findings: numbers of the findings, from 0.
-        text: error of a run that failed, or why a run shows nothing.
+        text: error of a run that failed, why a run shows nothing, or what rounding hides.
     """
 
     name: str
@@ -317,6 +335,7 @@ class ProveReport:
         rows: runs, in the order of the table.
         findings: differences with their causes.
         notes: what the script does that was changed or could not be seen.
+        dropped: metrics that were not compared: those that differ in two equal runs, and numbers of the layout.
         plain: if True, the loop does not use dtrain's step.
         modules: errors of the script's dtypes, in the order of the program.
         rounding: largest difference that counts as rounding, as measured; None for the tolerance of float64.
@@ -330,6 +349,7 @@ class ProveReport:
     rows: tuple[RunRow, ...]
     findings: tuple[Finding, ...]
     notes: tuple[Mapping[str, Any], ...] = field(default=(), repr=False)
+    dropped: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
     plain: bool = False
     modules: tuple[ModuleError, ...] = field(default=(), repr=False)
     rounding: float | None = None
@@ -369,6 +389,11 @@ class ProveReport:
             if note["code"] == "export_not_run":
                 why = note["error"] or "no model of the script has the names of its tensors"
                 remarks.append(f"{note['path']} was not loaded again: {why}.")
+        reasons = ("they differ in two equal runs", "they are numbers of the layout")
+        for names, reason in zip(self.dropped, reasons, strict=True):
+            if names:
+                more = f" and {len(names) - _MAX_METRICS} more" if len(names) > _MAX_METRICS else ""
+                remarks.append(f"Metrics that were not compared, because {reason}: {', '.join(names[:_MAX_METRICS])}{more}.")
         if self.rounding is not None:
             remarks.append(
                 f"Differences within a measured tolerance count as rounding, of at most {self.rounding:.1g}: "
@@ -421,7 +446,7 @@ class ProveReport:
             gradient = "-" if module.gradient is None else f"{module.gradient:.1e}"
             lines.append(
                 f"{module.name or 'model':{width}}  {module.dtype:8}  {module.output:.1e}  {gradient:8}  {module.rounding:.1e}"
-                f"{'  FAR' if module.is_far else ''}"
+                f"{'  FAR' if module.is_far or module.has_other_gradient else ''}"
             )
         first = next((module for module in self.modules if module.is_far and module.leaf), None)
         if len(self.modules) > len(shown):
@@ -459,7 +484,7 @@ class ProveReport:
                     "output": module.output,
                     "gradient": module.gradient,
                     "rounding": module.rounding,
-                    "far": module.is_far,
+                    "far": module.is_far or module.has_other_gradient,
                 }
                 for module in self.modules
             ],

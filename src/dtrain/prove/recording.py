@@ -238,10 +238,7 @@ class RankRecorder:
         self.flush_evaluation()
         optimizer_index = self.log.optimizer_index
         if optimizer_index == 0:
-            for variable in model_values(self.models.modules):
-                self.log.write("variable", **variable)
-            for variable in script_variables(script_frames(sys._getframe(1), self.config.script), self.models.modules):
-                self.log.write("variable", **variable)
+            self._write_variables()
         if optimizer_index in self._initial:
             return
         self._initial.add(optimizer_index)
@@ -264,6 +261,17 @@ class RankRecorder:
         if own and not any(param in names for param in own):
             for number, param in enumerate(param for group in optimizer.param_groups for param in group["params"]):
                 self.log.write_tensor("initial", f"optimizer.{number}", param, trains=True)
+
+    def _write_variables(self) -> None:
+        frames = script_frames(sys._getframe(1), self.config.script)
+        for variable in (*model_values(self.models.modules), *script_variables(frames, self.models.modules)):
+            self.log.write("variable", **variable)
+
+    def update_ends(self, updates: int) -> None:
+        """Count the updates of the optimizer in progress. After the last one, variables show what the step has overwritten."""
+        self.updates[self.log.optimizer_index] = self.log.step = updates
+        if self.log.optimizer_index == 0 and updates == self.config.steps:
+            self._write_variables()
 
     def rng_digest(self) -> str:
         """Return a digest of the state of torch's global generator."""
@@ -330,8 +338,7 @@ class RankRecorder:
         for name, tensor in named_tensors(state.transform_states):
             if not name.startswith("auto_microbatch"):
                 self.log.write_tensor("transform", name, tensor)
-        self.updates[self.log.optimizer_index] = state.step
-        self.log.step = state.step
+        self.update_ends(state.step)
 
     def write_parameters(self) -> None:
         """Write all parameters and buffers after an update."""

@@ -37,6 +37,7 @@ class RunConfig:
         activations: if True, record the outputs of all modules in the first forward, and their gradients.
         perturb_seed: seed of changes of the last bit of modules' outputs, which show the effect of rounding; None changes none.
         check_exports: if True, load exported files again, and compare outputs.
+        vary_machine: if True, the clock runs faster and the process has more memory, so that numbers about the machine differ.
     """
 
     name: str
@@ -56,6 +57,7 @@ class RunConfig:
     activations: bool = False
     perturb_seed: int | None = None
     check_exports: bool = False
+    vary_machine: bool = False
 
     @property
     def work_folder(self) -> Path:
@@ -121,7 +123,8 @@ def first_runs(script: Path, args: Sequence[str], folder: Path, *, steps: int, k
         activations=keep_precision,
         check_exports=True,
     )
-    return [PlannedRun(config=base), PlannedRun(config=_variant(base, "again", name=AGAIN), against=BASE, same_layout=True)]
+    again = _variant(base, "again", name=AGAIN, vary_machine=True)
+    return [PlannedRun(config=base), PlannedRun(config=again, against=BASE, same_layout=True)]
 
 
 def next_runs(base: RunConfig, record: RunRecord, world_sizes: Sequence[int], seed: int) -> list[PlannedRun]:

@@ -305,6 +305,7 @@ def _run_script(config: RunConfig, rank: int) -> int:
     import torch
 
     from dtrain.prove.dtrain_hooks import observe_dtrain
+    from dtrain.prove.overrides import vary_machine
     from dtrain.prove.recording import RankRecorder
     from dtrain.prove.torch_hooks import observe_torch
 
@@ -315,6 +316,8 @@ def _run_script(config: RunConfig, rank: int) -> int:
     observe_dtrain(recorder)
     observe_torch(recorder)
     path = os.path.abspath(config.script)
+    # Held until the end of the process.
+    memory = vary_machine(path) if config.vary_machine else None  # noqa: F841
     sys.argv = [config.script, *config.args]
     sys.path.insert(0, os.path.dirname(os.path.realpath(path)))
     main = ModuleType("__main__")

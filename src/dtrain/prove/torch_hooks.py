@@ -352,5 +352,4 @@ class PlainLoop(UpdateObserver):
         optimizer_index = recorder.log.optimizer_index = recorder.index_of(optimizer)
         if recorder.records_updates():
             recorder.write_parameters()
-        recorder.updates[optimizer_index] += 1
-        recorder.log.step = recorder.updates[optimizer_index]
+        recorder.update_ends(recorder.updates[optimizer_index] + 1)
