@@ -58,10 +58,14 @@ def write_run(folder, ranks, *, gradient=None, tensors=(), rows=()):
     return read_record(folder.name, folder)
 
 
-def first_cause(reference, record, ranks=2, *, resumed=False, same_layout=False):
+def explain_first(reference, record, ranks=2, *, resumed=False, same_layout=False):
     comparison = compare_records(reference, record, same_layout=same_layout)
     config = RunConfig(name="run", folder="", script="", ranks=ranks)
-    return explain(comparison.differences[0], record, reference, config, resumed).code
+    return explain(comparison.differences[0], record, reference, config, resumed)
+
+
+def first_cause(*args, **options):
+    return explain_first(*args, **options).code
 
 
 @pytest.mark.parametrize(("rate", "other", "differs"), [(1e-14, 2e-14, True), (1e9, 1e9 + 1e-3, False)], ids=["small", "large"])
@@ -310,6 +314,24 @@ CAUSES = {
         [{"events": ["schedule"] * 2, "backwards": 2, "lr": [0.2]}] * 2,
     ),
 }
+
+
+def test_cause_without_evidence_of_its_own_is_a_guess(tmp_path):
+    def shown(code):
+        one, two = CAUSES[code]
+        cause = explain_first(write_run(tmp_path / f"{code}-a", one), write_run(tmp_path / f"{code}-b", two))
+        assert cause.advice.startswith("Possibly: ") is not cause.shown
+        return cause.shown
+
+    assert {code: shown(code) for code in CAUSES} == dict.fromkeys(CAUSES, True) | {"padding_in_loss": False}
+    # The weights of the microbatches are not 1.
+    a, b = (write_run(tmp_path / name, [{"losses": [[2.0, weight]]}]) for name, weight in (("a", 6), ("b", 7)))
+    assert (explain_first(a, b).code, explain_first(a, b).shown) == ("loss_weighting", False)
+
+
+def test_metric_that_follows_from_the_size_of_microbatches_is_not_that_of_rank_0(tmp_path):
+    a, b = (write_run(tmp_path / name, [{}], rows=[log(x=x)]) for name, x in (("a", 1.0), ("b", 2.5)))
+    assert first_cause(a, b, 1) == "metric_mean_of_means"
 
 
 @pytest.mark.parametrize("code", CAUSES)

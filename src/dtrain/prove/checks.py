@@ -143,10 +143,10 @@ def _check_epochs(record: RunRecord) -> Iterator[Difference]:
     first: dict[int, object] = {}
     for row in record.rows("pass"):
         if row["shuffle"] and row["epoch"] is not None:
-            if row["number"] and first.get(row["loader"]) == row["epoch"]:
+            if row["number"] and first.get(row["loader"]) == (row["epoch"], row["seed"]):
                 text = f"have the order of epoch {row['epoch']} in each pass of {row['sampler']}"
                 yield _contradiction("shuffle_without_epoch", row["step"], "samples", "", text)
-            first[row["loader"]] = row["epoch"]
+            first[row["loader"]] = row["epoch"], row["seed"]
 
 
 def _check_evaluated_exports(record: RunRecord) -> Iterator[Difference]:

@@ -40,6 +40,7 @@ from dtrain.prove.run_config import (
     PlannedRun,
     RunConfig,
     first_runs,
+    is_endless,
     next_runs,
 )
 from dtrain.prove.run_records import KINDS, RunRecord, read_record
@@ -142,6 +143,10 @@ class _Proof:
         if self._outcomes[BASE].failed or (check_training(record) and not check_record(record)):
             self._add_row(first[0])
             return
+        if is_endless(record, config.steps):
+            config = replace(config, cut_after=config.steps)
+            self._records = {name: other.until(config.steps) for name, other in self._records.items()}
+            record = self._records[BASE]
         self._unstable = unstable_keys(record, self._records[AGAIN])
         later = plan(config, record)
         self._execute([run for run in later if run.after is None])
@@ -176,11 +181,14 @@ class _Proof:
 
     def _add_row(self, run: PlannedRun) -> None:
         """Compare a run, and add its row to the table, unless the run only serves others."""
-        name, whole_name = run.config.name, f"{run.config.ranks} ranks"
+        name, layouts = run.config.name, {run.config.ranks}
+        if run.after:
+            layouts.add(self._outcomes[run.after].config.ranks)
+        whole_names = [f"{ranks} ranks" for ranks in layouts]
         outcome, record = self._outcomes[name], self._records[name]
         # A script may refuse a strategy or a size, and says so. A run that hangs or crashes is a failure.
         waited = outcome.timed_out or outcome.follows
-        if outcome.failed and run.optional and outcome.error and not waited and not self._failed(whole_name):
+        if outcome.failed and run.optional and outcome.error and not waited and not any(map(self._failed, whole_names)):
             text = f"the script does not run this way: {outcome.error}"
             self._rows.append(RunRow(name=name, against=run.against, verdict="not run", text=text))
             return
@@ -197,13 +205,13 @@ class _Proof:
                 self._records[run.against],
                 record,
                 same_layout=run.same_layout,
-                kinds=_DATA_KINDS if draws_per_rank and run.config.ranks > 1 else KINDS,
+                kinds=_DATA_KINDS if draws_per_rank and max(layouts) > 1 else KINDS,
                 ignored=self._unstable,
                 first_steps=record.first_steps if run.after else {},
                 rounding={} if run.same_layout else self._rounding,
             )
             self._of_layout |= comparison.of_layout
-        whole = next((row for row in self._rows if run.after and row.name == whole_name), None)
+        whole = next((row for row in self._rows if run.after and row.name in whole_names), None)
         if whole is not None and whole.verdict in ("differs", "failed"):
             # The run differs on these ranks without a resume.
             self._rows.append(RunRow(name=name, against=run.against, verdict="differs", findings=whole.findings))
@@ -321,6 +329,7 @@ class Finding:
             "ranks": list(self.difference.ranks),
             "cause": self.cause.code,
             "sentence": self.cause.sentence,
+            "shown": self.cause.shown,
             "page": self.cause.page,
         }
 
@@ -402,7 +411,14 @@ class ProveReport:
         if "loop_cut" in codes:
             remarks.append("The loop could not be shortened and was ended, so the code after it did not run.")
         if not any("killed" in row.name for row in self.rows):
-            remarks.append("No checkpoint was saved before the last step, so no resume was checked.")
+            remarks.append(
+                "No checkpoint was saved before the last step, so no resume was checked. "
+                + (
+                    "If the script saves every few hundred steps, give it arguments with which it saves after two."
+                    if self.plain
+                    else "Save where state.crossed(n) is True instead of step % n == 0: here it is True after each second step."
+                )
+            )
         return remarks
 
     def text(self) -> str:
@@ -420,7 +436,7 @@ class ProveReport:
             lines += [
                 "",
                 f"{number}. {finding.run}{against}: {finding.subject} {difference.text}{ranks}",
-                f"   {finding.cause.sentence}",
+                f"   {finding.cause.advice}",
                 f'   See the page "{finding.cause.page}" of the documentation ({finding.cause.code}).',
             ]
         if remarks := self.remarks():

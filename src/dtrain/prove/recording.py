@@ -25,9 +25,9 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from dtrain.data.batch import FailedBatch, copy_batch_info, get_batch_infos, list_tensors
 from dtrain.errors import ConfigError
 from dtrain.fqn import buffers_by_fqn, modules_by_fqn, parameters_by_fqn, unwrap_module
-from dtrain.prove.evaluations import Evaluations
+from dtrain.prove.evaluations import Evaluations, reshard
 from dtrain.prove.overrides import EvenRandom, FrozenStatistics, cast_floats, use_one_dtype
-from dtrain.prove.run_config import SAVE_INTERVAL, RunConfig
+from dtrain.prove.run_config import RECORDED_LENGTHS, SAVE_INTERVAL, RunConfig
 from dtrain.prove.run_log import (
     RunLog,
     count_samples,
@@ -47,10 +47,8 @@ from dtrain.shard.spec import ShardSpec
 from dtrain.state import TrainState
 from dtrain.typing import LossSum
 
-# A loop that cannot be shortened runs to its own end, or to this many updates.
-_HARD_LIMIT = 2000
-# Updates of such a loop that are recorded, as a multiple of the steps of the run.
-_RECORDED = 10
+# Updates of a loop that prepares the loop of dtrain's step, such as that of a codec.
+_MAX_PREPARATION = 2000
 _STEP_HOOKS: tuple[dict[Any, Any], dict[Any, Any]] = (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)
 
 
@@ -93,6 +91,7 @@ class RankRecorder:
         self.facts = StepFacts()
         self.in_step = self._in_update = False
         self.steps_of_dtrain = False
+        self._has_dtrain_loop = config.has_dtrain_loop or config.may_have_dtrain_loop
         self._indices: dict[int, int] = {}
         self.updates: dict[int, int] = {}
         self._initial: set[int] = set()
@@ -228,8 +227,11 @@ class RankRecorder:
             if dist.is_initialized():
                 dist.barrier()
             self.log.write("killed")
-            os.kill(os.getpid(), signal.SIGKILL)
-        if self.log.step >= _HARD_LIMIT:
+            if self.log.rank == self.config.kill_rank:
+                os.kill(os.getpid(), signal.SIGKILL)
+        prepares = self._has_dtrain_loop and not self.steps_of_dtrain
+        limit = _MAX_PREPARATION if prepares else self.config.cut_after or self.config.steps * RECORDED_LENGTHS
+        if max(self.updates.values(), default=0) >= limit:
             self.note("loop_cut")
             raise EndOfProof(0)
 
@@ -242,6 +244,9 @@ class RankRecorder:
         if optimizer_index in self._initial:
             return
         self._initial.add(optimizer_index)
+        for model in self.models.modules:
+            # A forward before the first step, as in a rollout, leaves the root unsharded.
+            reshard(model)
         named = self.models.parameters()
         names = self._names = {id(param): name for name, param in named.items()}
         own = [id(param) for group in optimizer.param_groups for param in group["params"]]
@@ -382,7 +387,10 @@ class RankRecorder:
 
     def records_updates(self) -> bool:
         """Return True if the next update by hand is recorded. All runs count the updates, so that all cut a loop alike."""
-        return not self.config.has_dtrain_loop and self.updates.get(self.log.optimizer_index, 0) < self.config.steps * _RECORDED
+        return (
+            not self.config.has_dtrain_loop
+            and self.updates.get(self.log.optimizer_index, 0) < self.config.steps * RECORDED_LENGTHS
+        )
 
     def updates_done(self) -> int:
         """Return the number of complete updates of the first optimizer, since the start of the run."""

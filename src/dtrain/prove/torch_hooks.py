@@ -10,9 +10,10 @@ import builtins
 import functools
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import safetensors.torch
@@ -155,7 +156,7 @@ class _Loaders:
 
     def __init__(self, recorder: RankRecorder, loop: PlainLoop) -> None:
         self._recorder, self._loop = recorder, loop
-        self._passes: dict[int, int] = {}
+        self._passes: dict[Hashable, int] = {}
         self._empty_passes = 0
         iterate = DataLoader.__iter__
 
@@ -163,9 +164,10 @@ class _Loaders:
         def observed(loader: Any) -> Any:
             if sys._getframe(1).f_globals.get("__name__", "").startswith(("dtrain.", "torch.")):
                 return iterate(loader)
-            if loop.is_over(loader):
+            key = _loader_key(loader, sys._getframe(1), recorder.config.script)
+            if loop.is_over(key):
                 return self._empty_pass()
-            return self._batches(loader, iterate(loader))
+            return self._batches(loader, key, iterate(loader))
 
         DataLoader.__iter__ = observed  # type: ignore[method-assign]
 
@@ -176,12 +178,12 @@ class _Loaders:
             raise EndOfProof(0)
         return iter(())
 
-    def _batches(self, loader: Any, batches: Iterator[Any]) -> Iterator[Any]:
+    def _batches(self, loader: Any, key: Hashable, batches: Iterator[Any]) -> Iterator[Any]:
         recorder, sampler = self._recorder, loader.sampler
-        number = self._passes[id(loader)] = self._passes.get(id(loader), -1) + 1
+        number = self._passes[key] = self._passes.get(key, -1) + 1
         recorder.log.write(
             "pass",
-            loader=list(self._passes).index(id(loader)),
+            loader=list(self._passes).index(key),
             number=number,
             sampler=type(sampler).__name__,
             epoch=getattr(sampler, "epoch", None),
@@ -190,11 +192,18 @@ class _Loaders:
             samples=len(loader.dataset) if hasattr(loader.dataset, "__len__") else None,
         )
         for batch in batches:
-            if self._loop.is_over(loader):
+            if self._loop.is_over(key):
                 return
-            self._loop.batch_loaded(loader, number, batch)
+            self._loop.batch_loaded(key, number, batch)
             recorder.random.batch_loaded(recorder.log.step, count_samples(batch))
             yield cast_floats(batch, recorder.dtype) if recorder.dtype is not None else batch
+
+
+def _loader_key(loader: Any, frame: FrameType, script: str) -> Hashable:
+    """Return what is equal for all passes over a loader, also if the script makes the loader anew for each epoch."""
+    place = next(iter(script_frames(frame, script)), frame)
+    length = len(loader.dataset) if hasattr(loader.dataset, "__len__") else None
+    return place.f_code.co_filename, place.f_lineno, type(loader.sampler).__name__, loader.batch_size, length
 
 
 def _observe_events(recorder: RankRecorder) -> None:
@@ -219,6 +228,18 @@ def _observe_events(recorder: RankRecorder) -> None:
     wrap(torch.nn.utils, "clip_grad_norm_", "clip")
     for name, event in (("scale", "scale"), ("unscale_", "unscale")):
         wrap(torch.amp.GradScaler, name, event)
+    step = torch.amp.GradScaler.step
+
+    @functools.wraps(step)
+    def scaled_step(scaler: Any, *args: Any, **kwargs: Any) -> Any:
+        facts = recorder.facts
+        result = step(scaler, *args, **kwargs)
+        # An update begins new facts. The microbatches of a skipped step are not those of the next update.
+        if recorder.facts is facts and not recorder.in_step:
+            recorder.facts = StepFacts()
+        return result
+
+    torch.amp.GradScaler.step = scaled_step  # type: ignore[method-assign]
 
 
 def _observe_print(recorder: RankRecorder) -> None:
@@ -291,9 +312,9 @@ class PlainLoop(UpdateObserver):
 
     def __init__(self, recorder: RankRecorder) -> None:
         self._recorder = recorder
-        self._loaded: tuple[int, int] | None = None
+        self._loaded: tuple[Hashable, int] | None = None
         self._batch: Any = None
-        self._training_loaders: set[int] = set()
+        self._training_loaders: set[Hashable] = set()
         register_optimizer_step_pre_hook(self._update_begins)
         register_optimizer_step_post_hook(self._update_ends)
 
@@ -320,15 +341,15 @@ class PlainLoop(UpdateObserver):
         if loss.numel() == 1:
             facts.losses.append((float(loss.detach()), None))
 
-    def batch_loaded(self, loader: Any, number: int, batch: Any) -> None:
+    def batch_loaded(self, loader: Hashable, number: int, batch: Any) -> None:
         """Observe a batch of a loader of torch, in its pass ``number``."""
-        self._loaded, self._batch = (id(loader), number), batch
+        self._loaded, self._batch = (loader, number), batch
 
-    def is_over(self, loader: Any) -> bool:
+    def is_over(self, loader: Hashable) -> bool:
         """Return True if a loader of training batches must end, because the run has all its steps."""
         if self._recorder.steps_of_dtrain:
             return False
-        return id(loader) in self._training_loaders and self._recorder.updates_done() >= self._recorder.config.steps
+        return loader in self._training_loaders and self._recorder.updates_done() >= self._recorder.config.steps
 
     def _update_begins(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         recorder = self._recorder
