@@ -255,16 +255,16 @@ def test_rounding_is_measured(tmp_path):
 
 
 def test_rounding_of_one_tensor_does_not_hide_others(tmp_path):
-    def run(name, *gradients):
-        tensors = [("gradient", str(number), values) for number, values in enumerate(gradients)]
-        return write_run(tmp_path / name, [{}], tensors=tensors)
+    def run(name, *values_of):
+        tensors = [("parameter", str(number), values) for number, values in enumerate(values_of)]
+        return write_run(tmp_path / name, [{}], gradient=[1.0], tensors=tensors)
 
     a, b = run("a", [1.0], [1.0], [1.0]), run("b", [1.001], [1.001], [0.5])
     rounding = rounding_of(a, [b])
-    assert [rounding[0, 0, "gradient", name] < 0.01 for name in "012"] == [True, True, False]
+    assert [rounding[0, 0, "parameter", name] < 0.01 for name in "012"] == [True, True, False]
     hidden = compare_records(a, run("c", [1.0], [1.0], [7.0]), same_layout=False, rounding=rounding)
     assert (hidden.verdict, rounding_hides(hidden)[1]) == ("tolerance", False)
-    assert rounding_hides(hidden)[0].startswith("rounding hides 1 of 7 facts")
+    assert rounding_hides(hidden)[0].startswith("rounding hides 1 of 8 facts")
     assert compare_records(a, run("d", [1.0], [1.2], [1.0]), same_layout=False, rounding=rounding).verdict == "differs"
 
 

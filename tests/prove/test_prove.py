@@ -52,6 +52,30 @@ def test_loop_of_steps_by_hand_that_exports_an_average_agrees(tmp_path, monkeypa
     assert "was not loaded again" not in text
 
 
+STYLES = Path(__file__).parent / "styles"
+
+
+@pytest.mark.costly
+def test_rollout_before_the_first_step_of_a_sharded_model_is_no_difference(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    report = dt.prove.prove(STYLES / "rollout.py", world_sizes=(2,), steps=6, timeout_s=600.0)
+    assert report.passed, report.text()
+    assert any(row.name.endswith("of 2 killed after step 5, resumed on 1 rank") for row in report.rows), report.text()
+    assert "because they are numbers of the layout: world_size" in report.text()
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize("argument", [[], ["--endless"]], ids=["loader of an epoch", "no loader"])
+def test_loop_by_hand_is_shortened_and_agrees(tmp_path, monkeypatch, argument):
+    monkeypatch.chdir(tmp_path)
+    report = dt.prove.prove(STYLES / "plain.py", argument, world_sizes=(2,), steps=3, timeout_s=600.0)
+    assert report.passed, report.text()
+    verdicts = {row.name: row.verdict for row in report.rows}
+    assert verdicts["1 rank, again"] == "bitwise"
+    assert verdicts["2 ranks"] == "tolerance"
+    assert "because they differ in two equal runs: printed: # s (1)" in report.text()
+
+
 def test_script_without_an_update_does_not_pass(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("nothing.py").write_text("print('hello')")

@@ -114,7 +114,7 @@ def explain_stall(evidence: Collection[RankEvidence], *, world_size: int, timeou
     """Explain a stall in lines for the launcher's output, as ``describe_stall``, with the path of the full report."""
     kind = "asked" if timeout_s is None else "hang"
     first, *details = describe_stall(evidence, world_size=world_size, timeout_s=timeout_s)
-    return [f"dtrain: launch: {kind}: {first}; see {report}", *details]
+    return [_to_printable(f"dtrain: launch: {kind}: {first}; see {report}"), *details]
 
 
 def describe_stall(evidence: Collection[RankEvidence], *, world_size: int, timeout_s: float | None) -> list[str]:
@@ -143,7 +143,11 @@ def describe_stall(evidence: Collection[RankEvidence], *, world_size: int, timeo
     lines += _indent_first(
         _group_locations([item for rank, item in by_rank.items() if rank not in culprits and not item.is_gone])
     )
-    return ["".join(c if c.isprintable() else "?" for c in line) for line in lines]
+    return list(map(_to_printable, lines))
+
+
+def _to_printable(line: str) -> str:
+    return "".join(character if character.isprintable() else "?" for character in line)
 
 
 def _find_culprits(by_rank: Mapping[int, RankEvidence], stops: Sequence[StalledCollective]) -> tuple[list[int], str]:
