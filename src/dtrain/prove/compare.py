@@ -169,8 +169,12 @@ def compare_records(
     gradients = {difference.step for difference in differences if difference.kind == "gradient"}
     differences = [difference for difference in differences if difference.certain or difference.step in gradients]
     # Without another effect, nothing read the value.
-    if first_steps and all(difference.kind in _OVERWRITTEN for difference in differences):
-        differences = [difference for difference in differences if not _is_overwritten(difference, last)]
+    if all(difference.kind in _OVERWRITTEN for difference in differences):
+        differences = [
+            difference
+            for difference in differences
+            if not (_is_overwritten(difference, last) if first_steps else not same_layout and _is_scratch(difference))
+        ]
     verdict: Verdict = "differs" if differences else "bitwise" if is_bitwise else "tolerance"
     largest = max((relative for _, relative in sizes), default=0.0)
     return Comparison(
@@ -187,6 +191,11 @@ def _is_overwritten(difference: Difference, last: Mapping[tuple[int, str, str], 
     """Return True if a value that differs is equal in its last step, as a buffer that each step fills before it reads it."""
     fact = difference.reference
     return fact is not None and not last[fact.optimizer_index, fact.kind, fact.name]
+
+
+def _is_scratch(difference: Difference) -> bool:
+    """Return True for a buffer that no checkpoint has. A cache of the last microbatch depends on its size."""
+    return difference.reference is not None and difference.kind == "buffer" and not difference.reference.value.is_saved
 
 
 def metric_name(fact: Fact) -> str:

@@ -353,9 +353,10 @@ class RankRecorder:
         self._write_buffers("buffer")
 
     def _write_buffers(self, kind: str) -> None:
+        saved = self.models.buffers(persistent_only=True)
         for name, buffer in self.models.buffers().items():
             if not buffer.is_meta:
-                self.log.write_tensor(kind, name, buffer, buffer=True)
+                self.log.write_tensor(kind, name, buffer, buffer=True, saved=name in saved)
 
     # ---- evaluations, metrics, saves ----
 
@@ -436,9 +437,13 @@ class ScriptModels:
         """Return the parameters of all models by name."""
         return {prefix + name: param for prefix, model in self._named() for name, param in parameters_by_fqn(model)[0].items()}
 
-    def buffers(self) -> dict[str, Tensor]:
+    def buffers(self, *, persistent_only: bool = False) -> dict[str, Tensor]:
         """Return the buffers of all models by name."""
-        return {prefix + name: buffer for prefix, model in self._named() for name, buffer in buffers_by_fqn(model).items()}
+        return {
+            prefix + name: buffer
+            for prefix, model in self._named()
+            for name, buffer in buffers_by_fqn(model, persistent_only=persistent_only).items()
+        }
 
     def ties(self) -> list[str]:
         """Return the tied parameters, as ``"head.weight = embed.weight"``."""

@@ -62,6 +62,7 @@ class TensorFact:
     sketch: Any = field(repr=False)
     trains: bool = True
     is_buffer: bool = False
+    is_saved: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -228,6 +229,7 @@ def _facts_of_rank_0(ranks: list[list[Row]], numbers: Any) -> Iterator[Fact]:
                 sketch=numbers[begin : begin + count],
                 trains=row.get("trains", True),
                 is_buffer=row.get("buffer", False),
+                is_saved=row.get("saved", True),
             )
             by_rank = digests[kind, row["step"], row["optimizer_index"], row["name"]]
             # Backward reaches the last parameters first.
