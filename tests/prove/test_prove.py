@@ -77,6 +77,15 @@ def test_loop_by_hand_is_shortened_and_agrees(tmp_path, monkeypatch, argument):
     assert "because they differ in two equal runs: printed: # s (1)" in report.text()
 
 
+@pytest.mark.costly
+@pytest.mark.parametrize("argument", [[], ["--next"]], ids=["zip", "next"])
+def test_two_loaders_of_one_loop_are_two(tmp_path, monkeypatch, argument):
+    monkeypatch.chdir(tmp_path)
+    report = dt.prove.prove(STYLES / "loaders.py", argument, world_sizes=(2,), timeout_s=600.0)
+    assert report.passed, report.text()
+    assert [row.verdict for row in report.rows] == ["ran", "bitwise", "tolerance"]
+
+
 def test_script_without_an_update_does_not_pass(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("nothing.py").write_text("print('hello')")

@@ -413,7 +413,7 @@ def _of_loss(evidence: _Evidence) -> str:
 def _has_weights_of_means(evidence: _Evidence) -> bool:
     """Return True if each microbatch has the weight 1 in both runs, and their numbers differ, as for means."""
     a, b = evidence.values
-    return a.weight == a.count and b.weight == b.count and a.count != b.count
+    return bool(a.weight == a.count and b.weight == b.count and a.count != b.count)
 
 
 def _of_gradient(evidence: _Evidence) -> str:

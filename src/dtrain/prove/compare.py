@@ -132,6 +132,7 @@ def compare_records(
         tolerance = max(TOLERANCE, rounding.get(fact.key, 0.0))
         if tolerance > MAX_ROUNDING:
             coarse.append(fact)
+            is_bitwise = False
             continue
         if fact.kind == "metric" and metric_name(fact) in of_layout_only:
             continue

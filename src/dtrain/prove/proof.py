@@ -399,10 +399,10 @@ class ProveReport:
                 why = note["error"] or "no model of the script has the names of its tensors"
                 remarks.append(f"{note['path']} was not loaded again: {why}.")
         reasons = ("they differ in two equal runs", "they are numbers of the layout")
-        for names, reason in zip(self.dropped, reasons, strict=True):
-            if names:
-                more = f" and {len(names) - _MAX_METRICS} more" if len(names) > _MAX_METRICS else ""
-                remarks.append(f"Metrics that were not compared, because {reason}: {', '.join(names[:_MAX_METRICS])}{more}.")
+        for metrics, reason in zip(self.dropped, reasons, strict=True):
+            if metrics:
+                more = f" and {len(metrics) - _MAX_METRICS} more" if len(metrics) > _MAX_METRICS else ""
+                remarks.append(f"Metrics that were not compared, because {reason}: {', '.join(metrics[:_MAX_METRICS])}{more}.")
         if self.rounding is not None:
             remarks.append(
                 f"Differences within a measured tolerance count as rounding, of at most {self.rounding:.1g}: "
