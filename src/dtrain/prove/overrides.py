@@ -340,11 +340,15 @@ def vary_machine(script: str) -> object:
     """
     folder, calls = os.path.dirname(os.path.realpath(script)) + os.sep, 0
 
+    @functools.cache
+    def is_of_script(file: str) -> bool:
+        return os.path.realpath(file).startswith(folder)
+
     def advance(read: Any, unit: int) -> Any:
         @functools.wraps(read)
         def advanced() -> Any:
             nonlocal calls
-            if os.path.realpath(sys._getframe(1).f_code.co_filename).startswith(folder):
+            if is_of_script(sys._getframe(1).f_code.co_filename):
                 calls += 1
                 return read() + type(read())(calls * _CLOCK_STEP * unit)
             return read()
