@@ -45,7 +45,7 @@ class Row:
         return f"{self.script} {shlex.join(self.args)} {shown}".replace("(", "").replace(",)", "").replace(")", "").strip()
 
 
-TWO, THREE = ("ranks", (2,)), ("ranks", (3,))
+TWO, THREE = ("world_sizes", (2,)), ("world_sizes", (3,))
 WRITTEN = ("keep_precision", True)
 VARIANTS = ((TWO,), (THREE,), (TWO, WRITTEN), (THREE, WRITTEN), (TWO, ("steps", 3)), (TWO, ("steps", 6)), (TWO, ("seed", 1)))
 """Options of the proofs of each light script, which take some 10 seconds of processor time."""
