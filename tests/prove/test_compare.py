@@ -16,6 +16,7 @@ from dtrain.prove.checks import (
 )
 from dtrain.prove.compare import compare_records, unstable_keys
 from dtrain.prove.evaluations import ExportCheck
+from dtrain.prove.recording import ScriptModels
 from dtrain.prove.run_config import RunConfig
 from dtrain.prove.run_log import RunLog, digest, flatten, sample_hashes, sketch
 from dtrain.prove.run_records import RunRecord, read_record
@@ -511,6 +512,15 @@ def test_export_is_compared_with_the_evaluated_weights(tmp_path, trained):
     assert check.check(str(path), 1)["error"] > 0.1
     # A later step, with other weights that were not evaluated.
     assert check.check(str(path), 2)["error"] == 0.0
+
+
+def test_each_model_of_a_class_has_names_of_its_own():
+    models, linears = ScriptModels(None), [torch.nn.Linear(2, 2) for _ in range(3)]
+    for linear in linears:
+        models.add(linear)
+    named = models.parameters()
+    assert {id(param) for param in named.values()} == {id(param) for linear in linears for param in linear.parameters()}
+    assert list(named)[::2] == ["weight", "Linear.weight", "Linear2.weight"]
 
 
 def test_sketch_is_linear_and_keeps_the_size_of_a_difference():

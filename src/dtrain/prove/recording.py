@@ -10,6 +10,7 @@ import hashlib
 import os
 import signal
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -462,8 +463,12 @@ class ScriptModels:
         return None
 
     def _named(self) -> Iterator[tuple[str, nn.Module]]:
+        earlier = Counter[str]()
         for number, model in enumerate(self.modules):
-            yield (f"{type(model).__name__.removeprefix('FSDP')}." if number else ""), model
+            kind = type(model).__name__.removeprefix("FSDP") if number else ""
+            earlier[kind] += 1
+            # A second model of the class must not hide the first.
+            yield f"{kind}{earlier[kind] if earlier[kind] > 1 else ''}{'.' if number else ''}", model
 
 
 class ModuleOutputs:
