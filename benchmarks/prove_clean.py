@@ -56,7 +56,8 @@ SMALL = {
     "train_gan": ("--steps", "4", "--save-every", "2"),
     "train_dpo": ("--read", "4ba", "--until", "4ba"),
     "train_diffusion": ("--until", "5ba", "--size", "8"),
-    "train_embeddings": ("--until", "4ba", "--batch", "32"),
+    # Its warm-up takes 20 steps, and a run of 4 steps has a learning rate of 0.
+    "train_embeddings": ("--until", "40ba", "--batch", "32"),
     "pretrain_bert": ("--until", "4ba"),
     "pretrain_gpt": ("--steps", "4", *TEXT),
     "tensor_parallel": ("--steps", "4", "--tp", "1", *TEXT),

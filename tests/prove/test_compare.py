@@ -440,6 +440,12 @@ MOVES = [("initial", "w", [1.0]), ("parameter", "w", [2.0])]
         ({"losses": [[6.0, 3.0]]}, [0.0], MOVES, "the gradients are 0 in every step"),
         ({"losses": [[6.0, 3.0]]}, [float("inf")], MOVES, "the gradient of weight in step 0 has the norm inf"),
         ({"losses": [[6.0, 3.0]]}, [1.0], [*MOVES[:1], ("parameter", "w", [1.0])], "no parameter of SGD changes"),
+        (
+            {"losses": [[6.0, 3.0]], "lr": [0.0]},
+            [1.0],
+            [*MOVES[:1], ("parameter", "w", [1.0])],
+            "no parameter of SGD changes, because its learning rate is 0; give arguments of a longer run",
+        ),
         # A closure computes the gradients after the start of the update.
         ({"losses": []}, None, MOVES, ""),
     ],

@@ -34,7 +34,7 @@ class Cause:
     @property
     def advice(self) -> str:
         """The sentence, marked if it is a guess."""
-        return self.sentence if self.shown else f"Possibly: {self.sentence}"
+        return self.sentence if self.shown or self.code == "unknown" else f"Possibly: {self.sentence}"
 
 
 _SENTENCES: Mapping[str, Mapping[str, str]] = {
@@ -200,7 +200,7 @@ _GUESSES: Mapping[str, Collection[str]] = {
     **dict.fromkeys(("padding_in_loss", "local_loss_count", "local_batch_norm", "shared_random_per_rank"), ()),
     **dict.fromkeys(("gather_without_gradient", "clip_local_norm", "sampler_seed_per_rank", "adapter_init"), ()),
     **dict.fromkeys(("metric_of_rank_0", "metric_mean_of_means", "rotary_rounded", "gradient_lost"), ()),
-    **dict.fromkeys(("recompute_draws_again", "early_stop_not_saved"), ()),
+    **dict.fromkeys(("recompute_draws_again", "early_stop_not_saved", "unknown"), ()),
     "rng_not_saved": ("rng", "generator"),
     "ema_not_saved": ("transform",),
     "state_not_saved": ("variable",),

@@ -68,7 +68,11 @@ def check_training(record: RunRecord) -> str:
         # A model that was seen after its first update has one value.
         digests = [values[name] for name in row.get("names", ()) if len(values.get(name, ())) > 1]
         if digests and all(len(set(own)) == 1 for own in digests):
-            return f"no parameter of {row['optimizer']} changes"
+            rates = {
+                rate for fact in record.of_kind("lr") if fact.optimizer_index == row["optimizer_index"] for rate in fact.value
+            }
+            why = ", because its learning rate is 0; give arguments of a longer run" if rates == {0.0} else ""
+            return f"no parameter of {row['optimizer']} changes{why}"
     return ""
 
 
