@@ -45,7 +45,7 @@ class Row:
         return f"{self.script} {shlex.join(self.args)} {shown}".replace("(", "").replace(",)", "").replace(")", "").strip()
 
 
-TWO, THREE = ("ranks", (2,)), ("ranks", (3,))
+TWO, THREE = ("world_sizes", (2,)), ("world_sizes", (3,))
 WRITTEN = ("keep_precision", True)
 VARIANTS = ((TWO,), (THREE,), (TWO, WRITTEN), (THREE, WRITTEN), (TWO, ("steps", 3)), (TWO, ("steps", 6)), (TWO, ("seed", 1)))
 """Options of the proofs of each light script, which take some 10 seconds of processor time."""
@@ -56,7 +56,8 @@ SMALL = {
     "train_gan": ("--steps", "4", "--save-every", "2"),
     "train_dpo": ("--read", "4ba", "--until", "4ba"),
     "train_diffusion": ("--until", "5ba", "--size", "8"),
-    "train_embeddings": ("--until", "4ba", "--batch", "32"),
+    # Its warm-up takes 20 steps, and a run of 4 steps has a learning rate of 0.
+    "train_embeddings": ("--until", "40ba", "--batch", "32"),
     "pretrain_bert": ("--until", "4ba"),
     "pretrain_gpt": ("--steps", "4", *TEXT),
     "tensor_parallel": ("--steps", "4", "--tp", "1", *TEXT),

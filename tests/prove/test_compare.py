@@ -5,9 +5,18 @@ import pytest
 import safetensors.torch
 
 from dtrain.prove.causes import explain
-from dtrain.prove.checks import FAR, check_record, computed_samples, rounding_of
+from dtrain.prove.checks import (
+    FAR,
+    check_record,
+    check_training,
+    compare_precision,
+    computed_samples,
+    rounding_hides,
+    rounding_of,
+)
 from dtrain.prove.compare import compare_records, unstable_keys
 from dtrain.prove.evaluations import ExportCheck
+from dtrain.prove.recording import ScriptModels
 from dtrain.prove.run_config import RunConfig
 from dtrain.prove.run_log import RunLog, digest, flatten, sample_hashes, sketch
 from dtrain.prove.run_records import RunRecord, read_record
@@ -50,10 +59,14 @@ def write_run(folder, ranks, *, gradient=None, tensors=(), rows=()):
     return read_record(folder.name, folder)
 
 
-def first_cause(reference, record, ranks=2, *, resumed=False, same_layout=False):
+def explain_first(reference, record, ranks=2, *, resumed=False, same_layout=False):
     comparison = compare_records(reference, record, same_layout=same_layout)
     config = RunConfig(name="run", folder="", script="", ranks=ranks)
-    return explain(comparison.differences[0], record, reference, config, resumed).code
+    return explain(comparison.differences[0], record, reference, config, resumed)
+
+
+def first_cause(*args, **options):
+    return explain_first(*args, **options).code
 
 
 @pytest.mark.parametrize(("rate", "other", "differs"), [(1e-14, 2e-14, True), (1e9, 1e9 + 1e-3, False)], ids=["small", "large"])
@@ -112,13 +125,74 @@ def test_a_tensor_of_rounding_noise_is_equal(tmp_path):
     assert compare_records(a, b, same_layout=False).verdict == "tolerance"
 
 
-def test_numbers_that_differ_between_equal_runs_are_unstable(tmp_path):
-    rows = [
-        {"kind": "metrics", "step": 0, "source": "log", "at": 1, "numbers": {"loss": 2.0, "x": x}, "events": []}
-        for x in (1.0, 2.0)
-    ]
-    a, b = (write_run(tmp_path / name, [{}], rows=[row]) for name, row in zip("ab", rows, strict=True))
+def log(step=0, **numbers):
+    return {"kind": "metrics", "step": step, "source": "log", "at": 1, "numbers": numbers, "events": []}
+
+
+def test_metrics_that_differ_between_equal_runs_are_unstable_in_all_steps(tmp_path):
+    a, b = (
+        write_run(tmp_path / name, [{}], rows=[log(loss=2.0, x=x), log(1, loss=1.0, x=3.0)])
+        for name, x in zip("ab", (1.0, 2.0), strict=True)
+    )
     assert {key[3] for key in unstable_keys(a, b)} == {"x"}
+    assert {key[0] for key in unstable_keys(a, b)} == {0, 1}
+
+
+@pytest.mark.parametrize("name", ["embedding_accuracy", "mean_rank", "per_sample_accuracy", "memory_loss"])
+def test_metrics_are_compared_whatever_their_names(tmp_path, name):
+    a, b = (write_run(tmp_path / run, [{}], rows=[log(**{name: x})]) for run, x in zip("ab", (0.5, 0.7), strict=True))
+    assert compare_records(a, b, same_layout=False).verdict == "differs"
+
+
+def test_metrics_that_are_numbers_of_the_layout_are_named_and_not_compared(tmp_path):
+    rows = [log(ranks=1.0, share=4.0, accuracy=1.0), log(1, ranks=1.0, share=4.0, accuracy=0.5)]
+    others = [log(ranks=2.0, share=2.0, accuracy=2.0), log(1, ranks=2.0, share=2.0, accuracy=0.6)]
+    samples = ["1/a", "2/b", "3/c", "4/d"]
+    a = write_run(tmp_path / "a", [{"samples": samples}], rows=rows)
+    b = write_run(tmp_path / "b", [{"samples": samples[:2]}, {"samples": samples[2:]}], rows=others)
+    comparison = compare_records(a, b, same_layout=False)
+    assert comparison.of_layout == {"ranks", "share"}
+    assert {difference.name for difference in comparison.differences} == {"accuracy"}
+
+
+@pytest.mark.parametrize(
+    ("values", "others", "differs"),
+    [
+        ((-1.39e-16, 2e-17), (-1.25e-16, 1e-17), False),  # terms that cancel
+        ((3.0, 1e-9), (3.0, 2e-9), False),  # rounding, by the scale of the run
+        ((3.0, 0.1), (3.0, 0.2), True),
+        ((1e-9, 1e-9), (2e-9, 2e-9), True),
+    ],
+)
+def test_metrics_are_compared_with_their_scale_over_the_run(tmp_path, values, others, differs):
+    a, b = (
+        write_run(tmp_path / name, [{}], rows=[log(step, x=x) for step, x in enumerate(numbers)])
+        for name, numbers in (("a", values), ("b", others))
+    )
+    assert (compare_records(a, b, same_layout=False).verdict == "differs") is differs
+
+
+def variable(step, digest, value=None):
+    return {"kind": "variable", "step": step, "name": "x", "type": "number" if value else "tensor", "digest": digest} | {
+        "value": value,
+        "weights": False,
+    }
+
+
+@pytest.mark.parametrize(
+    ("reference", "resumed", "loss", "differs"),
+    [
+        ("abcd", "a0cd", 1.0, False),  # filled again before it is read
+        ("abcd", "a012", 1.0, True),
+        ("abcd", "a0cd", 2.0, True),  # read before
+    ],
+)
+def test_scratch_that_a_step_overwrites_is_not_lost_by_a_resume(tmp_path, reference, resumed, loss, differs):
+    a, b = (
+        write_run(tmp_path / name, [{"step": 1, "losses": [[value, 1.0]]}], rows=[variable(*row) for row in enumerate(rows)])
+        for name, rows, value in (("a", reference, 1.0), ("b", resumed, loss))
+    )
+    assert (compare_records(a, b, same_layout=True, first_steps={0: 1}).verdict == "differs") is differs
 
 
 def evaluation(*by_rank):
@@ -167,15 +241,53 @@ def test_evaluation_before_the_first_step_of_a_resume_is_not_compared(tmp_path):
     assert compare_records(a, b, same_layout=True, first_steps={0: 2}).verdict != "differs"
 
 
-def test_rounding_is_measured_by_kind_and_step(tmp_path):
+WEIGHT = (0, 0, "gradient", "weight")
+
+
+def test_rounding_is_measured(tmp_path):
     a, b, c = (write_run(tmp_path / name, [{}], gradient=[1.0, x]) for name, x in (("a", 2.0), ("b", 2.001), ("c", 2.01)))
     rounding = rounding_of(a, [b])
-    assert rounding["gradient", 0] == pytest.approx(FAR * 0.001 / 5**0.5, rel=1e-2)
+    assert rounding[WEIGHT] == pytest.approx(FAR * 0.001 / 5**0.5, rel=1e-2)
     assert compare_records(a, c, same_layout=False).verdict == "differs"
     assert compare_records(a, c, same_layout=False, rounding=rounding).verdict == "differs"
     assert compare_records(a, b, same_layout=False, rounding=rounding).verdict == "tolerance"
     # Sums in float32 have other roundings than the outputs of modules.
-    assert rounding_of(a, [a])["gradient", 0] == pytest.approx(256 * 2.0**-24)
+    assert rounding_of(a, [a])[WEIGHT] == pytest.approx(256 * 2.0**-24)
+
+
+def test_rounding_of_one_tensor_does_not_hide_others(tmp_path):
+    def run(name, *values_of):
+        tensors = [("parameter", str(number), values) for number, values in enumerate(values_of)]
+        return write_run(tmp_path / name, [{}], gradient=[1.0], tensors=tensors)
+
+    a, b = run("a", [1.0], [1.0], [1.0]), run("b", [1.001], [1.001], [0.5])
+    rounding = rounding_of(a, [b])
+    assert [rounding[0, 0, "parameter", name] < 0.01 for name in "012"] == [True, True, False]
+    hidden = compare_records(a, run("c", [1.0], [1.0], [7.0]), same_layout=False, rounding=rounding)
+    assert (hidden.verdict, rounding_hides(hidden)[1]) == ("tolerance", False)
+    assert rounding_hides(hidden)[0].startswith("rounding hides 1 of 8 facts")
+    assert compare_records(a, run("d", [1.0], [1.2], [1.0]), same_layout=False, rounding=rounding).verdict == "differs"
+
+
+def test_comparison_whose_tolerance_is_as_large_as_the_gradients_shows_nothing(tmp_path):
+    a, b = (write_run(tmp_path / name, [{}], gradient=[x]) for name, x in (("a", 1.0), ("b", 0.8)))
+    assert rounding_hides(compare_records(a, b, same_layout=False, rounding=rounding_of(a, [b])))[1]
+
+
+@pytest.mark.parametrize(("gradient", "codes"), [(1.001, []), (0.0, ["gradient_lost"]), (float("nan"), ["gradient_lost"])])
+def test_count_that_overflows_is_found_by_the_gradients_of_modules(tmp_path, gradient, codes):
+    def run(name, gradient):
+        log = {"kind_of": "Linear", "own": True, "leaf": True}
+        folder = tmp_path / name
+        folder.mkdir()
+        file = RunLog(folder, 0)
+        file.write_tensor("activation", "head", torch.tensor([1.0]).half(), **log)
+        file.write_tensor("activation_gradient", "head", torch.tensor([gradient]).half())
+        file.close()
+        return read_record(name, folder)
+
+    exact, written, rounded = run("a", 1.0), run("b", gradient), run("c", gradient)
+    assert [difference.code for difference in compare_precision(exact, written, rounded)] == codes
 
 
 def test_samples_that_a_model_computes_change_with_the_rounding(tmp_path):
@@ -203,6 +315,24 @@ CAUSES = {
         [{"events": ["schedule"] * 2, "backwards": 2, "lr": [0.2]}] * 2,
     ),
 }
+
+
+def test_cause_without_evidence_of_its_own_is_a_guess(tmp_path):
+    def shown(code):
+        one, two = CAUSES[code]
+        cause = explain_first(write_run(tmp_path / f"{code}-a", one), write_run(tmp_path / f"{code}-b", two))
+        assert cause.advice.startswith("Possibly: ") is not cause.shown
+        return cause.shown
+
+    assert {code: shown(code) for code in CAUSES} == dict.fromkeys(CAUSES, True) | {"padding_in_loss": False}
+    # The weights of the microbatches are not 1.
+    a, b = (write_run(tmp_path / name, [{"losses": [[2.0, weight]]}]) for name, weight in (("a", 6), ("b", 7)))
+    assert (explain_first(a, b).code, explain_first(a, b).shown) == ("loss_weighting", False)
+
+
+def test_metric_that_follows_from_the_size_of_microbatches_is_not_that_of_rank_0(tmp_path):
+    a, b = (write_run(tmp_path / name, [{}], rows=[log(x=x)]) for name, x in (("a", 1.0), ("b", 2.5)))
+    assert first_cause(a, b, 1) == "metric_mean_of_means"
 
 
 @pytest.mark.parametrize("code", CAUSES)
@@ -287,6 +417,44 @@ def test_export_of_other_weights_than_the_evaluated_is_found(tmp_path):
     assert run("fixed", [1.0]) == []
 
 
+OPTIMIZER = {
+    "kind": "optimizer",
+    "step": 0,
+    "optimizer_index": 0,
+    "optimizer": "SGD",
+    "names": ["w"],
+    "unknown": [],
+    "params": 1,
+}
+MOVES = [("initial", "w", [1.0]), ("parameter", "w", [2.0])]
+
+
+@pytest.mark.parametrize(
+    ("changes", "gradient", "tensors", "reason"),
+    [
+        ({"losses": [[6.0, 3.0]]}, [1.0], MOVES, ""),
+        ({"losses": [[float("nan"), 3.0]]}, [1.0], MOVES, "the loss of step 0 is nan"),
+        ({"losses": [[0.0, 3.0]]}, [0.0], MOVES, "the loss is 0 in every step"),
+        # The loss of a policy gradient is a sum of advantages, whose mean is 0.
+        ({"losses": [[0.0, 3.0]]}, [1.0], MOVES, ""),
+        ({"losses": [[6.0, 3.0]]}, [0.0], MOVES, "the gradients are 0 in every step"),
+        ({"losses": [[6.0, 3.0]]}, [float("inf")], MOVES, "the gradient of weight in step 0 has the norm inf"),
+        ({"losses": [[6.0, 3.0]]}, [1.0], [*MOVES[:1], ("parameter", "w", [1.0])], "no parameter of SGD changes"),
+        (
+            {"losses": [[6.0, 3.0]], "lr": [0.0]},
+            [1.0],
+            [*MOVES[:1], ("parameter", "w", [1.0])],
+            "no parameter of SGD changes, because its learning rate is 0; give arguments of a longer run",
+        ),
+        # A closure computes the gradients after the start of the update.
+        ({"losses": []}, None, MOVES, ""),
+    ],
+)
+def test_run_that_trains_nothing_shows_nothing(tmp_path, changes, gradient, tensors, reason):
+    record = write_run(tmp_path / "a", [changes], gradient=gradient, tensors=tensors, rows=[OPTIMIZER])
+    assert check_training(record) == reason
+
+
 def export_check(error, missing=()):
     return {"kind": "export_check", "step": 1, "path": "m.safetensors", "error": error, "missing": list(missing), "shapes": []}
 
@@ -350,6 +518,15 @@ def test_export_is_compared_with_the_evaluated_weights(tmp_path, trained):
     assert check.check(str(path), 1)["error"] > 0.1
     # A later step, with other weights that were not evaluated.
     assert check.check(str(path), 2)["error"] == 0.0
+
+
+def test_each_model_of_a_class_has_names_of_its_own():
+    models, linears = ScriptModels(None), [torch.nn.Linear(2, 2) for _ in range(3)]
+    for linear in linears:
+        models.add(linear)
+    named = models.parameters()
+    assert {id(param) for param in named.values()} == {id(param) for linear in linears for param in linear.parameters()}
+    assert list(named)[::2] == ["weight", "Linear.weight", "Linear2.weight"]
 
 
 def test_sketch_is_linear_and_keeps_the_size_of_a_difference():

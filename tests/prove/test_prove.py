@@ -1,5 +1,6 @@
 """``dt.prove.prove`` runs a script on real ranks; a correct loop passes, and a normal step calls no function of the proof."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -52,12 +53,117 @@ def test_loop_of_steps_by_hand_that_exports_an_average_agrees(tmp_path, monkeypa
     assert "was not loaded again" not in text
 
 
+STYLES = Path(__file__).parent / "styles"
+
+
+@pytest.mark.costly
+def test_rollout_before_the_first_step_of_a_sharded_model_is_no_difference(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    report = dt.prove.prove(STYLES / "rollout.py", world_sizes=(2,), steps=6, timeout_s=600.0)
+    assert report.passed, report.text()
+    assert any(row.name.endswith("of 2 killed after step 5, resumed on 1 rank") for row in report.rows), report.text()
+    assert "because they are numbers of the layout: world_size" in report.text()
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize("argument", [[], ["--endless"]], ids=["loader of an epoch", "no loader"])
+def test_loop_by_hand_is_shortened_and_agrees(tmp_path, monkeypatch, argument):
+    monkeypatch.chdir(tmp_path)
+    report = dt.prove.prove(STYLES / "plain.py", argument, world_sizes=(2,), steps=3, timeout_s=600.0)
+    assert report.passed, report.text()
+    verdicts = {row.name: row.verdict for row in report.rows}
+    assert verdicts["1 rank, again"] == "bitwise"
+    assert verdicts["2 ranks"] == "tolerance"
+    assert "because they differ in two equal runs: printed: # s (1)" in report.text()
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize("argument", [[], ["--next"]], ids=["zip", "next"])
+def test_two_loaders_of_one_loop_are_two(tmp_path, monkeypatch, argument):
+    monkeypatch.chdir(tmp_path)
+    report = dt.prove.prove(STYLES / "loaders.py", argument, world_sizes=(2,), timeout_s=600.0)
+    assert report.passed, report.text()
+    assert [row.verdict for row in report.rows] == ["ran", "bitwise", "tolerance"]
+
+
 def test_script_without_an_update_does_not_pass(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("nothing.py").write_text("print('hello')")
     report = dt.prove.prove("nothing.py", timeout_s=600.0)
     assert not report.passed
     assert "no update of an optimizer was seen; give the arguments with which the script trains" in report.text()
+
+
+PLAIN = """
+import sys
+import torch
+from torch import nn
+torch.manual_seed(0)
+model = nn.Linear(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+data = torch.utils.data.TensorDataset(torch.randn(24, 4, generator=torch.Generator().manual_seed(1)))
+"""
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(
+    ("change", "keep_precision", "reason"),
+    [
+        ('* float("nan")', False, "the loss of step 0 is nan"),
+        ("* 0", False, "the loss is 0 in every step"),
+        ("/ torch.ones(70_000).half().sum()", True, "the loss is 0 in every step"),
+    ],
+    ids=["nan", "0", "count that overflows"],
+)
+def test_loop_whose_loss_says_nothing_does_not_pass(tmp_path, monkeypatch, change, keep_precision, reason):
+    monkeypatch.chdir(tmp_path)
+    Path("loop.py").write_text(f"""{PLAIN}
+for (x,) in torch.utils.data.DataLoader(data, batch_size=6):
+    optimizer.zero_grad()
+    (model(x).square().mean() {change}).backward()
+    optimizer.step()
+""")
+    report = dt.prove.prove("loop.py", keep_precision=keep_precision, timeout_s=600.0)
+    assert not report.passed
+    assert [(row.name, row.verdict, row.text) for row in report.rows] == [("1 rank", "nothing", reason)]
+    assert "0 differences, 0 failed runs, 1 run that shows nothing" in report.text()
+
+
+HANG = """
+import torch
+from torch import nn
+import dtrain as dt
+
+def loss_fn(model, batch):
+    return dt.LossSum(total=model(batch[0]).square().sum(), weight=len(batch[0]))
+
+with dt.init_dist() as info:
+    dt.seed_all(0, info.rank)
+    mesh = dt.build_mesh()
+    x = torch.randn(24, 4, generator=torch.Generator().manual_seed(1))
+    model = dt.shard_model(nn.Linear(4, 2), mesh, strategy="full_shard")
+    loader = dt.build_loader(torch.utils.data.TensorDataset(x), mesh=mesh, global_batch_size=6, seed=0)
+    step = dt.compose_step(loss_fn)
+    state = step.init(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for batch in loader.until(2):
+        state, metrics = step(state, batch)
+        if state.spec.strategy == "replicate" and info.rank == 1:
+            torch.distributed.all_reduce(torch.ones(7))
+"""
+
+
+@pytest.mark.costly
+def test_run_that_hangs_is_a_failure_with_rank_and_collective(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("hang.py").write_text(HANG)
+    report = dt.prove.prove("hang.py", steps=2, world_sizes=(2,), timeout_s=40.0)
+    assert not report.passed
+    assert not report.findings, report.text()
+    (row,) = (row for row in report.rows if row.verdict != "bitwise" and row.text)
+    assert (row.name, row.verdict) == ("2 ranks, replicate", "failed")
+    assert re.search(r"rank 0 has not entered all_reduce #\d+ of group training, where rank 1 waits", row.text)
+    assert "rank 1: " in row.text
+    assert "hang.py:20 in <module>" in row.text
 
 
 @pytest.mark.costly

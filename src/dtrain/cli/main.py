@@ -163,7 +163,7 @@ def prove(
         bool,
         _prove_option("--keep-precision", "Compute in the script's own dtypes, so that rounding counts as a difference."),
     ] = False,
-    seed: Annotated[int, _prove_option("--seed N", "Selects the step of the kill.  [default: 0]", integer(0))] = 0,
+    seed: Annotated[int, _prove_option("--seed N", "Selects the step and the rank of the kill.  [default: 0]", integer(0))] = 0,
     timeout: Annotated[float, _prove_option("--timeout SECONDS", "Longest run.  [default: 300]", number(above=0))] = 300.0,
     as_json: AsJson = False,
 ) -> int:
@@ -172,7 +172,7 @@ def prove(
     The script runs for a few steps in float64: twice on one rank, on several ranks with each strategy, with other microbatches,
     and killed and resumed. The answer names the first difference, and its likely cause.
 
-    Exit codes: 0 all runs agree; 1 a run differs or fails; 2 bad usage.
+    Exit codes: 0 all runs agree; 1 a run differs, fails or shows nothing; 2 bad usage.
 
     Examples:
         dtrain prove loop.py                       4 steps in each run, on 1, 2 and 3 ranks

@@ -111,13 +111,19 @@ def _is_same_operation(first: IssuedCollective, second: IssuedCollective) -> boo
 
 
 def explain_stall(evidence: Collection[RankEvidence], *, world_size: int, timeout_s: float | None, report: Path) -> list[str]:
-    """Explain a stall: one line with the rank that stopped and the reason, then indented lines with details.
+    """Explain a stall in lines for the launcher's output, as ``describe_stall``, with the path of the full report."""
+    kind = "asked" if timeout_s is None else "hang"
+    first, *details = describe_stall(evidence, world_size=world_size, timeout_s=timeout_s)
+    return [_to_printable(f"dtrain: launch: {kind}: {first}; see {report}"), *details]
+
+
+def describe_stall(evidence: Collection[RankEvidence], *, world_size: int, timeout_s: float | None) -> list[str]:
+    """Describe a stall: one line with the rank that stopped and the reason, then indented lines with details.
 
     Args:
         evidence: facts about each rank of this node.
         world_size: number of ranks in the job.
         timeout_s: seconds without progress; None for a query by a user, which reports the time since the last progress.
-        report: path of the full report.
     """
     by_rank = {item.rank: item for item in sorted(evidence, key=lambda item: item.rank)}
     stops = find_stalled({rank: item.record for rank, item in by_rank.items() if item.record is not None and not item.is_gone})
@@ -127,8 +133,7 @@ def explain_stall(evidence: Collection[RankEvidence], *, world_size: int, timeou
     silences = {rank: item.silent_s for rank, item in by_rank.items() if item.silent_s is not None and not item.is_gone}
     silent_s = min((silences[rank] for rank in (silences.keys() & set(culprits)) or silences), default=None)
     duration = f" for {timeout_s:g} s" if timeout_s is not None else "" if silent_s is None else f" for {silent_s:.1f} s"
-    kind = "asked" if timeout_s is None else "hang"
-    lines = [f"dtrain: launch: {kind}: {subject} {reason.format(time=duration)}; see {report}"]
+    lines = [f"{subject} {reason.format(time=duration)}"]
     # No rank is inside init_dist's block any more.
     after = all(item.is_gone for item in by_rank.values())
     lines += _indent_first(
@@ -138,7 +143,11 @@ def explain_stall(evidence: Collection[RankEvidence], *, world_size: int, timeou
     lines += _indent_first(
         _group_locations([item for rank, item in by_rank.items() if rank not in culprits and not item.is_gone])
     )
-    return ["".join(c if c.isprintable() else "?" for c in line) for line in lines]
+    return list(map(_to_printable, lines))
+
+
+def _to_printable(line: str) -> str:
+    return "".join(character if character.isprintable() else "?" for character in line)
 
 
 def _find_culprits(by_rank: Mapping[int, RankEvidence], stops: Sequence[StalledCollective]) -> tuple[list[int], str]:

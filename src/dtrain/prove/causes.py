@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -22,16 +22,27 @@ class Cause:
         code: short name, stable for programs.
         sentence: the cause, and the repair.
         page: page of the documentation that explains it.
+        shown: if True, the records show the cause, such as two ranks with the same samples. If False, it is a guess from
+            circumstances, such as a loss that differs in a model with batch norm.
     """
 
     code: str
     sentence: str
     page: str
+    shown: bool = True
+
+    @property
+    def advice(self) -> str:
+        """The sentence, marked if it is a guess."""
+        return self.sentence if self.shown or self.code == "unknown" else f"Possibly: {self.sentence}"
 
 
 _SENTENCES: Mapping[str, Mapping[str, str]] = {
     "determinism": {
-        "not_deterministic": "Two equal runs differ: seed all generators with dt.seed_all before the model is built.",
+        "not_deterministic": (
+            "Two equal runs differ: seed all generators with dt.seed_all before the model is built, and let nothing depend on "
+            "the clock."
+        ),
         "shared_random_per_rank": (
             "Ranks draw a random choice that all of them must share. Seed its generator without the rank."
         ),
@@ -41,7 +52,8 @@ _SENTENCES: Mapping[str, Mapping[str, str]] = {
     },
     "microbatch": {
         "loss_weighting": (
-            "The loss is a mean whose weight is not the number of items behind it. Return the sum and the count as a LossSum."
+            "The LossSum has a mean as total, or a weight that is not the number of items behind it. Pass it the sum and the "
+            "number."
         ),
         "local_loss_count": (
             "The loss is divided by the items of this rank or microbatch, not by the items of the global batch."
@@ -103,6 +115,10 @@ _SENTENCES: Mapping[str, Mapping[str, str]] = {
         "rotary_rounded": (
             "A table of positions is computed in low precision. Compute frequencies and angles in float32, and round the "
             "result."
+        ),
+        "gradient_lost": (
+            "The gradient is not that of float32: a count or a sum overflows or is rounded, or values underflow. Keep counts "
+            "and sums in float32, and scale a loss in float16."
         ),
         "low_precision_error": "A module loses more digits than its dtype explains. Compute it in float32.",
     },
@@ -180,11 +196,22 @@ _SENTENCES: Mapping[str, Mapping[str, str]] = {
 """Cause and repair by page of the documentation, and by code."""
 
 
-def cause(code: str) -> Cause:
-    """Return the cause with a code."""
-    return next(
-        Cause(code=code, sentence=sentences[code], page=page) for page, sentences in _SENTENCES.items() if code in sentences
-    )
+_GUESSES: Mapping[str, Collection[str]] = {
+    **dict.fromkeys(("padding_in_loss", "local_loss_count", "local_batch_norm", "shared_random_per_rank"), ()),
+    **dict.fromkeys(("gather_without_gradient", "clip_local_norm", "sampler_seed_per_rank", "adapter_init"), ()),
+    **dict.fromkeys(("metric_of_rank_0", "metric_mean_of_means", "rotary_rounded", "gradient_lost"), ()),
+    **dict.fromkeys(("recompute_draws_again", "early_stop_not_saved", "unknown"), ()),
+    "rng_not_saved": ("rng", "generator"),
+    "ema_not_saved": ("transform",),
+    "state_not_saved": ("variable",),
+}
+"""Causes that follow from circumstances, each with the kinds of differences that show it."""
+
+
+def cause(code: str, kind: str = "") -> Cause:
+    """Return the cause with a code, for a difference of a kind."""
+    page, sentence = next((page, sentences[code]) for page, sentences in _SENTENCES.items() if code in sentences)
+    return Cause(code=code, sentence=sentence, page=page, shown=code not in _GUESSES or kind in _GUESSES[code])
 
 
 _NEARLY_EQUAL = 1e-6
@@ -227,17 +254,18 @@ def explain(
         resumed: if True, the run continues a killed run.
     """
     if difference.code is not None:
-        return cause(difference.code)
+        return cause(difference.code, difference.kind)
     assert reference is not None, "a difference without a code comes from a comparison"
     if config.name.endswith("again"):
         return cause("not_deterministic")
     if resumed:
-        return cause(_of_resume(difference, record, reference))
+        return cause(_of_resume(difference, record, reference), difference.kind)
     if not config.recompute:
         draws = difference.kind == "gradient" and any(row["draws"] for row in reference.step_rows(difference.step))
         return cause("recompute_draws_again" if draws else "counter_doubled_by_recompute")
     evidence = _Evidence(difference=difference, record=record, reference=reference, config=config)
-    return cause(_of_layout(evidence))
+    code = _of_layout(evidence)
+    return cause(code) if code != "loss_weighting" else replace(cause(code), shown=_has_weights_of_means(evidence))
 
 
 def _of_layout(evidence: _Evidence) -> str:
@@ -252,6 +280,8 @@ def _of_layout(evidence: _Evidence) -> str:
         return "evaluation_counts_twice" if sum(b.values()) > sum(a.values()) else "evaluation_drops_tail"
     if kind == "metric" and evidence.difference.other is not None:
         # A metric of several ranks needs a collective between the evaluation and the log.
+        if evidence.config.ranks == 1:
+            return "metric_mean_of_means"
         events = {event.split(":")[0] for event in evidence.difference.other.by_rank[0].get("events", ())}
         return "metric_mean_of_means" if events & _REDUCTIONS else "metric_of_rank_0"
     # Initial values that depend on the ranks belong to a model that is built in two ways, as on the meta device.
@@ -373,13 +403,17 @@ def _of_loss(evidence: _Evidence) -> str:
         return "gather_without_gradient"
     padded = _lengths(evidence.record, step) != _lengths(evidence.reference, step)
     if a.weight is not None and b.weight is not None:
-        # A weight of 1 for each microbatch is that of a mean.
-        of_means = a.weight == a.count and b.weight == b.count and a.count != b.count
-        return "padding_in_loss" if padded and not of_means else "loss_weighting"
+        return "padding_in_loss" if padded and not _has_weights_of_means(evidence) else "loss_weighting"
     factor = _common_factor(evidence)
     if factor is not None and relative_difference(factor, 1.0) > _NEARLY_EQUAL:
         return "accumulation_not_scaled"
     return "padding_in_loss" if padded else "local_loss_count"
+
+
+def _has_weights_of_means(evidence: _Evidence) -> bool:
+    """Return True if each microbatch has the weight 1 in both runs, and their numbers differ, as for means."""
+    a, b = evidence.values
+    return bool(a.weight == a.count and b.weight == b.count and a.count != b.count)
 
 
 def _of_gradient(evidence: _Evidence) -> str:

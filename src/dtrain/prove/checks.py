@@ -1,4 +1,4 @@
-"""Find mistakes in one run (``check_record``), and changes by a script's dtypes beyond rounding (``compare_precision``).
+"""Find mistakes in one run (``check_record``), runs that train nothing (``check_training``), and changes by a script's dtypes.
 
 Contradictions inside a run need no other run: frozen parameters that change, repeated orders, ranks that differ where they
 must agree. The size of an error that rounding explains is measured by a run whose modules round in another way.
@@ -6,14 +6,16 @@ must agree. The size of an error that rounding explains is measured by a run who
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from dtrain.prove.compare import TOLERANCE, Difference, compare_records
-from dtrain.prove.run_records import BITS, TENSORS, Row, RunRecord, matching_name
+from dtrain.prove.compare import MAX_ROUNDING, TOLERANCE, Comparison, Difference, FactKey, compare_records, metric_name
+from dtrain.prove.run_records import BITS, TENSORS, Fact, Row, RunRecord, matching_name
 
 FAR = 8.0
 """An error of this many times the measured effect of rounding is not rounding. Weights are rounded, too."""
@@ -39,6 +41,39 @@ def check_record(record: RunRecord) -> list[Difference]:
         *exports,
     )
     return sorted(_first_of_each_kind(contradictions), key=lambda difference: difference.step)
+
+
+def check_training(record: RunRecord) -> str:
+    """Return why nothing in a run could show a mistake, such as a loss of NaN in all runs; "" if the run trains."""
+    steps, gradients = record.steps, record.of_kind("gradient")
+    losses = [(fact.step, fact.value.total) for fact in record.of_kind("loss") if fact.value.count]
+    if not steps:
+        return "no update of an optimizer was seen; give the arguments with which the script trains"
+    for step, loss in losses:
+        if not math.isfinite(loss):
+            return f"the loss of step {step} is {loss:g}"
+    for fact in gradients:
+        if not math.isfinite(fact.value.norm):
+            return f"the gradient of {fact.name} in step {fact.step} has the norm {fact.value.norm:g}"
+    # A policy gradient may have a loss of 0, and a gradient.
+    if not any(fact.value.norm for fact in gradients):
+        if losses and not any(loss for _, loss in losses):
+            return "the loss is 0 in every step"
+        if gradients:
+            return "the gradients are 0 in every step"
+    values: dict[str, list[str]] = {}
+    for fact in (*record.of_kind("initial"), *record.of_kind("parameter")):
+        values.setdefault(fact.name, []).append(fact.value.digest)
+    for row in record.rows("optimizer"):
+        # A model that was seen after its first update has one value.
+        digests = [values[name] for name in row.get("names", ()) if len(values.get(name, ())) > 1]
+        if digests and all(len(set(own)) == 1 for own in digests):
+            rates = {
+                rate for fact in record.of_kind("lr") if fact.optimizer_index == row["optimizer_index"] for rate in fact.value
+            }
+            why = ", because its learning rate is 0; give arguments of a longer run" if rates == {0.0} else ""
+            return f"no parameter of {row['optimizer']} changes{why}"
+    return ""
 
 
 def _first_of_each_kind(differences: Sequence[Difference]) -> list[Difference]:
@@ -112,10 +147,10 @@ def _check_epochs(record: RunRecord) -> Iterator[Difference]:
     first: dict[int, object] = {}
     for row in record.rows("pass"):
         if row["shuffle"] and row["epoch"] is not None:
-            if row["number"] and first.get(row["loader"]) == row["epoch"]:
+            if row["number"] and first.get(row["loader"]) == (row["epoch"], row["seed"]):
                 text = f"have the order of epoch {row['epoch']} in each pass of {row['sampler']}"
                 yield _contradiction("shuffle_without_epoch", row["step"], "samples", "", text)
-            first[row["loader"]] = row["epoch"]
+            first[row["loader"]] = row["epoch"], row["seed"]
 
 
 def _check_evaluated_exports(record: RunRecord) -> Iterator[Difference]:
@@ -160,6 +195,7 @@ class ModuleError:
         output: difference of the output from float32.
         gradient: difference of the output's gradient from float32; None if there is none.
         rounding: difference of the output if the modules round in another way, and at least one rounding of ``dtype``.
+        gradient_rounding: the same for the output's gradient.
         own: True for a module with parameters of its own.
         leaf: True for a module without submodules.
         step: the step.
@@ -171,6 +207,7 @@ class ModuleError:
     output: float
     gradient: float | None
     rounding: float
+    gradient_rounding: float
     own: bool
     leaf: bool
     step: int
@@ -179,6 +216,11 @@ class ModuleError:
     def is_far(self) -> bool:
         """True if rounding does not explain the error."""
         return self.output > FAR * self.rounding
+
+    @property
+    def has_other_gradient(self) -> bool:
+        """True if rounding does not explain the error of the gradient. Counts that overflow give an error of 1, or NaN."""
+        return self.gradient is not None and not self.gradient <= max(MAX_ROUNDING, FAR * self.gradient_rounding)
 
 
 def compare_precision(exact: RunRecord | None, written: RunRecord, rounded: RunRecord | None) -> list[Difference]:
@@ -192,8 +234,11 @@ def compare_precision(exact: RunRecord | None, written: RunRecord, rounded: RunR
     differences = list(_rounded_exports(written))
     if exact is not None and rounded is not None:
         # A rounded buffer explains the errors of modules.
-        rounded_values = list(_rounded_buffers(exact, written)) or list(
-            _imprecise_modules(module_errors(exact, written, rounded))
+        modules = module_errors(exact, written, rounded)
+        rounded_values = (
+            list(_rounded_buffers(exact, written))
+            or list(_imprecise_modules(modules))
+            or list(_other_gradients(modules, written))
         )
         differences = [*rounded_values, *differences]
     return _first_of_each_kind(differences)
@@ -202,7 +247,7 @@ def compare_precision(exact: RunRecord | None, written: RunRecord, rounded: RunR
 def module_errors(exact: RunRecord, written: RunRecord, rounded: RunRecord) -> list[ModuleError]:
     """Return the errors of all modules in the first forward and backward, in the order of the program."""
     gradients = dict(_relative(exact, written, "activation_gradient"))
-    measured = dict(_relative(written, rounded, "activation"))
+    measured, measured_gradients = (dict(_relative(written, rounded, kind)) for kind in ("activation", "activation_gradient"))
     rows = {row["name"]: row for row in reversed(written.rows("activation"))}
     errors = []
     for name, error in _relative(exact, written, "activation"):
@@ -216,6 +261,7 @@ def module_errors(exact: RunRecord, written: RunRecord, rounded: RunRecord) -> l
                 output=error,
                 gradient=gradients.get(name),
                 rounding=max(unit, measured.get(name, 0.0)),
+                gradient_rounding=max(unit, measured_gradients.get(name, 0.0)),
                 own=row["own"],
                 leaf=row["leaf"],
                 step=row["step"],
@@ -224,16 +270,30 @@ def module_errors(exact: RunRecord, written: RunRecord, rounded: RunRecord) -> l
     return errors
 
 
-def rounding_of(reference: RunRecord, rounded: Sequence[RunRecord]) -> Mapping[tuple[str, int], float]:
-    """Return the difference that is rounding for each kind of fact and step: the largest effect of other rounding, enlarged."""
-    largest: dict[tuple[str, int], float] = {}
-    steps = {fact.step for fact in reference.facts.values()}
+def rounding_of(reference: RunRecord, rounded: Sequence[RunRecord]) -> Mapping[FactKey, float]:
+    """Return the relative difference that is rounding for each fact: the effect of other rounding, enlarged.
+
+    The effect on a tensor is at least the median of its kind and step. The effect on a number is the largest of all steps,
+    because a number has too few changes in one step to measure their size.
+    """
+    effects: dict[FactKey, float] = {}
     for record in rounded:
         for fact, relative in compare_records(reference, record, same_layout=False).relative:
-            # A single number has too few changes in one step to measure their size.
-            for step in (fact.step,) if fact.kind in TENSORS else steps:
-                largest[fact.kind, step] = max(largest.get((fact.kind, step), 0.0), relative)
-    return {key: max(_SUMS, FAR * relative) for key, relative in largest.items()}
+            effects[_group(fact)] = max(effects.get(_group(fact), 0.0), relative)
+    kinds: dict[tuple[int, str], list[float]] = {}
+    for (step, _, kind, _), relative in effects.items():
+        kinds.setdefault((step, kind), []).append(relative)
+    typical = {kind: statistics.median(relatives) for kind, relatives in kinds.items()}
+    return {
+        fact.key: max(_SUMS, FAR * max(effects[_group(fact)], typical[_group(fact)[0], fact.kind]))
+        for fact in reference.facts.values()
+        if _group(fact) in effects
+    }
+
+
+def _group(fact: Fact) -> FactKey:
+    """Return the key of a tensor, or of a number in all steps."""
+    return fact.key if fact.kind in TENSORS else (-1, fact.optimizer_index, fact.kind, metric_name(fact))
 
 
 def computed_samples(reference: RunRecord, rounded: Sequence[RunRecord]) -> set[tuple[int, int, str, str]]:
@@ -281,6 +341,28 @@ def _imprecise_modules(errors: list[ModuleError]) -> Iterator[Difference]:
         code = "low_precision_error" if first.own else "rotary_rounded"
         text = f"differs by {first.output:.2g} of its norm from float32, and other rounding changes {first.rounding:.2g}"
         yield _contradiction(code, first.step, "output of", first.name, text, relative=first.output)
+
+
+def _other_gradients(errors: list[ModuleError], written: RunRecord) -> Iterator[Difference]:
+    """The last module with another gradient is nearest to the loss. The gradients of earlier modules follow from it."""
+    last = next((error for error in reversed(errors) if error.has_other_gradient), None)
+    # A scaler begins with a scale that overflows, and skips these steps.
+    is_scaled = any("scale" in row["events"] for row in written.rows("step"))
+    if last is not None and last.gradient is not None and (math.isfinite(last.gradient) or not is_scaled):
+        text = (
+            f"differs by {last.gradient:.2g} of its norm from float32, and other rounding changes {last.gradient_rounding:.2g}"
+        )
+        yield _contradiction(
+            "gradient_lost", last.step, "gradient of the output of", last.name or "the model", text, relative=last.gradient
+        )
+
+
+def rounding_hides(comparison: Comparison) -> tuple[str, bool]:
+    """Return how many facts rounding hides, "" without such facts; and True if all gradients are among them."""
+    hidden, shown = comparison.coarse, [fact for fact, _ in comparison.relative]
+    hides_gradients = any(fact.kind == "gradient" for fact in hidden) and not any(fact.kind == "gradient" for fact in shown)
+    text = f"rounding hides {len(hidden)} of {len(hidden) + len(shown)} facts, which it changes by more than {MAX_ROUNDING:g}"
+    return text if hidden else "", hides_gradients
 
 
 def _rounded_exports(written: RunRecord) -> Iterator[Difference]:

@@ -13,23 +13,30 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from dtrain.arguments import format_count
-from dtrain.prove.run_records import KINDS, TENSORS, Fact, LossFact, RunRecord, TensorFact
+from dtrain.prove.run_records import BITS, KINDS, TENSORS, Fact, LossFact, RunRecord, TensorFact
 
 Verdict = Literal["bitwise", "tolerance", "differs"]
 
 TOLERANCE = 1e-6
 """Relative difference in float64 that is rounding. Another order of sums changes 1e-15, and a few steps enlarge that."""
 
+MAX_ROUNDING = 0.1
+"""Relative difference that is not called rounding: a loss with another weight changes a gradient by as much."""
+
+FactKey = tuple[int, int, str, str]
+"""``Fact.key``: step, number of the optimizer, kind and name."""
+
 # Difference of two tensors with other bits and equal sketches.
 _LEAST = 2.0**-53
+# Values that the script may fill again before it reads them.
+_OVERWRITTEN = ("variable", "buffer")
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 # A tensor of noise, such as the gradient of a bias that cancels, is compared with the largest tensors of its kind.
 _NOISE_FLOOR = 1e-6
-# Numbers about the machine and the layout differ with both.
-_OF_LAYOUT = re.compile(
-    r"mem|throughput|per_?s|/s\b|speed|second|\btime|hour|minute|\beta\b|mfu|flops|rank|world|worker|microbatch|cpu|gpu|rss|GB|GiB|MB",
-    re.IGNORECASE,
-)
+# Terms of the size 1 that cancel leave some roundings.
+_CANCELLED = 64
+# A metric that is logged again in a step gets a number.
+_REPETITION = re.compile(r", \d+$")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,12 +70,23 @@ class Difference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """Result of comparing two runs: the verdict, the differences in program order, and the relative difference of each fact."""
+    """Result of comparing two runs.
+
+    Args:
+        verdict: the verdict.
+        differences: differences in program order.
+        largest: largest relative difference.
+        relative: relative difference of each fact.
+        of_layout: metrics that are numbers of the layout, such as the number of ranks.
+        coarse: facts that were not compared, because rounding changes them too much.
+    """
 
     verdict: Verdict
     differences: tuple[Difference, ...]
     largest: float
     relative: tuple[tuple[Fact, float], ...] = field(default=(), repr=False)
+    of_layout: frozenset[str] = frozenset()
+    coarse: tuple[Fact, ...] = field(default=(), repr=False)
 
 
 def compare_records(
@@ -77,9 +95,9 @@ def compare_records(
     *,
     same_layout: bool,
     kinds: Collection[str] = KINDS,
-    ignored: Collection[tuple[int, int, str, str]] = (),
+    ignored: Collection[FactKey] = (),
     first_steps: Mapping[int, int] = MappingProxyType({}),
-    rounding: Mapping[tuple[str, int], float] = MappingProxyType({}),
+    rounding: Mapping[FactKey, float] = MappingProxyType({}),
 ) -> Comparison:
     """Compare ``other`` with ``reference``.
 
@@ -91,10 +109,13 @@ def compare_records(
         kinds: kinds of facts to compare.
         ignored: keys of facts that differ between two equal runs, such as timings.
         first_steps: step of each optimizer from which on facts are compared, for a resumed run.
-        rounding: relative difference that is rounding, by kind and step, if it is more than ``TOLERANCE``.
+        rounding: relative difference that is rounding, by fact, if it is more than ``TOLERANCE``. A fact with more than
+            ``MAX_ROUNDING`` is not compared.
     """
     differences, sizes, is_bitwise = list[Difference](), list[tuple[Fact, float]](), True
-    scales, constants = _scales(reference), _constant_numbers(reference)
+    scales, constants, unit = _scales(reference), _constant_numbers(reference), _unit(reference)
+    last, coarse = dict[tuple[int, str, str], bool](), list[Fact]()
+    of_layout_only = frozenset[str]() if same_layout else _metrics_of_layout(reference, other)
     for fact in reference.facts.values():
         partner, first_step = other.facts.get(fact.key), first_steps.get(fact.optimizer_index)
         if partner is None or fact.kind not in kinds or fact.key in ignored or fact.step < (first_step or 0):
@@ -108,10 +129,18 @@ def compare_records(
         # A resumed run begins after the evaluations and the log of its first step.
         if fact.step and fact.step == first_step and fact.kind in ("evaluation", "metric"):
             continue
-        tolerance = max(TOLERANCE, rounding.get((fact.kind, fact.step), 0.0))
-        result = _COMPARE.get(fact.kind, _compare_plain)(
-            fact, partner, _Options(same_layout, tolerance, scales.get((fact.kind, fact.step), 0.0))
-        )
+        tolerance = max(TOLERANCE, rounding.get(fact.key, 0.0))
+        if tolerance > MAX_ROUNDING:
+            coarse.append(fact)
+            is_bitwise = False
+            continue
+        if fact.kind == "metric" and metric_name(fact) in of_layout_only:
+            continue
+        scale = scales.get((fact.kind, fact.step if fact.kind in TENSORS else metric_name(fact)), 0.0)
+        if fact.kind not in TENSORS:
+            scale = max(scale, _CANCELLED * unit / tolerance)
+        result = _COMPARE.get(fact.kind, _compare_plain)(fact, partner, _Options(same_layout, tolerance, scale))
+        last[fact.optimizer_index, fact.kind, fact.name] = bool(result.text)
         is_bitwise &= result == _EQUAL
         sizes.append((fact, result.relative if result.is_certain else 0.0))
         if result.text:
@@ -140,9 +169,57 @@ def compare_records(
     # A loss may be weighted in another way, unless the gradients of its step differ, too.
     gradients = {difference.step for difference in differences if difference.kind == "gradient"}
     differences = [difference for difference in differences if difference.certain or difference.step in gradients]
+    # Without another effect, nothing read the value.
+    if all(difference.kind in _OVERWRITTEN for difference in differences):
+        differences = [
+            difference
+            for difference in differences
+            if not (_is_overwritten(difference, last) if first_steps else not same_layout and _is_scratch(difference))
+        ]
     verdict: Verdict = "differs" if differences else "bitwise" if is_bitwise else "tolerance"
     largest = max((relative for _, relative in sizes), default=0.0)
-    return Comparison(verdict=verdict, differences=tuple(differences), largest=largest, relative=tuple(sizes))
+    return Comparison(
+        verdict=verdict,
+        differences=tuple(differences),
+        largest=largest,
+        relative=tuple(sizes),
+        of_layout=of_layout_only,
+        coarse=tuple(coarse),
+    )
+
+
+def _is_overwritten(difference: Difference, last: Mapping[tuple[int, str, str], bool]) -> bool:
+    """Return True if a value that differs is equal in its last step, as a buffer that each step fills before it reads it."""
+    fact = difference.reference
+    return fact is not None and not last[fact.optimizer_index, fact.kind, fact.name]
+
+
+def _is_scratch(difference: Difference) -> bool:
+    """Return True for a buffer that no checkpoint has. A cache of the last microbatch depends on its size."""
+    return difference.reference is not None and difference.kind == "buffer" and not difference.reference.value.is_saved
+
+
+def metric_name(fact: Fact) -> str:
+    """Return the name of a metric in all steps."""
+    return _REPETITION.sub("", fact.name)
+
+
+def _metrics_of_layout(reference: RunRecord, other: RunRecord) -> frozenset[str]:
+    """Return the metrics that are a number of the layout in all steps, as the number of ranks, microbatches or samples."""
+    names, others = set[str](), set[str]()
+    for fact in reference.of_kind("metric"):
+        if (partner := other.facts.get(fact.key)) is not None:
+            numbers = [_numbers_of_layout(record, fact.step, fact.optimizer_index) for record in (reference, other)]
+            is_number = (float(fact.value), float(partner.value)) in zip(*numbers, strict=True)
+            (names if is_number else others).add(metric_name(fact))
+    return frozenset(names - others)
+
+
+def _numbers_of_layout(record: RunRecord, step: int, optimizer_index: int) -> tuple[float, ...]:
+    # A loop logs before or after it counts the step.
+    row = next((row for before in (0, 1) for row in record.step_rows(step - before, optimizer_index)), None)
+    samples, backwards = (0, 1) if row is None else (len(row["samples"]), row["backwards"] or 1)
+    return len(record.ranks), backwards, samples, -(-samples // backwards)
 
 
 def _is_local_buffer(fact: Fact, record: RunRecord) -> bool:
@@ -158,14 +235,20 @@ def _is_local_buffer(fact: Fact, record: RunRecord) -> bool:
     return local or frozen
 
 
-def unstable_keys(first: RunRecord, second: RunRecord) -> set[tuple[int, int, str, str]]:
-    """Return the keys of metrics and variables that differ between two equal runs: timings, paths, addresses."""
-    keys = set()
-    for key, fact in first.facts.items():
-        partner = second.facts.get(key)
-        if fact.kind in ("metric", "variable", "generator") and (partner is None or _plain(partner) != _plain(fact)):
-            keys.add(key)
-    return keys
+def unstable_keys(first: RunRecord, second: RunRecord) -> set[FactKey]:
+    """Return the keys of metrics and variables that differ between two equal runs: timings, paths, addresses.
+
+    A metric that differs in one step is left out in all steps.
+    """
+    kinds = ("metric", "variable", "generator")
+    facts = [fact for fact in first.facts.values() if fact.kind in kinds]
+    unequal = [fact for fact in facts if _differs(fact, second.facts.get(fact.key))]
+    names = {metric_name(fact) for fact in unequal if fact.kind == "metric"}
+    return {fact.key for fact in unequal} | {fact.key for fact in facts if fact.kind == "metric" and metric_name(fact) in names}
+
+
+def _differs(fact: Fact, partner: Fact | None) -> bool:
+    return partner is None or _plain(partner) != _plain(fact)
 
 
 def _constant_numbers(record: RunRecord) -> set[str]:
@@ -177,19 +260,29 @@ def _constant_numbers(record: RunRecord) -> set[str]:
     return {name for name, digests in values.items() if len(digests) == 1}
 
 
-def _scales(record: RunRecord) -> dict[tuple[str, int], float]:
-    """Return the largest root mean square of the tensors of each kind and step."""
-    scales: dict[tuple[str, int], float] = {}
+def _scales(record: RunRecord) -> dict[tuple[str, int | str], float]:
+    """Return the largest root mean square of tensors by kind and step, and the largest value of each metric and loss."""
+    scales: dict[tuple[str, int | str], float] = {}
     for fact in record.facts.values():
-        if fact.kind in TENSORS and not fact.value.is_buffer and math.isfinite(fact.value.norm):
-            size = math.prod(fact.value.shape) or 1
-            key = (fact.kind, fact.step)
-            scales[key] = max(scales.get(key, 0.0), fact.value.norm / math.sqrt(size))
+        key: tuple[str, int | str] = (fact.kind, metric_name(fact))
+        size = 0.0
+        if fact.kind in TENSORS and not fact.value.is_buffer:
+            key, size = (fact.kind, fact.step), fact.value.norm / math.sqrt(math.prod(fact.value.shape) or 1)
+        elif fact.kind in ("metric", "loss"):
+            size = abs(float(fact.value) if fact.kind == "metric" else fact.value.mean)
+        if math.isfinite(size):
+            scales[key] = max(scales.get(key, 0.0), size)
     return scales
 
 
+def _unit(record: RunRecord) -> float:
+    """Return the relative error of a rounding of the script's numbers: that of the parameters, and at most that of float32."""
+    bits = (BITS.get(fact.value.dtype, 53) for fact in record.of_kind("initial") if not fact.value.is_buffer)
+    return 2.0 ** -max(BITS["float32"], min(bits, default=BITS["float64"]))
+
+
 class _Options(NamedTuple):
-    """Options of one comparison: layout, relative difference that is rounding, and root mean square of the largest tensor."""
+    """Options of one comparison: layout, relative difference that is rounding, and least size for a relative difference."""
 
     same_layout: bool
     tolerance: float
@@ -226,7 +319,7 @@ def _compare_tensors(fact: Fact, partner: Fact, options: _Options) -> _Result:
 def _compare_losses(fact: Fact, partner: Fact, options: _Options) -> _Result:
     a: LossFact = fact.value
     b: LossFact = partner.value
-    relative, is_weighted = relative_difference(a.mean, b.mean), a.weight is not None and b.weight is not None
+    relative, is_weighted = relative_difference(a.mean, b.mean, options.scale), a.weight is not None and b.weight is not None
     if not is_weighted:
         # Without weights, a loop may sum or average over microbatches and ranks.
         relative = min(relative, relative_difference(a.total, b.total))
@@ -237,13 +330,13 @@ def _compare_losses(fact: Fact, partner: Fact, options: _Options) -> _Result:
     return _Result(relative, f"is {b.mean:.6g} instead of {a.mean:.6g}", is_weighted)
 
 
-def relative_difference(a: float, b: float) -> float:
-    """Return the difference of two numbers relative to the larger; 0 if both are equal or NaN."""
+def relative_difference(a: float, b: float, scale: float = 0.0) -> float:
+    """Return the difference of two numbers relative to the largest of them and of ``scale``; 0 if both are equal or NaN."""
     if a == b or (math.isnan(a) and math.isnan(b)):
         return 0.0
     if not math.isfinite(a) or not math.isfinite(b):
         return 1.0
-    return abs(a - b) / max(abs(a), abs(b))
+    return abs(a - b) / max(abs(a), abs(b), scale)
 
 
 def _compare_samples(fact: Fact, partner: Fact, options: _Options) -> _Result:
@@ -285,14 +378,12 @@ def _compare_tuples(a: Sequence[float], b: Sequence[float], options: _Options, t
 
 
 def _compare_metrics(fact: Fact, partner: Fact, options: _Options) -> _Result:
-    if not options.same_layout and _OF_LAYOUT.search(fact.name):
-        return _EQUAL
     first, second, slack = float(fact.value), float(partner.value), 0.0
     if isinstance(fact.value, str):
         # The last printed digit may differ by rounding.
         mantissa, _, exponent = fact.value.lower().partition("e")
         slack = 1.5 * 10.0 ** (int(exponent or 0) - len(mantissa.partition(".")[2]))
-    relative = relative_difference(first, second)
+    relative = relative_difference(first, second, options.scale)
     is_rounding = relative <= options.tolerance or abs(first - second) <= slack
     return _Result(relative, "" if is_rounding else f"is {second:.6g} instead of {first:.6g}")
 

@@ -197,7 +197,7 @@ class ExportCheck:
             yield
         finally:
             self.running = False
-            _reshard(model)
+            reshard(model)
             _fill(own, before)
             for module, mode in modes.items():
                 module.training = mode
@@ -211,7 +211,8 @@ def _match(model: nn.Module, exported: Values) -> tuple[Values, dict[str, str]]:
     return own, {name: aliases.get(target, target) for name, target in names.items() if target is not None}
 
 
-def _reshard(model: nn.Module) -> None:
+def reshard(model: nn.Module) -> None:
+    """Free unsharded parameters, which are other objects than those of the optimizer. Mutates: FSDP2's modules."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -219,7 +220,7 @@ def _reshard(model: nn.Module) -> None:
 
 def _tensors(model: nn.Module) -> Values:
     """Return the local tensors of all parameters and buffers, which on one rank are whole. Mutates: unsharded parameters."""
-    _reshard(model)
+    reshard(model)
     named = {**parameters_by_fqn(model)[0], **buffers_by_fqn(model)}
     return {name: to_local(tensor.detach()) for name, tensor in named.items()}
 
@@ -237,7 +238,7 @@ def _fill(own: Values, values: Values) -> None:
 
 
 def _run(module: nn.Module, args: Any, kwargs: Any) -> Tensor:
-    _reshard(module)
+    reshard(module)
     with torch.no_grad():
         output = module(*args, **kwargs)
     tensors = [tensor for tensor in list_tensors([output]) if tensor.is_floating_point()]

@@ -1,13 +1,15 @@
-"""Change a script from outside: one dtype for everything (``OneDtype``), equal random numbers for all samples (``EvenRandom``).
+"""Change a script from outside: one dtype (``OneDtype``), equal random numbers for all samples (``EvenRandom``), another clock.
 
-Both act on torch, because a script may create tensors, cast them and draw random numbers wherever it likes.
+The first two act on torch, because a script may create tensors, cast them and draw random numbers wherever it likes.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -321,3 +323,39 @@ class FrozenStatistics:
             return F.batch_norm(input, mean.clone(), var.clone(), module.weight, module.bias, False, 0.0, module.eps)
 
         norm.forward = frozen  # type: ignore[method-assign, assignment]
+
+
+_CLOCKS = {"time": 1, "perf_counter": 1, "monotonic": 1, "time_ns": 10**9, "perf_counter_ns": 10**9, "monotonic_ns": 10**9}
+# Seconds by which each call of a clock advances it. A time that is printed with two digits must change.
+_CLOCK_STEP = 0.25
+_MORE_MEMORY = 64 << 20  # bytes
+
+
+def vary_machine(script: str) -> object:
+    """Advance the clocks that a script reads at each call, and return memory for the caller to hold.
+
+    Numbers about time and memory then differ from those of an equal run. Libraries read the true time, because they wait by it.
+
+    Mutates: functions of ``time``.
+    """
+    folder, calls = os.path.dirname(os.path.realpath(script)) + os.sep, 0
+
+    @functools.cache
+    def is_of_script(file: str) -> bool:
+        return os.path.realpath(file).startswith(folder)
+
+    def advance(read: Any, unit: int) -> Any:
+        @functools.wraps(read)
+        def advanced() -> Any:
+            nonlocal calls
+            if is_of_script(sys._getframe(1).f_code.co_filename):
+                calls += 1
+                return read() + type(read())(calls * _CLOCK_STEP * unit)
+            return read()
+
+        return advanced
+
+    for name, unit in _CLOCKS.items():
+        setattr(time, name, advance(getattr(time, name), unit))
+    # Pages of zeros take no memory.
+    return b"1" * _MORE_MEMORY

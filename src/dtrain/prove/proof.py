@@ -17,8 +17,18 @@ from typing import Any, Literal
 from dtrain.arguments import check_int, format_count
 from dtrain.errors import ConfigError
 from dtrain.prove.causes import Cause, explain
-from dtrain.prove.checks import FAR, ModuleError, check_record, compare_precision, computed_samples, module_errors, rounding_of
-from dtrain.prove.compare import Comparison, Difference, compare_records, unstable_keys
+from dtrain.prove.checks import (
+    FAR,
+    ModuleError,
+    check_record,
+    check_training,
+    compare_precision,
+    computed_samples,
+    module_errors,
+    rounding_hides,
+    rounding_of,
+)
+from dtrain.prove.compare import MAX_ROUNDING, Comparison, Difference, FactKey, compare_records, metric_name, unstable_keys
 from dtrain.prove.run_config import (
     AGAIN,
     BASE,
@@ -30,6 +40,7 @@ from dtrain.prove.run_config import (
     PlannedRun,
     RunConfig,
     first_runs,
+    is_endless,
     next_runs,
 )
 from dtrain.prove.run_records import KINDS, RunRecord, read_record
@@ -38,14 +49,16 @@ from dtrain.prove.runs import RunOutcome, copy_work_folder, run_all
 # Facts that do not depend on the random numbers of a step.
 _DATA_KINDS = ("initial", "ties", "samples", "lr", "evaluation")
 _MAX_MODULES = 20
+_MAX_METRICS = 10
 
-RowVerdict = Literal["bitwise", "tolerance", "differs", "failed", "ran", "not run"]
+RowVerdict = Literal["bitwise", "tolerance", "differs", "failed", "nothing", "ran", "not run"]
 
 _WORDS: Mapping[str, str] = {
     "bitwise": "equal bit for bit",
     "tolerance": "equal within rounding",
     "differs": "DIFFERS",
     "failed": "FAILED",
+    "nothing": "SHOWS NOTHING",
     "ran": "no contradiction",
     "not run": "not compared",
 }
@@ -119,16 +132,21 @@ class _Proof:
         self._outcomes: dict[str, RunOutcome] = {}
         self._rows: list[RunRow] = []
         self._findings: list[Finding] = []
-        self._unstable: set[tuple[int, int, str, str]] = set()
-        self._rounding: Mapping[tuple[str, int], float] = {}
+        self._unstable: set[FactKey] = set()
+        self._rounding: Mapping[FactKey, float] = {}
+        self._of_layout: set[str] = set()
 
     def run(self, first: Sequence[PlannedRun], plan: Callable[[RunConfig, RunRecord], list[PlannedRun]]) -> None:
         """Run and compare everything: the first runs, and those that ``plan`` chooses from the first run and its record."""
         self._execute(first)
         config, record = first[0].config, self._records[BASE]
-        if self._outcomes[BASE].failed or not record.steps:
+        if self._outcomes[BASE].failed or (check_training(record) and not check_record(record)):
             self._add_row(first[0])
             return
+        if is_endless(record, config.steps):
+            config = replace(config, cut_after=config.steps)
+            self._records = {name: other.until(config.steps) for name, other in self._records.items()}
+            record = self._records[BASE]
         self._unstable = unstable_keys(record, self._records[AGAIN])
         later = plan(config, record)
         self._execute([run for run in later if run.after is None])
@@ -163,9 +181,14 @@ class _Proof:
 
     def _add_row(self, run: PlannedRun) -> None:
         """Compare a run, and add its row to the table, unless the run only serves others."""
-        name, whole_name = run.config.name, f"{run.config.ranks} ranks"
+        name, layouts = run.config.name, {run.config.ranks}
+        if run.after:
+            layouts.add(self._outcomes[run.after].config.ranks)
+        whole_names = [f"{ranks} ranks" for ranks in layouts]
         outcome, record = self._outcomes[name], self._records[name]
-        if outcome.failed and run.optional and not self._failed(whole_name):
+        # A script may refuse a strategy or a size, and says so. A run that hangs or crashes is a failure.
+        waited = outcome.timed_out or outcome.follows
+        if outcome.failed and run.optional and outcome.error and not waited and not any(map(self._failed, whole_names)):
             text = f"the script does not run this way: {outcome.error}"
             self._rows.append(RunRow(name=name, against=run.against, verdict="not run", text=text))
             return
@@ -182,31 +205,33 @@ class _Proof:
                 self._records[run.against],
                 record,
                 same_layout=run.same_layout,
-                kinds=_DATA_KINDS if draws_per_rank and run.config.ranks > 1 else KINDS,
+                kinds=_DATA_KINDS if draws_per_rank and max(layouts) > 1 else KINDS,
                 ignored=self._unstable,
                 first_steps=record.first_steps if run.after else {},
                 rounding={} if run.same_layout else self._rounding,
             )
-        whole = next((row for row in self._rows if run.after and row.name == whole_name), None)
+            self._of_layout |= comparison.of_layout
+        whole = next((row for row in self._rows if run.after and row.name in whole_names), None)
         if whole is not None and whole.verdict in ("differs", "failed"):
             # The run differs on these ranks without a resume.
             self._rows.append(RunRow(name=name, against=run.against, verdict="differs", findings=whole.findings))
             return
         findings = self._explain(run, differences, comparison)
         if run.config.kill_after is None and name not in SERVING:
-            verdict = "differs" if findings else comparison.verdict if comparison else "ran"
-            largest = comparison.largest if comparison else None
-            self._rows.append(RunRow(name=name, against=run.against, verdict=verdict, largest=largest, findings=findings))
+            text, is_hidden = rounding_hides(comparison) if comparison else ("", False)
+            if gap := "" if findings else check_training(record):
+                text, is_hidden = gap, True
+            verdict = "differs" if findings else "nothing" if is_hidden else comparison.verdict if comparison else "ran"
+            row = RunRow(name=name, against=run.against, verdict=verdict, findings=findings, text=text)
+            self._rows.append(row if comparison is None else replace(row, largest=comparison.largest))
 
     def _problem(self, name: str) -> str:
         """Return why a run cannot be compared; "" if it can."""
         outcome = self._outcomes[name]
         if outcome.timed_out:
-            return f"did not end in {self._timeout_s:g} s; raise --timeout, or give arguments of a shorter run"
-        if outcome.failed:
-            return outcome.error or f"ended with the exit codes {outcome.codes}"
-        trains = name != BASE or self._records[name].steps
-        return "" if trains else "no update of an optimizer was seen; give the arguments with which the script trains"
+            advice = "" if "wait" in str(outcome.error) else "; raise --timeout, or give arguments of a shorter run"
+            return f"did not end in {self._timeout_s:g} s: {outcome.error}{advice}"
+        return outcome.error or f"ended with the exit codes {outcome.codes}" if outcome.failed else ""
 
     def _explain(self, run: PlannedRun, checks: Sequence[Difference], comparison: Comparison | None) -> tuple[int, ...]:
         """Add the findings of a run, and return their numbers. A cause that was found already is not reported twice."""
@@ -240,15 +265,18 @@ class _Proof:
         written, exact, rounded = (self._complete(name) for name in (self._written_name, FLOAT32, ROUNDED))
         modules = [] if written is None or exact is None or rounded is None else module_errors(exact, written, rounded)
         ranks = [rows for other in self._records.values() for rows in other.ranks]
+        facts = [record.facts[key] for key in self._unstable if key in record.facts]
+        unstable = sorted({metric_name(fact) for fact in facts if fact.kind == "metric"})
         return ProveReport(
             script=base.script,
             steps=base.steps,
             rows=tuple(self._rows),
             findings=tuple(self._findings),
             notes=tuple(record.notes),
+            dropped=(tuple(unstable), tuple(sorted(self._of_layout))),
             plain=not record.rows("layout"),
             modules=tuple(modules),
-            rounding=max(self._rounding.values(), default=None),
+            rounding=max((size for size in self._rounding.values() if size <= MAX_ROUNDING), default=None),
             keep_precision=keep_precision,
             seconds=seconds,
             cpu_seconds=sum(row["cpu_s"] for rows in ranks for row in rows if row["kind"] == "end"),
@@ -265,7 +293,7 @@ class RunRow:
         verdict: result of the comparison.
         largest: largest relative difference.
         findings: numbers of the findings, from 0.
-        text: error of a run that failed.
+        text: error of a run that failed, why a run shows nothing, or what rounding hides.
     """
 
     name: str
@@ -301,6 +329,7 @@ class Finding:
             "ranks": list(self.difference.ranks),
             "cause": self.cause.code,
             "sentence": self.cause.sentence,
+            "shown": self.cause.shown,
             "page": self.cause.page,
         }
 
@@ -315,6 +344,7 @@ class ProveReport:
         rows: runs, in the order of the table.
         findings: differences with their causes.
         notes: what the script does that was changed or could not be seen.
+        dropped: metrics that were not compared: those that differ in two equal runs, and numbers of the layout.
         plain: if True, the loop does not use dtrain's step.
         modules: errors of the script's dtypes, in the order of the program.
         rounding: largest difference that counts as rounding, as measured; None for the tolerance of float64.
@@ -328,6 +358,7 @@ class ProveReport:
     rows: tuple[RunRow, ...]
     findings: tuple[Finding, ...]
     notes: tuple[Mapping[str, Any], ...] = field(default=(), repr=False)
+    dropped: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
     plain: bool = False
     modules: tuple[ModuleError, ...] = field(default=(), repr=False)
     rounding: float | None = None
@@ -337,8 +368,9 @@ class ProveReport:
 
     @property
     def passed(self) -> bool:
-        """True if no run differs or failed."""
-        return bool(self.rows) and not self.findings and not any(row.verdict in ("differs", "failed") for row in self.rows)
+        """True if no run differs, failed, or shows nothing."""
+        bad = ("differs", "failed", "nothing")
+        return bool(self.rows) and not self.findings and not any(row.verdict in bad for row in self.rows)
 
     def remarks(self) -> list[str]:
         """Return what was changed, and what was not seen, in sentences."""
@@ -366,6 +398,11 @@ class ProveReport:
             if note["code"] == "export_not_run":
                 why = note["error"] or "no model of the script has the names of its tensors"
                 remarks.append(f"{note['path']} was not loaded again: {why}.")
+        reasons = ("they differ in two equal runs", "they are numbers of the layout")
+        for metrics, reason in zip(self.dropped, reasons, strict=True):
+            if metrics:
+                more = f" and {len(metrics) - _MAX_METRICS} more" if len(metrics) > _MAX_METRICS else ""
+                remarks.append(f"Metrics that were not compared, because {reason}: {', '.join(metrics[:_MAX_METRICS])}{more}.")
         if self.rounding is not None:
             remarks.append(
                 f"Differences within a measured tolerance count as rounding, of at most {self.rounding:.1g}: "
@@ -374,7 +411,14 @@ class ProveReport:
         if "loop_cut" in codes:
             remarks.append("The loop could not be shortened and was ended, so the code after it did not run.")
         if not any("killed" in row.name for row in self.rows):
-            remarks.append("No checkpoint was saved before the last step, so no resume was checked.")
+            remarks.append(
+                "No checkpoint was saved before the last step, so no resume was checked. "
+                + (
+                    "If the script saves every few hundred steps, give it arguments with which it saves after two."
+                    if self.plain
+                    else "Save where state.crossed(n) is True instead of step % n == 0: here it is True after each second step."
+                )
+            )
         return remarks
 
     def text(self) -> str:
@@ -392,16 +436,18 @@ class ProveReport:
             lines += [
                 "",
                 f"{number}. {finding.run}{against}: {finding.subject} {difference.text}{ranks}",
-                f"   {finding.cause.sentence}",
+                f"   {finding.cause.advice}",
                 f'   See the page "{finding.cause.page}" of the documentation ({finding.cause.code}).',
             ]
         if remarks := self.remarks():
             lines += ["", *remarks]
         if self.keep_precision:
             lines += self._module_lines()
-        failed = sum(row.verdict == "failed" for row in self.rows)
-        differs = f"{format_count(len(self.findings), 'difference')}, {format_count(failed, 'failed run')}"
-        verdict = "all runs agree" if self.passed else differs
+        verdicts = [row.verdict for row in self.rows]
+        counts = [format_count(len(self.findings), "difference"), format_count(verdicts.count("failed"), "failed run")]
+        if nothing := verdicts.count("nothing"):
+            counts.append(f"{format_count(nothing, 'run')} that show{'s' if nothing == 1 else ''} nothing")
+        verdict = "all runs agree" if self.passed else ", ".join(counts)
         lines += ["", f"prove: {verdict} ({format_count(len(self.rows), 'run')} of {self.steps} steps, {self.seconds:.0f} s)"]
         return "\n".join(lines)
 
@@ -416,7 +462,7 @@ class ProveReport:
             gradient = "-" if module.gradient is None else f"{module.gradient:.1e}"
             lines.append(
                 f"{module.name or 'model':{width}}  {module.dtype:8}  {module.output:.1e}  {gradient:8}  {module.rounding:.1e}"
-                f"{'  FAR' if module.is_far else ''}"
+                f"{'  FAR' if module.is_far or module.has_other_gradient else ''}"
             )
         first = next((module for module in self.modules if module.is_far and module.leaf), None)
         if len(self.modules) > len(shown):
@@ -454,7 +500,7 @@ class ProveReport:
                     "output": module.output,
                     "gradient": module.gradient,
                     "rounding": module.rounding,
-                    "far": module.is_far,
+                    "far": module.is_far or module.has_other_gradient,
                 }
                 for module in self.modules
             ],

@@ -10,6 +10,7 @@ import hashlib
 import os
 import signal
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -25,9 +26,9 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from dtrain.data.batch import FailedBatch, copy_batch_info, get_batch_infos, list_tensors
 from dtrain.errors import ConfigError
 from dtrain.fqn import buffers_by_fqn, modules_by_fqn, parameters_by_fqn, unwrap_module
-from dtrain.prove.evaluations import Evaluations
+from dtrain.prove.evaluations import Evaluations, reshard
 from dtrain.prove.overrides import EvenRandom, FrozenStatistics, cast_floats, use_one_dtype
-from dtrain.prove.run_config import SAVE_INTERVAL, RunConfig
+from dtrain.prove.run_config import RECORDED_LENGTHS, SAVE_INTERVAL, RunConfig
 from dtrain.prove.run_log import (
     RunLog,
     count_samples,
@@ -47,10 +48,8 @@ from dtrain.shard.spec import ShardSpec
 from dtrain.state import TrainState
 from dtrain.typing import LossSum
 
-# A loop that cannot be shortened runs to its own end, or to this many updates.
-_HARD_LIMIT = 2000
-# Updates of such a loop that are recorded, as a multiple of the steps of the run.
-_RECORDED = 10
+# Updates of a loop that prepares the loop of dtrain's step, such as that of a codec.
+_MAX_PREPARATION = 2000
 _STEP_HOOKS: tuple[dict[Any, Any], dict[Any, Any]] = (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)
 
 
@@ -93,6 +92,7 @@ class RankRecorder:
         self.facts = StepFacts()
         self.in_step = self._in_update = False
         self.steps_of_dtrain = False
+        self._has_dtrain_loop = config.has_dtrain_loop or config.may_have_dtrain_loop
         self._indices: dict[int, int] = {}
         self.updates: dict[int, int] = {}
         self._initial: set[int] = set()
@@ -228,8 +228,11 @@ class RankRecorder:
             if dist.is_initialized():
                 dist.barrier()
             self.log.write("killed")
-            os.kill(os.getpid(), signal.SIGKILL)
-        if self.log.step >= _HARD_LIMIT:
+            if self.log.rank == self.config.kill_rank:
+                os.kill(os.getpid(), signal.SIGKILL)
+        prepares = self._has_dtrain_loop and not self.steps_of_dtrain
+        limit = _MAX_PREPARATION if prepares else self.config.cut_after or self.config.steps * RECORDED_LENGTHS
+        if max(self.updates.values(), default=0) >= limit:
             self.note("loop_cut")
             raise EndOfProof(0)
 
@@ -238,13 +241,13 @@ class RankRecorder:
         self.flush_evaluation()
         optimizer_index = self.log.optimizer_index
         if optimizer_index == 0:
-            for variable in model_values(self.models.modules):
-                self.log.write("variable", **variable)
-            for variable in script_variables(script_frames(sys._getframe(1), self.config.script), self.models.modules):
-                self.log.write("variable", **variable)
+            self._write_variables()
         if optimizer_index in self._initial:
             return
         self._initial.add(optimizer_index)
+        for model in self.models.modules:
+            # A forward before the first step, as in a rollout, leaves the root unsharded.
+            reshard(model)
         named = self.models.parameters()
         names = self._names = {id(param): name for name, param in named.items()}
         own = [id(param) for group in optimizer.param_groups for param in group["params"]]
@@ -264,6 +267,17 @@ class RankRecorder:
         if own and not any(param in names for param in own):
             for number, param in enumerate(param for group in optimizer.param_groups for param in group["params"]):
                 self.log.write_tensor("initial", f"optimizer.{number}", param, trains=True)
+
+    def _write_variables(self) -> None:
+        frames = script_frames(sys._getframe(1), self.config.script)
+        for variable in (*model_values(self.models.modules), *script_variables(frames, self.models.modules)):
+            self.log.write("variable", **variable)
+
+    def update_ends(self, updates: int) -> None:
+        """Count the updates of the optimizer in progress. After the last one, variables show what the step has overwritten."""
+        self.updates[self.log.optimizer_index] = self.log.step = updates
+        if self.log.optimizer_index == 0 and updates == self.config.steps:
+            self._write_variables()
 
     def rng_digest(self) -> str:
         """Return a digest of the state of torch's global generator."""
@@ -330,8 +344,7 @@ class RankRecorder:
         for name, tensor in named_tensors(state.transform_states):
             if not name.startswith("auto_microbatch"):
                 self.log.write_tensor("transform", name, tensor)
-        self.updates[self.log.optimizer_index] = state.step
-        self.log.step = state.step
+        self.update_ends(state.step)
 
     def write_parameters(self) -> None:
         """Write all parameters and buffers after an update."""
@@ -341,9 +354,10 @@ class RankRecorder:
         self._write_buffers("buffer")
 
     def _write_buffers(self, kind: str) -> None:
+        saved = self.models.buffers(persistent_only=True)
         for name, buffer in self.models.buffers().items():
             if not buffer.is_meta:
-                self.log.write_tensor(kind, name, buffer, buffer=True)
+                self.log.write_tensor(kind, name, buffer, buffer=True, saved=name in saved)
 
     # ---- evaluations, metrics, saves ----
 
@@ -375,7 +389,10 @@ class RankRecorder:
 
     def records_updates(self) -> bool:
         """Return True if the next update by hand is recorded. All runs count the updates, so that all cut a loop alike."""
-        return not self.config.has_dtrain_loop and self.updates.get(self.log.optimizer_index, 0) < self.config.steps * _RECORDED
+        return (
+            not self.config.has_dtrain_loop
+            and self.updates.get(self.log.optimizer_index, 0) < self.config.steps * RECORDED_LENGTHS
+        )
 
     def updates_done(self) -> int:
         """Return the number of complete updates of the first optimizer, since the start of the run."""
@@ -421,9 +438,13 @@ class ScriptModels:
         """Return the parameters of all models by name."""
         return {prefix + name: param for prefix, model in self._named() for name, param in parameters_by_fqn(model)[0].items()}
 
-    def buffers(self) -> dict[str, Tensor]:
+    def buffers(self, *, persistent_only: bool = False) -> dict[str, Tensor]:
         """Return the buffers of all models by name."""
-        return {prefix + name: buffer for prefix, model in self._named() for name, buffer in buffers_by_fqn(model).items()}
+        return {
+            prefix + name: buffer
+            for prefix, model in self._named()
+            for name, buffer in buffers_by_fqn(model, persistent_only=persistent_only).items()
+        }
 
     def ties(self) -> list[str]:
         """Return the tied parameters, as ``"head.weight = embed.weight"``."""
@@ -442,8 +463,12 @@ class ScriptModels:
         return None
 
     def _named(self) -> Iterator[tuple[str, nn.Module]]:
+        earlier = Counter[str]()
         for number, model in enumerate(self.modules):
-            yield (f"{type(model).__name__.removeprefix('FSDP')}." if number else ""), model
+            kind = type(model).__name__.removeprefix("FSDP") if number else ""
+            earlier[kind] += 1
+            # A second model of the class must not hide the first.
+            yield f"{kind}{earlier[kind] if earlier[kind] > 1 else ''}{'.' if number else ''}", model
 
 
 class ModuleOutputs:

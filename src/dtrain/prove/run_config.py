@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,6 +14,7 @@ import msgspec
 from dtrain.prove.run_records import BITS, RunRecord
 
 Dtype = Literal["fp64", "fp32", "as written"]
+_STEP_OF_DTRAIN = re.compile(r"compose_step|microbatch_step|grad_cache_step|optimizer_in_backward")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,12 +33,16 @@ class RunConfig:
         microbatch_size: microbatch size; None keeps the script's size.
         even_random: if True, random numbers are equal for all samples, so that they do not depend on the layout.
         recompute: if False, activation checkpointing is off.
-        kill_after: step after which all ranks are killed; None runs to the end.
+        kill_after: step after which a rank is killed; None runs to the end.
+        kill_rank: the rank that is killed. The other ranks end when they miss it.
+        cut_after: number of updates after which a loop by hand without a loader is ended; None is ``RECORDED_LENGTHS`` times
+            the steps.
         has_dtrain_loop: if True, the script runs dtrain's step, so the steps of a loop by hand prepare the training.
         first_step: number of the first step in a script that does not use dtrain's step, in a resumed run.
         activations: if True, record the outputs of all modules in the first forward, and their gradients.
         perturb_seed: seed of changes of the last bit of modules' outputs, which show the effect of rounding; None changes none.
         check_exports: if True, load exported files again, and compare outputs.
+        vary_machine: if True, the clock runs faster and the process has more memory, so that numbers about the machine differ.
     """
 
     name: str
@@ -51,11 +57,19 @@ class RunConfig:
     even_random: bool = False
     recompute: bool = True
     kill_after: int | None = None
+    kill_rank: int = 0
+    cut_after: int | None = None
     has_dtrain_loop: bool = False
     first_step: int = 0
     activations: bool = False
     perturb_seed: int | None = None
     check_exports: bool = False
+    vary_machine: bool = False
+
+    @property
+    def may_have_dtrain_loop(self) -> bool:
+        """True if the text of the script names functions that make dtrain's step."""
+        return bool(_STEP_OF_DTRAIN.search(Path(self.script).read_text(encoding="utf-8", errors="replace")))
 
     @property
     def work_folder(self) -> Path:
@@ -77,6 +91,9 @@ class RunConfig:
 
 SAVE_INTERVAL = 2
 """Steps between two saves in a short run: ``state.crossed`` is True after each second step."""
+
+RECORDED_LENGTHS = 10
+"""Updates that are recorded of a loop that cannot be shortened, as a multiple of the steps of the run."""
 
 SKETCH_SIZE = 2048
 """Largest number of numbers that represent a recorded tensor; see ``run_log``."""
@@ -121,7 +138,8 @@ def first_runs(script: Path, args: Sequence[str], folder: Path, *, steps: int, k
         activations=keep_precision,
         check_exports=True,
     )
-    return [PlannedRun(config=base), PlannedRun(config=_variant(base, "again", name=AGAIN), against=BASE, same_layout=True)]
+    again = _variant(base, "again", name=AGAIN, vary_machine=True)
+    return [PlannedRun(config=base), PlannedRun(config=again, against=BASE, same_layout=True)]
 
 
 def next_runs(base: RunConfig, record: RunRecord, world_sizes: Sequence[int], seed: int) -> list[PlannedRun]:
@@ -180,7 +198,20 @@ def next_runs(base: RunConfig, record: RunRecord, world_sizes: Sequence[int], se
         # With draws, the steps before the kill drew other random numbers, so the parameters differ.
         for ranks in () if draws else world_sizes[:1]:
             plan(f"{killed}, resumed on {ranks} ranks", f"resumed-{ranks}", {"ranks": ranks}, BASE, after=killed)
+            rank = random.Random(seed).randrange(ranks)
+            lost = f"rank {rank} of {ranks} {killed}"
+            plan(lost, "killed-rank", {"ranks": ranks, "kill_after": kill_after, "kill_rank": rank})
+            plan(f"{lost}, resumed on 1 rank", "resumed-1", {}, BASE, after=lost)
     return runs
+
+
+def is_endless(record: RunRecord, steps: int) -> bool:
+    """Return True if a loop without a loader was ended, so that later runs end it after ``steps`` updates.
+
+    Not if the first optimizer ended before, because its loop prepares the training.
+    """
+    last = max((row["step"] for row in record.rows("step") if row["optimizer_index"] == 0), default=0)
+    return record.note("loop_cut") is not None and last + 1 >= RECORDED_LENGTHS * steps
 
 
 def other_microbatch_size(record: RunRecord) -> int | None:

@@ -41,6 +41,7 @@ KINDS: Mapping[str, str] = {
 TENSORS = ("initial", "gradient", "parameter", "buffer", "transform", "exported")
 """Kinds of facts that are tensors."""
 
+_OF_STEP = ("samples", "rng", "loss", "lr", "ties")
 _OF_UPDATES = ("initial", "gradient", "parameter", "buffer", "optimizer", "optimizer_state", "step")
 
 BITS = {"float64": 53, "float32": 24, "float16": 11, "bfloat16": 8, "float8_e4m3fn": 4, "float8_e5m2": 3}
@@ -61,6 +62,7 @@ class TensorFact:
     sketch: Any = field(repr=False)
     trains: bool = True
     is_buffer: bool = False
+    is_saved: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,6 +152,16 @@ class RunRecord:
             if row["kind"] == "step" and (row["step"], row["optimizer_index"]) == (step, optimizer_index)
         ]
 
+    def until(self, steps: int) -> RunRecord:
+        """Return the record of the first ``steps`` steps, and of what follows before the next one."""
+
+        def is_before(step: int, kind: str) -> bool:
+            return step < steps or (step == steps and kind not in _OF_UPDATES and kind not in _OF_STEP)
+
+        ranks = [[row for row in rows if is_before(row["step"], row["kind"])] for rows in self.ranks]
+        facts = {key: fact for key, fact in self.facts.items() if is_before(fact.step, fact.kind)}
+        return RunRecord(name=self.name, ranks=ranks, facts=facts, notes=self.notes, numbers=self.numbers)
+
     @property
     def first_steps(self) -> Mapping[int, int]:
         """First step with an update of each optimizer."""
@@ -217,6 +229,7 @@ def _facts_of_rank_0(ranks: list[list[Row]], numbers: Any) -> Iterator[Fact]:
                 sketch=numbers[begin : begin + count],
                 trains=row.get("trains", True),
                 is_buffer=row.get("buffer", False),
+                is_saved=row.get("saved", True),
             )
             by_rank = digests[kind, row["step"], row["optimizer_index"], row["name"]]
             # Backward reaches the last parameters first.

@@ -11,10 +11,12 @@ import json
 import multiprocessing.util
 import os
 import resource
+import select
 import shutil
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -27,12 +29,19 @@ from types import ModuleType
 from typing import Any
 
 from dtrain import launch_protocol
+from dtrain.launch.hang_report import describe_stall
+from dtrain.launch.launch_plan import FLIGHT_RECORDER_ENTRIES
 from dtrain.launch.local_ranks import PRELOADED, LocalRanks, enter_rank, wait_for_exits
 from dtrain.launch.processes import die_with_parent
+from dtrain.launch.rank_records import RankEvidence, RankProgress, collect_evidence
 from dtrain.prove.run_config import RunConfig
 
 # Time for the other ranks to end after one has failed, so that the first error is recorded. Seconds.
 _SETTLE_S = 5.0
+# Time for the ranks of a run that hangs to write their stacks and collectives. Seconds.
+_ANSWER_S = 10.0
+# Named pipe in the folder of a run that becomes readable when the ranks are to write them. Nobody reads its byte.
+_REQUEST_PIPE = "request"
 # Files above this size are links into the original folder instead of copies. Bytes.
 _MAX_COPY_BYTES = 1 << 20
 _HOOKS = ("dtrain.prove.dtrain_hooks", "dtrain.prove.torch_hooks")
@@ -47,8 +56,10 @@ class RunOutcome:
     Args:
         config: the run.
         codes: exit code of each rank; a negative number is a signal.
-        error: first error of a rank, with the place in the script; None without an error.
+        error: first error of a rank, with the place in the script; for a run that took too long, the rank and the collective
+            that the other ranks waited for; None without an error.
         timed_out: if True, the run was ended because it took too long.
+        follows: if True, the error is that of a rank that waited for another rank.
         seconds: duration of the run.
     """
 
@@ -56,6 +67,7 @@ class RunOutcome:
     codes: tuple[int, ...]
     error: str | None
     timed_out: bool
+    follows: bool
     seconds: float
 
     @property
@@ -91,7 +103,8 @@ class _Running:
     ranks: LocalRanks
     started: float
     deadline: float
-    timed_out: bool = False
+    timeout_s: float
+    stall: str = ""
 
 
 def run_all(
@@ -129,6 +142,7 @@ def run_all(
 
 def _start(config: RunConfig, timeout_s: float) -> _Running:
     path, ranks = config.write(), LocalRanks(config.ranks)
+    os.mkfifo(path.with_name(_REQUEST_PIPE))
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(launch_protocol.OWNED_PREFIXES)}
     inherited |= {
         launch_protocol.OMP_THREADS: "1",
@@ -136,11 +150,12 @@ def _start(config: RunConfig, timeout_s: float) -> _Running:
         "TORCHDYNAMO_DISABLE": "1",
         "CUDA_VISIBLE_DEVICES": "",
         "PYTHONDONTWRITEBYTECODE": "1",
+        **dict.fromkeys(launch_protocol.FLIGHT_RECORDER, FLIGHT_RECORDER_ENTRIES),
     }
     for rank in range(config.ranks):
         ranks.fork_from_server(run_rank, str(path), ranks.environment(rank, inherited), server=_fork_server())
     now = time.monotonic()
-    return _Running(config=config, ranks=ranks, started=now, deadline=now + timeout_s)
+    return _Running(config=config, ranks=ranks, started=now, deadline=now + timeout_s, timeout_s=timeout_s)
 
 
 @cache
@@ -162,8 +177,30 @@ def _wait(running: list[_Running]) -> None:
             # The peers wait for this rank.
             run.deadline = min(run.deadline, now + (0.5 if run.config.kill_after is not None else _SETTLE_S))
         if now >= run.deadline and run.ranks.running:
-            run.timed_out = not any(exit_.code for exit_ in run.ranks.exits.values())
+            if not any(exit_.code for exit_ in run.ranks.exits.values()):
+                run.stall = _describe_hang(run)
             run.ranks.kill()
+
+
+def _describe_hang(run: _Running) -> str:
+    """Ask the running ranks for their stacks and collectives, and return which rank the others wait for, and where."""
+    folder, alive = Path(run.config.folder), run.ranks.running
+    pipe = os.open(folder / _REQUEST_PIPE, os.O_RDWR | os.O_NONBLOCK)
+    os.write(pipe, b"?")
+    waiting = [launch_protocol.flight_record_file(folder, rank) for rank in alive]
+    deadline = time.monotonic() + _ANSWER_S
+    while time.monotonic() < deadline and not all(path.exists() for path in waiting):
+        time.sleep(0.05)
+    os.close(pipe)
+    ranks = [
+        RankEvidence(rank=rank, progress=RankProgress(phase="open", at=run.started))
+        if rank in alive
+        else RankEvidence(rank=rank, exit_code=run.ranks.exits[rank].code)
+        for rank in range(run.config.ranks)
+    ]
+    evidence = collect_evidence(launch_protocol.hang_folder(folder), ranks)
+    lines = describe_stall(evidence, world_size=run.config.ranks, timeout_s=run.timeout_s)
+    return "; ".join(line.strip() for line in lines)
 
 
 def _outcome(run: _Running) -> RunOutcome:
@@ -173,11 +210,11 @@ def _outcome(run: _Running) -> RunOutcome:
         # Another rank's error is the cause of an error in communication.
         follows = "PeerError" in record["error"] or "DistError" in record["error"] or "Connection" in record["error"]
         failures.append((follows, path.stat().st_mtime, record))
-    error = None
+    error, follows = run.stall or None, False
     if failures:
-        first = min(failures, key=lambda item: item[:2])[2]
+        follows, _, first = min(failures, key=lambda item: item[:2])
         error = f"{first['error']} (rank {first['rank']}{', ' + first['where'] if first['where'] else ''})"
-    else:
+    elif not run.stall:
         # A process that ended without an exception may have written a line to its standard error.
         outputs = [path.read_text(encoding="utf-8", errors="replace") for path in sorted(folder.glob("rank-*.err"))]
         lines = [text.strip().rsplit("\n", 1)[-1].strip()[:300] for text in outputs if text.strip()]
@@ -186,7 +223,8 @@ def _outcome(run: _Running) -> RunOutcome:
         config=run.config,
         codes=tuple(run.ranks.exits[rank].code for rank in range(run.config.ranks)),
         error=error,
-        timed_out=run.timed_out,
+        timed_out=bool(run.stall),
+        follows=follows,
         seconds=time.monotonic() - run.started,
     )
 
@@ -212,6 +250,7 @@ def run_rank(config_path: str, environment: Mapping[str, str]) -> None:
         open(fd, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115 - the process ends with them
         for fd in (1, 2)
     )
+    _answer_request(Path(config.folder), rank, config.ranks)
     os.chdir(config.work_folder)
     # A killed rank removes none of its temporary files; the proof removes this folder.
     tempfile.tempdir = os.environ["TMPDIR"] = tempfile.mkdtemp(prefix="tmp-", dir=config.folder)
@@ -224,12 +263,34 @@ def run_rank(config_path: str, environment: Mapping[str, str]) -> None:
     os._exit(code)
 
 
+def _answer_request(folder: Path, rank: int, world_size: int) -> None:
+    """Start a thread that writes the stacks and the last collectives of this rank once the proof asks."""
+    from dtrain.dist.context import current_context
+    from dtrain.dist.flight_recorder import write_flight_record, write_stacks
+    from dtrain.dist.init import DistInfo
+
+    launch_protocol.hang_folder(folder).mkdir(exist_ok=True)
+    # Opened for writing, too, so that the pipe never ends.
+    pipe = os.open(folder / _REQUEST_PIPE, os.O_RDWR)
+
+    def answer() -> None:
+        select.select([pipe], [], [])
+        context = current_context()
+        write_stacks(launch_protocol.stacks_file(folder, rank))
+        # A script may use torch's process groups without those of dtrain.
+        info = context.info or DistInfo(rank=rank, world_size=world_size)
+        write_flight_record(launch_protocol.flight_record_file(folder, rank), info, context.control_plane)
+
+    threading.Thread(target=answer, daemon=True, name="dtrain-prove-answer").start()
+
+
 def _run_script(config: RunConfig, rank: int) -> int:
     """Run the script with a recorder, and return its exit code. The first error of the rank goes to a file."""
     import numpy as np
     import torch
 
     from dtrain.prove.dtrain_hooks import observe_dtrain
+    from dtrain.prove.overrides import vary_machine
     from dtrain.prove.recording import RankRecorder
     from dtrain.prove.torch_hooks import observe_torch
 
@@ -240,6 +301,8 @@ def _run_script(config: RunConfig, rank: int) -> int:
     observe_dtrain(recorder)
     observe_torch(recorder)
     path = os.path.abspath(config.script)
+    # Held until the end of the process.
+    memory = vary_machine(path) if config.vary_machine else None  # noqa: F841
     sys.argv = [config.script, *config.args]
     sys.path.insert(0, os.path.dirname(os.path.realpath(path)))
     main = ModuleType("__main__")

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import builtins
 import functools
+import linecache
 import os
 import sys
-from collections.abc import Iterator, Mapping
+import weakref
+from collections.abc import Hashable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import safetensors.torch
@@ -102,6 +105,7 @@ class _Forwards:
             if not recorder.steps_of_dtrain:
                 self._loop.forward(inputs if is_data else [])
         elif is_data and not recorder.in_step:
+            self._loop.evaluates()
             recorder.evaluations.write_weights(module)
             if not called_from("dtrain.step.evaluate"):
                 recorder.add_evaluated(inputs)
@@ -155,7 +159,8 @@ class _Loaders:
 
     def __init__(self, recorder: RankRecorder, loop: PlainLoop) -> None:
         self._recorder, self._loop = recorder, loop
-        self._passes: dict[int, int] = {}
+        self._passes: dict[Hashable, int] = {}
+        self._loaders: dict[Hashable, list[weakref.ref[Any]]] = {}
         self._empty_passes = 0
         iterate = DataLoader.__iter__
 
@@ -163,25 +168,45 @@ class _Loaders:
         def observed(loader: Any) -> Any:
             if sys._getframe(1).f_globals.get("__name__", "").startswith(("dtrain.", "torch.")):
                 return iterate(loader)
-            if loop.is_over(loader):
+            key = self._key_of(loader, sys._getframe(1))
+            if loop.is_over(key):
                 return self._empty_pass()
-            return self._batches(loader, iterate(loader))
+            return self._batches(loader, key, iterate(loader))
 
         DataLoader.__iter__ = observed  # type: ignore[method-assign]
 
+    def _key_of(self, loader: Any, frame: FrameType) -> Hashable:
+        """Return what is equal for all passes over a loader, also if the script makes the loader anew for each epoch.
+
+        Loaders of one loop and size are different if they live at the same time.
+        """
+        place = next(iter(script_frames(frame, self._recorder.config.script)), frame)
+        length = len(loader.dataset) if hasattr(loader.dataset, "__len__") else None
+        key = (place.f_code.co_filename, place.f_lineno, type(loader.sampler).__name__, loader.batch_size, length)
+        others = self._loaders.setdefault(key, [])
+        alive = [other() for other in others]
+        index = next((number for number, other in enumerate(alive) if other is loader), None)
+        if index is None:
+            index = alive.index(None) if None in alive else len(alive)
+            others[index : index + 1] = [weakref.ref(loader)]
+        return *key, index
+
     def _empty_pass(self) -> Iterator[Any]:
         self._empty_passes += 1
-        if self._empty_passes > _MAX_EMPTY_PASSES:
+        reader = sys._getframe(1)
+        # After a loop the script goes on, and after ``next`` it fails.
+        in_loop = "next(" not in linecache.getline(reader.f_code.co_filename, reader.f_lineno)
+        if not in_loop or self._empty_passes > _MAX_EMPTY_PASSES:
             self._recorder.note("loop_cut")
             raise EndOfProof(0)
-        return iter(())
+        yield from ()
 
-    def _batches(self, loader: Any, batches: Iterator[Any]) -> Iterator[Any]:
+    def _batches(self, loader: Any, key: Hashable, batches: Iterator[Any]) -> Iterator[Any]:
         recorder, sampler = self._recorder, loader.sampler
-        number = self._passes[id(loader)] = self._passes.get(id(loader), -1) + 1
+        number = self._passes[key] = self._passes.get(key, -1) + 1
         recorder.log.write(
             "pass",
-            loader=list(self._passes).index(id(loader)),
+            loader=list(self._passes).index(key),
             number=number,
             sampler=type(sampler).__name__,
             epoch=getattr(sampler, "epoch", None),
@@ -190,9 +215,9 @@ class _Loaders:
             samples=len(loader.dataset) if hasattr(loader.dataset, "__len__") else None,
         )
         for batch in batches:
-            if self._loop.is_over(loader):
+            if self._loop.is_over(key):
                 return
-            self._loop.batch_loaded(loader, number, batch)
+            self._loop.batch_loaded(key, number, batch)
             recorder.random.batch_loaded(recorder.log.step, count_samples(batch))
             yield cast_floats(batch, recorder.dtype) if recorder.dtype is not None else batch
 
@@ -219,6 +244,18 @@ def _observe_events(recorder: RankRecorder) -> None:
     wrap(torch.nn.utils, "clip_grad_norm_", "clip")
     for name, event in (("scale", "scale"), ("unscale_", "unscale")):
         wrap(torch.amp.GradScaler, name, event)
+    step = torch.amp.GradScaler.step
+
+    @functools.wraps(step)
+    def scaled_step(scaler: Any, *args: Any, **kwargs: Any) -> Any:
+        facts = recorder.facts
+        result = step(scaler, *args, **kwargs)
+        # An update begins new facts. The microbatches of a skipped step are not those of the next update.
+        if recorder.facts is facts and not recorder.in_step:
+            recorder.facts = StepFacts()
+        return result
+
+    torch.amp.GradScaler.step = scaled_step  # type: ignore[method-assign, assignment]
 
 
 def _observe_print(recorder: RankRecorder) -> None:
@@ -291,9 +328,12 @@ class PlainLoop(UpdateObserver):
 
     def __init__(self, recorder: RankRecorder) -> None:
         self._recorder = recorder
-        self._loaded: tuple[int, int] | None = None
+        self._number: int | None = None
         self._batch: Any = None
-        self._training_loaders: set[int] = set()
+        # Loaders since the last forward with gradient, the last batch last; True if a forward without gradient came after it.
+        self._evaluated: dict[Hashable, bool] = {}
+        self._of_step: set[Hashable] = set()
+        self._training_loaders: set[Hashable] = set()
         register_optimizer_step_pre_hook(self._update_begins)
         register_optimizer_step_post_hook(self._update_ends)
 
@@ -304,14 +344,18 @@ class PlainLoop(UpdateObserver):
             recorder.stop_if_done()
             recorder.flush_evaluation()
             recorder.facts.rng = recorder.rng_digest()
+        # A teacher may run before the model.
+        unused = [loader for loader, was_evaluated in self._evaluated.items() if not was_evaluated]
+        self._of_step.update(unused or list(self._evaluated)[-1:])
+        self._evaluated = {}
         facts = recorder.facts
         facts.forwards += 1
         # A model may get a part of each sample that depends on the padding, such as all tokens but the last.
         is_whole = bool(inputs) and count_samples(self._batch) == count_samples(inputs)
         facts.samples += sample_hashes(self._batch if is_whole else inputs)
         facts.shapes += [list(tensor.shape[1:]) for tensor in inputs[:1]]
-        if self._loaded is not None:
-            facts.epochs.append(self._loaded[1])
+        if self._number is not None:
+            facts.epochs.append(self._number)
 
     def backward(self, loss: Tensor) -> None:
         """Observe a backward."""
@@ -320,15 +364,21 @@ class PlainLoop(UpdateObserver):
         if loss.numel() == 1:
             facts.losses.append((float(loss.detach()), None))
 
-    def batch_loaded(self, loader: Any, number: int, batch: Any) -> None:
+    def batch_loaded(self, loader: Hashable, number: int, batch: Any) -> None:
         """Observe a batch of a loader of torch, in its pass ``number``."""
-        self._loaded, self._batch = (id(loader), number), batch
+        self._evaluated.pop(loader, None)
+        self._evaluated[loader] = False
+        self._number, self._batch = number, batch
 
-    def is_over(self, loader: Any) -> bool:
+    def evaluates(self) -> None:
+        """Observe a forward without gradient, as of an evaluation."""
+        self._evaluated = dict.fromkeys(self._evaluated, True)
+
+    def is_over(self, loader: Hashable) -> bool:
         """Return True if a loader of training batches must end, because the run has all its steps."""
         if self._recorder.steps_of_dtrain:
             return False
-        return id(loader) in self._training_loaders and self._recorder.updates_done() >= self._recorder.config.steps
+        return loader in self._training_loaders and self._recorder.updates_done() >= self._recorder.config.steps
 
     def _update_begins(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         recorder = self._recorder
@@ -337,8 +387,8 @@ class PlainLoop(UpdateObserver):
             return
         optimizer_index = recorder.log.optimizer_index = recorder.index_of(optimizer)
         recorder.log.step = recorder.updates.setdefault(optimizer_index, recorder.config.first_step)
-        if self._loaded is not None:
-            self._training_loaders.add(self._loaded[0])
+        self._training_loaders |= self._of_step
+        self._of_step = set()
         if recorder.records_updates():
             recorder.write_initial(optimizer)
             recorder.write_step(optimizer)
@@ -352,5 +402,4 @@ class PlainLoop(UpdateObserver):
         optimizer_index = recorder.log.optimizer_index = recorder.index_of(optimizer)
         if recorder.records_updates():
             recorder.write_parameters()
-        recorder.updates[optimizer_index] += 1
-        recorder.log.step = recorder.updates[optimizer_index]
+        recorder.update_ends(recorder.updates[optimizer_index] + 1)
