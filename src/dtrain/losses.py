@@ -378,15 +378,17 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden) if wanted[0] else None
         grad_weight = torch.zeros_like(weight) if wanted[1] else None
         grad_bias = _widen(torch.zeros_like(bias)) if bias is not None and wanted[2] else None
-        weights = weights.to(_widen(hidden.new_empty(0)).dtype)
-        sums, rows = weights.new_zeros(2), _count_rows(hidden, len(weight))
+        rows = _count_rows(hidden, len(weight))
         buffer = hidden.new_empty(rows, len(weight))
+        wide_buffer = _widen(buffer)
+        weights = weights.to(wide_buffer.dtype)
+        sums = weights.new_zeros(2)
         for begin in range(0, len(hidden), rows):
             chunk = slice(begin, begin + rows)
             states = hidden[chunk]
             logits = buffer[: len(states)]
             torch.mm(states, weight.t(), out=logits) if bias is None else torch.addmm(bias, states, weight.t(), out=logits)
-            wide = _widen(logits)
+            wide = logits if wide_buffer is buffer else wide_buffer[: len(states)].copy_(logits)
             sums += columns.replace_by_grad_(wide, targets[chunk], weights[chunk])
             if grad_bias is not None:
                 grad_bias += wide.sum(dim=0)
