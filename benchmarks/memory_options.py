@@ -1,6 +1,7 @@
 """Peak memory of each option that makes a model fit, against none of them, and the time that recomputation takes.
 
     python benchmarks/memory_options.py                   # about five minutes on two free cores
+    python benchmarks/memory_options.py --only head       # the loss without logits alone, or --only options
     python benchmarks/memory_options.py --pairs 300       # a narrower band for the times
     python benchmarks/memory_options.py --ranks 1         # on a GPU, which is then used: with its own counters
 
@@ -11,29 +12,32 @@ one process, and of computing alone: on the CPU nothing leaves for the host, and
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 
 import dtrain as dt
+from dtrain import losses
 from dtrain.dist.dtensor import full_tensor
 from dtrain.memory.device_memory import get_device_memory
 from dtrain.shard.activations import checkpoint_activations, offload_activations
 from dtrain.testing import Ranks
 from dtrain.testing.checks import UNLIMITED, memory_budget
-from measure import CPU, WALL, machine, paired
+from measure import CPU, WALL, interleaved, machine, paired
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 from helpers.gpt import GPT, Block, GPTConfig
 
 CONFIG = GPTConfig(n_layer=6, n_head=4, dim=128, max_seq=256)
 SAMPLES, SEQ, MICROBATCH = 8, 256, 4  # of each rank: two microbatches
+HEAD = (4096, 128, 16_384)  # tokens, dim and classes: 256 MiB of logits in float32
 SAME = 1e-5  # relative, float32: microbatches are summed in another order under accumulate="sharded"
 
 Change = Callable[[nn.Module], nn.Module]
@@ -165,21 +169,97 @@ def times(pairs: int) -> list[str]:
     return lines
 
 
+def _head_loss(sizes: Sequence[int], dtype: torch.dtype, *, full: bool) -> tuple[Callable[[], object], tuple[Tensor, ...]]:
+    """Return forward and backward of the loss of a linear head, which drop the gradients, and the inputs."""
+    torch.manual_seed(0)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    tokens, dim, classes = sizes
+    hidden = torch.randn(tokens, dim, dtype=dtype, device=device, requires_grad=True)
+    head = nn.Linear(dim, classes, bias=False, dtype=dtype, device=device)
+    targets = torch.randint(classes, (tokens,), device=device)
+
+    def run() -> None:
+        hidden.grad = head.weight.grad = None
+        loss = dt.cross_entropy(head(hidden), targets) if full else dt.linear_cross_entropy(hidden, head, targets)
+        loss.total.backward()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+
+    return run, (hidden, head.weight, targets)
+
+
+def head_memory(sizes: Sequence[int], dtype: torch.dtype, *, full: bool) -> float:
+    """Return the peak beyond inputs and gradients, over the size of the logits."""
+    with _counted():
+        run, (hidden, weight, targets) = _head_loss(sizes, dtype, full=full)
+        gauge = get_device_memory(hidden.device)
+        assert gauge is not None
+        gauge.reset()
+        run()
+        inputs = sum(tensor.nbytes for tensor in (hidden, weight, targets))
+        return (gauge.read().peak - inputs - hidden.nbytes - weight.nbytes) / (sizes[0] * sizes[2] * dtype.itemsize)
+
+
+def head_errors(dtype: torch.dtype, *, full: bool) -> list[str]:
+    """Return the relative errors of loss and gradients of few tokens, against float64."""
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(2048, 64).to(dtype), (torch.randn(2048, 64) / 8).to(dtype)
+    targets = torch.randint(2048, (2048,))
+    results = []
+    for exact in (False, True):
+        head = nn.Linear(64, 2048, bias=False, dtype=torch.float64 if exact else dtype)
+        head.weight.data.copy_(weight)
+        states = hidden.to(head.weight.dtype, copy=True).requires_grad_()
+        # Few tokens, but as many blocks of rows as for many.
+        with mock.patch.object(losses, "_LEAST_BYTES", 1):
+            loss = dt.cross_entropy(head(states), targets) if full or exact else dt.linear_cross_entropy(states, head, targets)
+        loss.total.backward()
+        results.append([tensor.detach().double() for tensor in (loss.total, states.grad, head.weight.grad)])
+    return [f"{((value - right).norm() / right.norm()).item():.1e}" for value, right in zip(*results, strict=True)]
+
+
+def show_head(sizes: Sequence[int], pairs: int) -> None:
+    """Print memory and time of ``linear_cross_entropy`` against the loss of all logits."""
+    print(f"\nloss of a head of {sizes[1]} x {sizes[2]} for {sizes[0]} tokens, forward and backward")
+    clock = WALL if torch.cuda.is_available() else CPU
+    for dtype in (torch.float32, torch.bfloat16):
+        shares = [head_memory(sizes, dtype, full=full) for full in (False, True)]
+        print(f"{dtype}: peak beyond inputs and gradients over the logits {shares[0]:.3f}, with logits {shares[1]:.2f}")
+        print(f"{dtype}: errors of loss and both gradients", *(head_errors(dtype, full=full) for full in (False, True)))
+    if pairs:
+        sides = {str(full): _head_loss(sizes, torch.float32, full=full)[0] for full in (False, True)}
+        seconds = interleaved(sides, rounds=max(1, pairs // 2), clocks={"clock": clock})["clock"]
+        least = {name: sorted(second for two in rounds for second in two) for name, rounds in seconds.items()}
+        ratio = least["False"][0] / least["True"][0]
+        print(f"float32: {ratio:.3f} of the time of the loss of all logits, {least['True'][0]:.3f} s (minima)")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=1 if torch.cuda.is_available() else 2, help="of the table of peaks")
     parser.add_argument("--pairs", type=int, default=100, help="of the times; 0 leaves them out")
+    parser.add_argument("--sizes", type=int, nargs=3, default=HEAD, metavar=("TOKENS", "DIM", "CLASSES"), help="of head")
+    parser.add_argument("--only", choices=("options", "head"), help="one part")
     given = parser.parse_args()
     print(machine())
+    if given.only in (None, "options"):
+        show_options(given.ranks, given.pairs)
+    torch.set_num_threads(1)
+    if given.only in (None, "head"):
+        show_head(given.sizes, given.pairs // 10)
+
+
+def show_options(ranks: int, pairs: int) -> None:
+    """Print the peaks of all options, and the times of computing again."""
     load = f"{SAMPLES} samples of {SEQ} bytes in microbatches of {MICROBATCH}"
-    print(f"\npeak of one of {given.ranks} ranks, {load}, AdamW, float32")
-    by_name = peaks(given.ranks)
+    print(f"\npeak of one of {ranks} ranks, {load}, AdamW, float32")
+    by_name = peaks(ranks)
     check_same(by_name)
     print(table(by_name))
-    if given.pairs:
+    if pairs:
         torch.set_num_threads(1)
         print("\nforward and backward of a microbatch, one process, against none")
-        print("\n".join(times(given.pairs)))
+        print("\n".join(times(pairs)))
 
 
 if __name__ == "__main__":

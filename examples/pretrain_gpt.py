@@ -41,7 +41,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def loss_fn(model: nn.Module, batch: dt.typing.Batch) -> dt.LossSum:
-    return dt.cross_entropy(model(batch["input_ids"]), batch["labels"])
+    return dt.linear_cross_entropy(model(batch["input_ids"], logits=False), model.head, batch["labels"])
 
 
 def main() -> None:

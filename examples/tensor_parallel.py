@@ -57,7 +57,7 @@ def tensor_plan() -> dict[str, ParallelStyle]:
 
 
 def loss_fn(model: nn.Module, batch: dt.typing.Batch) -> dt.LossSum:
-    return dt.cross_entropy(model(batch["input_ids"]), batch["labels"])  # of sharded logits
+    return dt.linear_cross_entropy(model(batch["input_ids"], logits=False), model.head, batch["labels"])
 
 
 def train(args: argparse.Namespace, dist: dt.dist.DistInfo) -> None:

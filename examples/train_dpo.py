@@ -41,7 +41,7 @@ def arguments() -> argparse.Namespace:
 
 
 def lm_loss(model: nn.Module, batch: dt.typing.Batch) -> dt.LossSum:
-    return dt.cross_entropy(model(batch["input_ids"]), batch["labels"])
+    return dt.linear_cross_entropy(model(batch["input_ids"], logits=False), model.head, batch["labels"])
 
 
 def dpo_loss(reference: nn.Module | None, beta: float) -> dt.typing.LossFn:

@@ -4,13 +4,22 @@ from contextlib import contextmanager
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dtrain.errors import ConfigError
-from dtrain.losses import cross_entropy, mean_loss, soft_cross_entropy, sum_loss, transformers_loss
+from dtrain.losses import (
+    cross_entropy,
+    linear_cross_entropy,
+    mean_loss,
+    soft_cross_entropy,
+    sum_loss,
+    transformers_loss,
+)
+from dtrain.testing.checks import memory_budget
 from dtrain.transforms.batches.rand_augment import jensen_shannon
 
 
@@ -61,6 +70,130 @@ def test_mean_loss_refuses_non_scalar_losses():
     loss = mean_loss(lambda model, batch: batch, weight=len)
     with pytest.raises(ConfigError, match=r"must return one number, got shape \(3,\)"):
         loss(None, torch.zeros(3))
+
+
+CLASSES = 4096  # of 400 targets: 13 MB of logits, several blocks of rows
+
+
+def full_loss(hidden, head, targets, *, smoothing, z_loss, token_weights):
+    """Loss of ``linear_cross_entropy``, with all logits."""
+    logits = F.linear(hidden, head.weight, getattr(head, "bias", None)).flatten(0, -2)
+    options = {"ignore_index": -100, "label_smoothing": smoothing, "reduction": "none"}
+    values = F.cross_entropy(logits, targets.flatten(), **options)
+    penalties = z_loss * logits.logsumexp(1).square()
+    weights = (targets != -100).flatten() if token_weights is None else (targets != -100).flatten() * token_weights.flatten()
+    return ((values + penalties) * weights).sum(), weights.sum(), (penalties * weights).sum()
+
+
+@pytest.mark.parametrize(
+    ("bias", "options", "weighted"),
+    [
+        (False, {}, False),
+        (True, {}, True),
+        (True, {"smoothing": 0.2}, False),
+        (False, {"z_loss": 0.01}, False),
+        (True, {"smoothing": 0.2, "z_loss": 0.01}, True),
+    ],
+    ids=str,
+)
+def test_linear_cross_entropy_equals_the_loss_of_all_logits(bias, options, weighted):
+    head, hidden = nn.Linear(5, CLASSES, bias=bias, dtype=torch.float64), torch.randn(4, 100, 5, dtype=torch.float64)
+    targets = torch.randint(CLASSES, (4, 100))
+    targets[0, :7] = targets[3] = -100
+    weights = torch.rand(4, 100, dtype=torch.float64) if weighted else None
+    inputs = [hidden.requires_grad_(), *head.parameters()]
+    loss = linear_cross_entropy(hidden, head, targets, token_weights=weights, **options)
+    grads = torch.autograd.grad(3 * loss.total, inputs)
+    total, weight, penalty = full_loss(
+        hidden, head, targets, **{"smoothing": 0.0, "z_loss": 0.0, **options}, token_weights=weights
+    )
+    expected = torch.autograd.grad(3 * total, inputs)
+    torch.testing.assert_close(loss.total, total, rtol=1e-12, atol=0)
+    assert loss.weight == pytest.approx(float(weight), rel=1e-12)
+    for grad, other in zip(grads, expected, strict=True):
+        assert (grad - other).norm() <= 1e-12 * other.norm()
+    if "z_loss" in options:
+        torch.testing.assert_close(loss.aux["z_loss"][0], penalty, rtol=1e-12, atol=0)
+        assert loss.aux["z_loss"][1] == loss.weight
+    assert bool(loss.aux) == ("z_loss" in options)
+
+
+def test_linear_cross_entropy_takes_less_than_a_sixteenth_of_the_logits():
+    with memory_budget(2**40) as budget:
+        hidden, head = torch.randn(2048, 2, requires_grad=True), nn.Linear(2, 10_240)
+        targets = torch.randint(10_240, (2048,))
+        before = budget.live
+        linear_cross_entropy(hidden, head, targets, smoothing=0.1, z_loss=1e-4).total.backward()
+        gradients = sum(x.grad.nbytes for x in (hidden, *head.parameters()))
+        assert budget.peak - before - gradients <= 2048 * 10_240 * 4 / 16
+
+
+def test_linear_cross_entropy_of_low_precision_sums_in_float32():
+    torch.manual_seed(0)
+    hidden, head = torch.randn(3, 50, 8, dtype=torch.bfloat16, requires_grad=True), nn.Linear(8, 300, dtype=torch.bfloat16)
+    targets = torch.randint(300, (3, 50))
+    loss = linear_cross_entropy(hidden, head, targets)
+    (loss.total / 150).backward()
+    assert (loss.total.dtype, hidden.grad.dtype, head.weight.grad.dtype) == (torch.float32, torch.bfloat16, torch.bfloat16)
+    inputs = [hidden, *head.parameters()]
+    full = cross_entropy(F.linear(hidden, head.weight, head.bias), targets)
+    assert loss.total.item() == pytest.approx(full.total.item(), rel=1e-5)
+    for grad, other in zip((x.grad for x in inputs), torch.autograd.grad(full.total / 150, inputs), strict=True):
+        assert (grad - other).float().norm() <= 0.01 * other.float().norm()
+    with torch.autocast("cpu", torch.bfloat16):
+        mixed = linear_cross_entropy(hidden.float(), head.float(), targets)
+    assert mixed.total == loss.total
+
+
+def test_linear_cross_entropy_without_gradients_or_targets():
+    head, targets = nn.Linear(2, 3), torch.tensor([0, 2])
+    with torch.no_grad():
+        loss = linear_cross_entropy(torch.ones(2, 2), head, targets)
+    assert not loss.total.requires_grad
+    head.requires_grad_(False)
+    hidden = torch.ones(2, 2, requires_grad=True)
+    linear_cross_entropy(hidden, head, targets).total.backward()
+    assert head.weight.grad is None
+    assert hidden.grad.any()
+    for none in (targets[:0], torch.full((2,), -100)):
+        loss = linear_cross_entropy(hidden[: len(none)], nn.Embedding(3, 2), none)
+        loss.total.backward()
+        assert (loss.total, loss.weight) == (0.0, 0)
+
+
+class Doubled(nn.Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+@pytest.mark.parametrize(
+    ("head", "hidden", "targets", "options", "message"),
+    [
+        (Doubled(2, 3), (4, 2), (4,), {}, r"head must be an nn.Linear or an nn.Embedding .* got Doubled. Use dt.cross_entropy"),
+        (nn.Linear(2, 3), (4, 3), (4,), {}, r"hidden must be \[\*, 2\], the inputs of head, got \(4, 3\)"),
+        (nn.Linear(2, 3), (4, 2), (3,), {}, r"needs hidden \[\*, dim\] and targets \[\*\], got \(4, 2\) and \(3,\)"),
+        (nn.Linear(2, 3), (4, 2), (4,), {"smoothing": 2}, r"smoothing must be a finite number .* got 2"),
+        (nn.Linear(2, 3), (4, 2), (4,), {"z_loss": -1}, r"z_loss must be a finite number .* got -1"),
+        (
+            nn.Linear(2, 3),
+            (4, 2),
+            (4,),
+            {"token_weights": torch.ones(3)},
+            r"token_weights must have the shape of targets \(4,\)",
+        ),
+    ],
+    ids=["forward", "dim", "rows", "smoothing", "z_loss", "weights"],
+)
+def test_linear_cross_entropy_refuses_other_heads_and_shapes(head, hidden, targets, options, message):
+    with pytest.raises(ConfigError, match="linear_cross_entropy: " + message):
+        linear_cross_entropy(torch.ones(hidden), head, torch.zeros(targets, dtype=torch.int64), **options)
+
+
+def test_linear_cross_entropy_refuses_a_second_backward():
+    loss = linear_cross_entropy(torch.ones(1, 2), nn.Linear(2, 3), torch.tensor([1]))
+    loss.total.backward(retain_graph=True)
+    with pytest.raises(ConfigError, match="linear_cross_entropy: backward must run once per loss"):
+        loss.total.backward()
 
 
 SHAPES = pytest.mark.parametrize("shape", [(4,), (2, 3), (2, 3, 2)], ids=str)

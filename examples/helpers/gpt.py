@@ -144,8 +144,10 @@ class GPT(nn.Module):
         self.norm = nn.RMSNorm(config.dim, eps=1e-6)
         self.head = Linear(config.dim, config.vocab)
 
-    def forward(self, input_ids: Tensor) -> Tensor:
+    def forward(self, input_ids: Tensor, *, logits: bool = True) -> Tensor:
         """Return logits ``[batch, seq, vocab]`` of the byte after each position of ``input_ids`` (int64 ``[batch, seq]``).
+
+        If ``logits`` is False, return the inputs of the head, ``[batch, seq, dim]``, for a loss that needs no logits.
 
         Raises:
             ValueError: ``seq`` is above ``max_seq``.
@@ -155,7 +157,8 @@ class GPT(nn.Module):
         x = self.embedding(input_ids)
         for block in self.blocks:
             x = block(x)
-        return self.head(self.norm(x))
+        x = self.norm(x)
+        return self.head(x) if logits else x
 
 
 def residual_gain(config: GPTConfig) -> float:

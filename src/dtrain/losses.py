@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from dtrain.arguments import check_number, explain_arguments
-from dtrain.dist.dtensor import local_last_dim
-from dtrain.dist.ragged import vocab_parallel_cross_entropy
+from dtrain.dist.dtensor import local_part, whole_with_summed_grad
 from dtrain.errors import ConfigError
+from dtrain.fqn import unwrap_module
+from dtrain.shard.unshard import call_in_unit
 from dtrain.typing import Batch, LossFn, LossSum
 
 
@@ -41,16 +45,16 @@ def cross_entropy(logits: Tensor, targets: Tensor, ignore_index: int = -100) -> 
         ConfigError: shapes that do not match, targets that are no indices, or a DTensor that is sharded along another axis.
     """
     _check_indices(logits, targets)
-    local, vocab_start, group = local_last_dim(logits, caller="cross_entropy")
+    local, vocab_start, group = local_part(logits, caller="cross_entropy")
     flat_logits, flat_targets = local.reshape(-1, local.shape[-1]), targets.flatten()
     flat_logits = _widen(flat_logits)
+    counted = flat_targets != ignore_index
     if group is None:
         total = F.cross_entropy(flat_logits, flat_targets, ignore_index=ignore_index, reduction="sum")
     else:
-        total = vocab_parallel_cross_entropy(
-            flat_logits, flat_targets, vocab_start=vocab_start, group=group, ignore_index=ignore_index
-        )
-    return LossSum(total=total, weight=(targets != ignore_index).sum())
+        columns = _Columns(classes=logits.shape[-1], start=vocab_start, group=group)
+        total = _VocabParallelCrossEntropy.apply(flat_logits, flat_targets, counted, columns)  # type: ignore[no-untyped-call]
+    return LossSum(total=total, weight=counted.sum())
 
 
 def _widen(values: Tensor) -> Tensor:
@@ -58,22 +62,21 @@ def _widen(values: Tensor) -> Tensor:
     return values if values.dtype.itemsize >= 4 else values.float()
 
 
-def _check_indices(logits: Tensor, targets: Tensor) -> None:
+def _check_indices(logits: Tensor, targets: Tensor, *, caller: str = "cross_entropy", rows: str = "logits") -> None:
     if targets.is_floating_point() and targets.shape == logits.shape:
         raise ConfigError(
-            f"cross_entropy: targets must be class indices (int64), got probabilities {list(targets.shape)}, as mixup, "
+            f"{caller}: targets must be class indices (int64), got probabilities {list(targets.shape)}, as mixup, "
             "cutmix and label_smoothing make them. Use dt.soft_cross_entropy."
         )
     if targets.dtype != torch.int64:
-        raise ConfigError(
-            f"cross_entropy: targets must be class indices (int64), got {targets.dtype}. Convert them with .long()."
-        )
+        raise ConfigError(f"{caller}: targets must be class indices (int64), got {targets.dtype}. Convert them with .long().")
     if logits.shape[:-1] != targets.shape or not logits.ndim:
         classes_second = logits.ndim > 2 and targets.shape == (logits.shape[0], *logits.shape[2:])
+        last = "classes" if rows == "logits" else "dim"
         raise ConfigError(
-            f"cross_entropy: needs logits [*, classes] and targets [*], got {tuple(logits.shape)} and "
+            f"{caller}: needs {rows} [*, {last}] and targets [*], got {tuple(logits.shape)} and "
             f"{tuple(targets.shape)}. "
-            f"{'Move the classes last: logits.movedim(1, -1).' if classes_second else 'Give one target per row of logits.'}"
+            f"{f'Move the {last} last: {rows}.movedim(1, -1).' if classes_second else f'Give one target per row of {rows}.'}"
         )
 
 
@@ -123,7 +126,7 @@ def soft_cross_entropy(
             f"{tuple(class_weights.shape)}. "
             "Give a weight per class."
         )
-    local, _, group = local_last_dim(logits, caller="soft_cross_entropy")
+    local, _, group = local_part(logits, caller="soft_cross_entropy")
     if group is not None:
         raise ConfigError("soft_cross_entropy: logits must not be sharded along the classes. Use dt.cross_entropy.")
     wide = _widen(local)
@@ -160,6 +163,275 @@ def _check_soft_targets(logits: Tensor, targets: Tensor, smoothing: float) -> No
             f"{tuple(logits.shape)} and {tuple(targets.shape)} {targets.dtype}. Give one target per row of logits."
         )
     check_number("soft_cross_entropy", "smoothing", smoothing, minimum=0, maximum=1)
+
+
+@explain_arguments
+def linear_cross_entropy(
+    hidden: Tensor,
+    head: nn.Module,
+    targets: Tensor,
+    *,
+    ignore_index: int = -100,
+    smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    token_weights: Tensor | None = None,
+) -> LossSum:
+    """Compute ``cross_entropy(head(hidden), targets)`` without the logits, in a twentieth of their memory.
+
+    The loss and its gradients are computed together for a few rows at a time, a twentieth of the bytes of the logits or 4 MiB.
+    The results equal those of ``cross_entropy`` up to rounding. In bfloat16 and float16 the gradient of the head is summed over
+    the blocks of rows in this dtype.
+
+    Formula: ``total = sum_i u[i] * (l[i] - (1 - smoothing) * x[i, t[i]] - smoothing * mean_c x[i, c] + z_loss * l[i]**2)``
+    with the logits ``x = head(hidden)``, ``l[i] = log sum_c exp x[i, c]``, the targets ``t``, and ``u`` the weights of tokens,
+    or ones. The weight is ``sum_i u[i]`` over the targets that count.
+
+    Args:
+        hidden: ``[*, dim]``, inputs of ``head``, such as ``[batch, seq, dim]``; any float dtype. They are computed in the dtype
+            of the head or of autocast. A DTensor that is sharded over ``tp``, as after ``SequenceParallel``, is gathered.
+        head: ``nn.Linear(dim, classes)``, with or without bias, or an ``nn.Embedding(classes, dim)``; plain, sharded as a unit,
+            in another unit or in the root, tied to another layer, or sharded along the classes (``ColwiseParallel``). Its
+            forward is not called, and neither are forward hooks.
+        targets: ``[*]`` int64; positions equal to ``ignore_index`` count neither in the sum nor in the weight.
+        ignore_index: target that does not count.
+        smoothing: share of each target that is spread over all classes, in ``[0, 1]``.
+        z_loss: coefficient of the squared log of the softmax's denominator, which keeps logits small; >= 0, such as 1e-4.
+        token_weights: ``[*]`` weight of each target, without gradient; None weighs all targets equally.
+
+    Returns:
+        ``LossSum`` in nats, in at least float32. With ``z_loss``, ``aux["z_loss"]`` is the part of the loss that it adds.
+
+    Collective: the gather and the reduction of the head's unit, if the unit is not gathered, as in a call of ``head``. For a
+        head that is sharded along the classes, two all-reduces of a few numbers per target, and one of the gradient of
+        ``hidden`` in backward.
+    Host sync: none.
+
+    Example:
+        def loss_fn(model, batch):
+            hidden = model.trunk(batch["input_ids"][:, :-1])  # [batch, seq, dim]
+            return dt.linear_cross_entropy(hidden, model.head, batch["input_ids"][:, 1:])
+
+    Raises:
+        ConfigError: ``head`` is of another kind or has a forward of its own, shapes that do not match, targets that are no
+            indices, options out of range, or (in backward) a second backward through one loss.
+
+    Source: Szegedy et al. 2016, arXiv:1512.00567, section 7, for ``smoothing``; Chowdhery et al. 2022, arXiv:2204.02311,
+        section 5, for ``z_loss``.
+    """
+    caller = "linear_cross_entropy"
+    head = unwrap_module(head)
+    weight = _check_head(head, hidden)
+    _check_indices(hidden, targets, caller=caller, rows="hidden")
+    check_number(caller, "smoothing", smoothing, minimum=0, maximum=1)
+    check_number(caller, "z_loss", z_loss, minimum=0)
+    if token_weights is not None and token_weights.shape != targets.shape:
+        raise ConfigError(
+            f"{caller}: token_weights must have the shape of targets {tuple(targets.shape)}, got {tuple(token_weights.shape)}. "
+            "Give one weight per target."
+        )
+    counted = (targets != ignore_index).flatten()
+    weights = counted if token_weights is None else torch.where(counted, token_weights.detach().flatten(), 0)
+
+    def compute(states: Tensor) -> Tensor:
+        # Parameters are other tensors while they are gathered.
+        matrix: Any = head.weight
+        bias: Any = getattr(head, "bias", None)
+        local, start, group = local_part(matrix, dim=0, caller=caller)
+        bias = None if bias is None else local_part(bias, dim=0, caller=caller)[0]
+        states = local_part(states, caller=caller)[0] if group is None else whole_with_summed_grad(states, matrix)
+        columns = _Columns(classes=len(matrix), start=start, group=group, smoothing=smoothing, z_loss=z_loss)
+        dtype, device = local.dtype, local.device.type
+        if torch.is_autocast_enabled(device) and dtype != torch.float64:
+            dtype = torch.get_autocast_dtype(device)
+        tensors = [None if x is None else x.to(dtype) for x in (states.flatten(0, -2), local, bias)]
+        needs_grad = torch.is_grad_enabled()
+        return cast(Tensor, _LinearCrossEntropy.apply(*tensors, targets.flatten(), weights, columns, needs_grad))  # type: ignore[no-untyped-call]
+
+    sums = call_in_unit(head, weight, compute, hidden, caller=caller)
+    count = counted.sum() if token_weights is None else _widen(weights).sum()
+    return LossSum(total=sums[0], weight=count, aux={"z_loss": (sums[1].detach(), count)} if z_loss else {})
+
+
+def _check_head(head: nn.Module, hidden: Tensor) -> Tensor:
+    """Return the weight of ``head``, ``[classes, dim]``."""
+    # A layer with adapters, or in float8, computes another product.
+    is_plain = getattr(type(head), "forward", None) in (nn.Linear.forward, nn.Embedding.forward) and "forward" not in vars(head)
+    if not is_plain:
+        raise ConfigError(
+            f"linear_cross_entropy: head must be an nn.Linear or an nn.Embedding with the forward of torch, got "
+            f"{type(head).__name__}. Use dt.cross_entropy(head(hidden), targets)."
+        )
+    weight = cast(Tensor, head.weight)
+    if hidden.ndim < 2 or hidden.shape[-1] != weight.shape[1]:
+        raise ConfigError(
+            f"linear_cross_entropy: hidden must be [*, {weight.shape[1]}], the inputs of head, got {tuple(hidden.shape)}. "
+            "Pass the input of the head, not the logits."
+        )
+    return weight
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Columns:
+    """This rank's columns of logits, and the options of their cross entropy.
+
+    Args:
+        classes: number of columns of all ranks.
+        start: index of this rank's first column.
+        group: ranks that hold the other columns; None if this rank holds all.
+        smoothing: as in ``linear_cross_entropy``.
+        z_loss: as in ``linear_cross_entropy``.
+    """
+
+    classes: int
+    start: int = 0
+    group: dist.ProcessGroup | None = None
+    smoothing: float = 0.0
+    z_loss: float = 0.0
+
+    def replace_by_grad_(self, logits: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
+        """Replace logits by the gradient of the weighted sum of losses; return this sum, and the part of ``z_loss``: ``[2]``.
+
+        Args:
+            logits: ``[n, columns]``, this rank's columns, at least one, in at least float32.
+            targets: ``[n]`` int64, columns of the whole logits, equal on all ranks. With a group, a target out of range makes
+                the sum NaN; without, it is an error of torch.
+            weights: ``[n]`` in the dtype of ``logits``; 0 for targets that do not count.
+
+        Mutates: ``logits``.
+        Collective: with a group, one all-reduce of ``[n]``, and one of ``[3, n]``, or ``[4, n]`` with ``smoothing``.
+        """
+        largest = logits.amax(dim=1)
+        if self.group is not None:
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.group)
+        logits.sub_(largest[:, None])
+        column = torch.where(weights != 0, targets, self.start) - self.start
+        if self.group is not None:
+            here = (column >= 0) & (column < logits.shape[1])
+            column = column.clamp(0, logits.shape[1] - 1)
+        else:
+            here = torch.ones_like(column, dtype=torch.bool)
+        picked = torch.where(here, logits.gather(1, column[:, None])[:, 0], 0.0)
+        sums = [picked, here.to(logits.dtype), *([logits.sum(dim=1)] if self.smoothing else [])]
+        stacked = torch.stack([logits.exp_().sum(dim=1), *sums])
+        if self.group is not None:
+            dist.all_reduce(stacked, group=self.group)
+        denominator, target, ranks, *rest = stacked
+        log_denominator = denominator.log()
+        losses = torch.where((ranks == 1) | (weights == 0), log_denominator, torch.nan)
+        losses = losses - (1 - self.smoothing) * target
+        if self.smoothing:
+            losses = losses - self.smoothing / self.classes * rest[0]
+        log_sums = log_denominator + largest
+        penalties = self.z_loss * log_sums.square()
+        logits.mul_((weights * (1 + 2 * self.z_loss * log_sums) / denominator)[:, None])
+        if self.smoothing:
+            logits.sub_((self.smoothing / self.classes * weights)[:, None])
+        logits.scatter_add_(1, column[:, None], ((self.smoothing - 1) * weights * here)[:, None])
+        # A row that does not count may hold NaN.
+        both = torch.stack([losses + penalties, penalties])
+        return torch.where(weights != 0, both * weights, 0.0).sum(dim=1)
+
+
+class _VocabParallelCrossEntropy(torch.autograd.Function):
+    """Summed cross entropy of logits that are sharded over the vocabulary, equal on all ranks.
+
+    Backward computes the gradient of one such sum, not of one sum per rank, as is usual for tensor parallelism.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, counted: Tensor, columns: _Columns) -> Tensor:
+        grad_logits = logits.clone()
+        total, _ = columns.replace_by_grad_(grad_logits, targets, counted.to(logits.dtype))
+        ctx.save_for_backward(grad_logits.masked_fill_(~counted[:, None], 0.0))
+        return total.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        (grad,), (grad_logits,) = grads, ctx.saved_tensors
+        return grad_logits * grad, None, None, None
+
+
+# Buffers take at most this share of the logits, or a few MiB: small matrix products are slow.
+_BUFFER_SHARE = 20
+_LEAST_BYTES = 4 * 2**20
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """Sums ``[2]`` of ``_Columns.replace_by_grad_`` for the logits ``hidden @ weight.T + bias``, which never exist as a whole.
+
+    Forward computes the gradients, because they need the logits. Backward scales them.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        weights: Tensor,
+        columns: _Columns,
+        needs_grad: bool,
+    ) -> Tensor:
+        wanted = [needs_grad and needed for needed in ctx.needs_input_grad[:3]]
+        grad_hidden = torch.empty_like(hidden) if wanted[0] else None
+        grad_weight = torch.zeros_like(weight) if wanted[1] else None
+        grad_bias = _widen(torch.zeros_like(bias)) if bias is not None and wanted[2] else None
+        rows = _count_rows(hidden, len(weight))
+        buffer = hidden.new_empty(rows, len(weight))
+        wide_buffer = _widen(buffer)
+        weights = weights.to(wide_buffer.dtype)
+        sums = weights.new_zeros(2)
+        for begin in range(0, len(hidden), rows):
+            chunk = slice(begin, begin + rows)
+            states = hidden[chunk]
+            logits = buffer[: len(states)]
+            torch.mm(states, weight.t(), out=logits) if bias is None else torch.addmm(bias, states, weight.t(), out=logits)
+            wide = logits if wide_buffer is buffer else wide_buffer[: len(states)].copy_(logits)
+            sums += columns.replace_by_grad_(wide, targets[chunk], weights[chunk])
+            if grad_bias is not None:
+                grad_bias += wide.sum(dim=0)
+            if wide is not logits:
+                logits.copy_(wide)
+            if grad_hidden is not None:
+                torch.mm(logits, weight, out=grad_hidden[chunk])
+            if grad_weight is not None:
+                grad_weight.addmm_(logits.t(), states)
+        ctx.grads = grad_hidden, grad_weight, grad_bias
+        return sums
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.grads is None:
+            raise ConfigError(
+                "linear_cross_entropy: backward must run once per loss, got a second one. Compute the loss again."
+            )
+        own, ctx.grads = ctx.grads, None
+        for tensor in own:
+            if tensor is not None:
+                _scale_(tensor, grads[0][0])
+        return *own, None, None, None, None
+
+
+def _count_rows(hidden: Tensor, classes: int) -> int:
+    """Return the number of rows whose logits are computed together."""
+    size = hidden.dtype.itemsize
+    # Logits of low precision are copied to float32.
+    bytes_per_row = classes * (size if size >= 4 else size + 4)
+    share = len(hidden) * classes * size // (_BUFFER_SHARE * bytes_per_row)
+    return max(1, min(len(hidden), max(share, _LEAST_BYTES // bytes_per_row)))
+
+
+def _scale_(tensor: Tensor, factor: Tensor) -> None:
+    """Multiply ``tensor`` by a scalar ``[]`` of at least float32. Mutates: ``tensor``."""
+    if tensor.dtype.itemsize >= 4:
+        tensor.mul_(factor)
+        return
+    # A product in bfloat16 would round the factor. Blocks keep the copies small.
+    for block in tensor.split(1024):
+        block.copy_(block.float() * factor)
 
 
 @explain_arguments

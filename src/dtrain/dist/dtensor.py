@@ -227,8 +227,8 @@ def _sharded_dim(placement: Any) -> int | None:
     return placement.dim if isinstance(placement, kinds.Shard | kinds._StridedShard) else None
 
 
-def local_last_dim(tensor: Tensor, *, caller: str) -> tuple[Tensor, int, dist.ProcessGroup | None]:
-    """Return this rank's part of the last dim as a plain tensor, with gradients.
+def local_part(tensor: Tensor, *, dim: int = -1, caller: str) -> tuple[Tensor, int, dist.ProcessGroup | None]:
+    """Return this rank's part of a tensor that is sharded along ``dim`` as a plain tensor, with gradients.
 
     Returns:
         The part, the index of its first element, and the ranks that hold the other parts. For a whole tensor: the tensor, 0 and
@@ -242,13 +242,31 @@ def local_last_dim(tensor: Tensor, *, caller: str) -> tuple[Tensor, int, dist.Pr
     mesh, (place, *others) = tensor.device_mesh, tensor.placements
     if not others and isinstance(place, torch.distributed.tensor.Replicate):
         return tensor.to_local(), 0, None
-    rows, rest = divmod(tensor.shape[-1], mesh.size())
-    if others or rest or not isinstance(place, torch.distributed.tensor.Shard) or place.dim not in (-1, tensor.ndim - 1):
+    size, rest = divmod(tensor.shape[dim], mesh.size())
+    is_cut = isinstance(place, torch.distributed.tensor.Shard) and place.dim % tensor.ndim == dim % tensor.ndim
+    if others or rest or not is_cut:
         raise ConfigError(
-            f"{caller}: takes a DTensor whose last dim is sharded evenly over one axis, got shape {tuple(tensor.shape)} placed "
-            f"{tensor.placements} on {mesh.size()} ranks. Give the layer output_layouts=Shard(-1)."
+            f"{caller}: takes a DTensor whose {'last dim' if dim == -1 else f'dim {dim}'} is sharded evenly over one axis, got "
+            f"shape {tuple(tensor.shape)} placed {tensor.placements} on {mesh.size()} ranks. Give the layer "
+            "ColwiseParallel(output_layouts=Shard(-1))."
         )
-    return tensor.to_local(), rows * mesh.get_local_rank(), mesh.get_group()
+    return tensor.to_local(), size * mesh.get_local_rank(), mesh.get_group()
+
+
+def whole_with_summed_grad(tensor: Tensor, like: Tensor) -> Tensor:
+    """Return the whole ``tensor`` on each rank of the mesh of the DTensor ``like``; its gradients are summed over these ranks.
+
+    Args:
+        tensor: DTensor on one axis, or a plain tensor, equal on all ranks.
+        like: DTensor on one axis.
+
+    Collective: one all-gather if ``tensor`` is sharded. In backward one reduce-scatter, or else one all-reduce.
+    """
+    from torch.distributed.tensor import DTensor, Partial, Replicate
+
+    if not is_dtensor(tensor):
+        tensor = DTensor.from_local(tensor, like.device_mesh, [Replicate()], run_check=False)  # type: ignore[attr-defined]
+    return tensor.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
 
 
 def lerp_(targets: Sequence[Tensor], sources: Sequence[Tensor], weight: float) -> None:

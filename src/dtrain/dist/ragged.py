@@ -2,8 +2,7 @@
 
 ``all_gather_ragged``, ``gather_ragged`` and ``all_gather_by_rank`` send all tensors of a structure as bytes in one collective:
 each row is the concatenated bytes of its tensors. Ranks with fewer rows send padding, which is removed.
-``all_gather_with_grad`` gathers the rows of one tensor with the exact gradient. ``vocab_parallel_cross_entropy`` is the loss of
-a vocabulary-parallel head.
+``all_gather_with_grad`` gathers the rows of one tensor with the exact gradient.
 """
 
 from __future__ import annotations
@@ -393,55 +392,3 @@ class _AllGatherRows(torch.autograd.Function):
             with report_missing_ranks(f"{_CALLER}, backward"):
                 _reduce_scatter_single(mine, blocks.view(-1, *row))
         return mine[: ctx.counts[ctx.rank]], None
-
-
-def vocab_parallel_cross_entropy(
-    logits: Tensor, targets: Tensor, *, vocab_start: int, group: dist.ProcessGroup, ignore_index: int
-) -> Tensor:
-    """Compute the summed cross entropy ``[]`` of logits that are sharded over the vocabulary, without gathering the logits.
-
-    The result is equal on all ranks of ``group``. Backward computes the gradient of one such sum, not of one sum per rank, as
-    is usual for tensor parallelism.
-
-    Args:
-        logits: ``[n, part]``, this rank's columns of the whole logits, at least one.
-        targets: ``[n]`` int64, columns of the whole logits, equal on all ranks. A target out of range makes the sum NaN.
-        vocab_start: index of this rank's first column.
-        group: ranks that hold the other columns.
-        ignore_index: target that does not count.
-
-    Collective: one all-reduce of ``[n]``, one of ``[3, n]``; none in backward.
-    """
-    return cast(Tensor, _VocabParallelCrossEntropy.apply(logits, targets, vocab_start, group, ignore_index))  # type: ignore[no-untyped-call]
-
-
-class _VocabParallelCrossEntropy(torch.autograd.Function):
-    """``sum(log(sum_j exp(z_j)) - z_target)``, computed after subtracting the largest logit."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, logits: Tensor, targets: Tensor, vocab_start: int, group: dist.ProcessGroup, ignore_index: int
-    ) -> Tensor:
-        largest = logits.amax(dim=1)
-        dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
-        shifted = logits - largest[:, None]
-        here = (targets >= vocab_start) & (targets < vocab_start + logits.shape[1])
-        column = (targets - vocab_start).clamp(0, logits.shape[1] - 1)
-        picked = torch.where(here, shifted.gather(1, column[:, None])[:, 0], 0.0)
-        exponentials = shifted.exp_()
-        sums = torch.stack([exponentials.sum(dim=1), picked, here.to(logits.dtype)])
-        dist.all_reduce(sums, group=group)
-        denominator, target, ranks = sums
-        counted = targets != ignore_index
-        losses = torch.where(ranks == 1, denominator.log() - target, torch.nan)
-        ctx.save_for_backward(exponentials.div_(denominator[:, None]), column, here & counted, counted)
-        return torch.where(counted, losses, 0.0).sum()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
-        (grad,) = grads
-        probabilities, column, hit, counted = ctx.saved_tensors
-        grad_logits = torch.where(counted[:, None], probabilities, 0.0)
-        grad_logits.scatter_add_(1, column[:, None], -hit.to(grad_logits.dtype)[:, None])
-        return grad_logits.mul_(grad), None, None, None, None

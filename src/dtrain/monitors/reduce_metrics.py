@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from dtrain import spans
-from dtrain.dist.dtensor import local_last_dim
+from dtrain.dist.dtensor import local_part
 from dtrain.dist.init import get_dist_info
 from dtrain.dist.ragged import all_gather_by_rank
 from dtrain.dist.rng import derive_seed
@@ -223,7 +223,7 @@ def token_accuracy(
 
 def _argmax(logits: Tensor) -> Tensor:
     """Return the index of the largest logit ``[*]``, the first of equal logits; an invalid index if a logit is NaN."""
-    local, first_class, group = local_last_dim(logits, caller="token_accuracy")
+    local, first_class, group = local_part(logits, caller="token_accuracy")
     local = local.detach()
     largest, index = local.max(dim=-1)
     no_class = torch.iinfo(torch.int64).max

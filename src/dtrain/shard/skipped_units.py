@@ -36,7 +36,15 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from dtrain.dist.collectives import all_gather_numbers, all_gather_with_timeout
 from dtrain.errors import StepError
 from dtrain.fqn import modules_by_fqn
-from dtrain.shard.fsdp2_private import UnitForward, fsdp_param_groups, grad_tensors, is_unit, reshard_groups, unit_forwards
+from dtrain.shard.fsdp2_private import (
+    UnitForward,
+    fsdp_param_groups,
+    grad_tensors,
+    is_unit,
+    reshard_groups,
+    sharded_params,
+    unit_forwards,
+)
 
 # Ranks that all changed their order reach the same unit within this time.
 _REORDER_TIMEOUT_S = 60.0
@@ -522,6 +530,12 @@ class ModelUnits:
     def others(self) -> dict[int, ModelUnits]:
         """Return the other models by number that all ranks hold, and whose units all ranks must gather."""
         return {units._number: units for units in ModelUnits._sharded if units._number and units is not self}
+
+    @classmethod
+    def unit_with_shards(cls, param: Tensor) -> UnitForward | None:
+        """Return the unit of any model that stores ``param`` in shards, None for another parameter."""
+        units = (unit for model in cls._sharded for unit in unit_forwards(model.model))
+        return next((unit for unit in units if any(param is shard for shard in sharded_params(unit.group))), None)
 
     def other_sharded_models(self) -> list[nn.Module]:
         """Return the other models of this process that have units of FSDP2."""

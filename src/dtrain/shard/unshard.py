@@ -11,7 +11,7 @@ The first needs the memory of a step, the second of the whole model, the third o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MethodType
 from typing import Any
@@ -21,16 +21,22 @@ from torch import Tensor, nn
 
 from dtrain import spans
 from dtrain.arguments import format_bytes, format_count
-from dtrain.dist.dtensor import describe_placement, full_tensor, to_local
+from dtrain.dist.dtensor import describe_placement, full_tensor, tensor_mesh, to_local
+from dtrain.dist.mesh import MODEL_AXES
+from dtrain.errors import ConfigError
 from dtrain.fqn import modules_by_fqn, parameters_by_fqn, unwrap_module
 from dtrain.shard.fsdp2_private import (
+    UnitForward,
     compute_dtypes,
     fsdp_param_groups,
+    groups_in_state,
     is_in_forward,
+    is_unit,
     reshard_groups,
     sharded_params,
     units_of,
 )
+from dtrain.shard.skipped_units import ModelUnits
 from dtrain.shard.spec import ShardSpec, get_spec
 from dtrain.state import TrainState
 
@@ -181,6 +187,40 @@ def _use_plain_inside_forward(plain_method: Any, unsharding_method: Any) -> Any:
         return (plain_method if is_in_forward(owner) else unsharding_method)(*args, **kwargs)
 
     return method
+
+
+def call_in_unit(layer: nn.Module, param: Tensor, fn: Callable[[Tensor], Tensor], value: Tensor, *, caller: str) -> Tensor:
+    """Return ``fn(value)``, computed inside of the unit of ``layer``, as if ``fn`` were the forward of the unit.
+
+    The unit gathers its parameters, casts ``value``, and reduces its gradients in backward. ``fn`` runs alone if the parameters
+    are gathered already (inside of a forward of the unit, or after the forward of a root), or whole on each rank.
+
+    Args:
+        layer: module of a sharded or plain model, such as a linear layer that a forward of the model has not called.
+        param: a parameter of ``layer``.
+        fn: function that computes with the parameters of ``layer``. Its result is no view.
+        value: input of ``fn``.
+        caller: function for the error.
+
+    Collective: as a forward of the unit.
+
+    Raises:
+        ConfigError: the parameters are sharded, and belong to no unit of a model of ``shard_model``.
+    """
+    unit: UnitForward | None = None
+    if is_unit(layer) and groups_in_state(layer._get_fsdp_state()):
+        unit = None if is_in_forward(layer) else UnitForward(layer)
+    else:
+        mesh = tensor_mesh(param)
+        # Along ``tp`` a gathered parameter is sharded, too.
+        if mesh is not None and not set(mesh.mesh_dim_names or MODEL_AXES) <= set(MODEL_AXES):
+            unit = ModelUnits.unit_with_shards(param)
+            if unit is None:
+                raise ConfigError(
+                    f"{caller}: the parameters must be gathered, or sharded by shard_model, got shards of "
+                    f"{tuple(param.shape)} on axes {list(mesh.mesh_dim_names or ())}. Call it in the forward of the model."
+                )
+    return fn(value) if unit is None else unit.post_forward(fn(unit.pre_forward(value)))
 
 
 def describe(model: nn.Module) -> str:
