@@ -49,7 +49,7 @@ def test_convert_options_reach_the_conversion(checkpoints, root):
 MISTAKES = {
     "no source": ("nope out --to hf", 2, "path must exist, got "),
     "an empty path": ("'' out --to hf", 2, "SRC and DST must not be empty. Name the checkpoint"),
-    "target": ("root out --to gguf", 2, "to must be one of hf, dtrain, dcp, safetensors, got 'gguf'"),
+    "target": ("root out --to gguf", 2, "to must be one of hf, peft, dtrain, dcp, safetensors, got 'gguf'"),
     "existing": ("root root --to hf", 2, "destination must not exist"),
     "size": ("root out --to hf --max-shard-size huge", 2, "--max-shard-size must be a size such as"),
     "tie": ("root out --to hf --tie x", 2, "--tie must be ALIAS=NAME, got 'x'"),

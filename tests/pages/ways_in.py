@@ -29,7 +29,9 @@ COMPOSER_LAUNCHER = """
 """
 COMPOSER_OTHERS = """
 eval predict save_checkpoint export_for_inference close ComposerModel.forward ComposerModel.loss ComposerModel.eval_forward
-ComposerModel.update_metric ComposerModel.get_metrics DataSpec.dataloader DataSpec.num_samples DataSpec.num_tokens
+ComposerModel.update_metric ComposerModel.get_metrics HuggingFaceModel HuggingFaceModel.peft_config
+HuggingFaceModel.should_save_peft_only write_huggingface_pretrained_from_composer_checkpoint
+DataSpec.dataloader DataSpec.num_samples DataSpec.num_tokens
 DataSpec.batch_transforms DataSpec.microbatch_transforms DataSpec.split_batch DataSpec.get_num_samples_in_batch
 DataSpec.get_num_tokens_in_batch Evaluator.label Evaluator.dataloader Evaluator.metric_names Evaluator.subset_num_batches
 Evaluator.eval_interval Evaluator.device_eval_microbatch_size

@@ -317,7 +317,7 @@ def parse_tie(command: str, name: str, text: str) -> tuple[str, str]:
 def convert(
     path: Annotated[str, typer.Argument(metavar="SRC", help="A step, root or run; an HF or DCP folder; .safetensors; .pt.")],
     destination: Annotated[str, typer.Argument(metavar="DST", help="The new folder, or .safetensors file.")],
-    to: Annotated[str, _convert_option("--to FORMAT", "hf, dtrain, dcp or safetensors.")],
+    to: Annotated[str, _convert_option("--to FORMAT", "hf, peft, dtrain, dcp or safetensors.")],
     format: Annotated[
         str | None, _convert_option("--from FORMAT", "dtrain, hf, dcp or pt.  [default: inferred from the files]")
     ] = None,
@@ -326,7 +326,11 @@ def convert(
     max_shard_size: Annotated[
         int, _convert_option("--max-shard-size SIZE", "Size limit of a file, for hf.  [default: 5GB]", size)
     ] = 5 * 10**9,
-    config: Annotated[str | None, _convert_option("--config FILE", "File to copy as config.json, for hf.")] = None,
+    config: Annotated[
+        str | None,
+        _convert_option("--config PATH", "config.json, adapter_config.json, or a folder of these and a tokenizer."),
+    ] = None,
+    merge: Annotated[bool, _convert_option("--merge", "Add the LoRA adapter of peft to the weights.")] = False,
     tie: Annotated[
         list[Any] | None, _convert_option("--tie ALIAS=NAME", "Second name of a tensor; may be repeated.", parse_tie)
     ] = None,
@@ -348,6 +352,8 @@ def convert(
 
     Examples:
         dtrain checkpoints convert ckpt exported --to hf --dtype bf16
+        dtrain checkpoints convert ckpt adapter --to peft --config lora
+        dtrain checkpoints convert ckpt merged --to hf --merge --config lora
         dtrain checkpoints convert ckpt model.safetensors --to safetensors
         dtrain checkpoints convert old.pt ckpt --to dtrain --trust
     """
@@ -369,6 +375,7 @@ def convert(
             key=key,
             max_shard_bytes=max_shard_size,
             config=config,
+            merge=merge,
             step=step,
             buffers=tuple(buffers or ()),
             on_start=bar.set_total,

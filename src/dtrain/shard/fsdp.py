@@ -34,7 +34,15 @@ from dtrain.shard.grad_sync import attach_grad_sync
 from dtrain.shard.materialize import record_write_counts
 from dtrain.shard.model_parallel import TensorParallelPlan, apply_tp_plan, format_tp_plan, resolve_tp_plan
 from dtrain.shard.params import ParamObjects, check_param_objects
-from dtrain.shard.precision import Precision, cast_buffers_, keeps_dtype, separate_units
+from dtrain.shard.precision import (
+    DtypePlan,
+    Precision,
+    cast_at_borders_,
+    cast_buffers_,
+    module_dtypes,
+    plan_dtypes,
+    separate_units,
+)
 from dtrain.shard.replicate import make_bucket_reducer
 from dtrain.shard.spec import Accumulate, Buffers, ShardSpec, Strategy, attach_spec, get_spec
 from dtrain.shard.unshard import register_forward_methods
@@ -116,7 +124,7 @@ def shard_model(
         blocks: modules that become units, usually the transformer block: module classes, names (``*`` matches text without a
             dot) or a function of (name, module). The remaining parameters form one unit with the model itself.
         precision: dtypes of compute, reduction and buffers; None computes in the stored dtypes. If ``precision`` casts
-            parameters, BatchNorm and similar modules become separate units.
+            parameters, BatchNorm and similar modules become separate units. Modules of ``overrides`` do, too.
         accumulate: ``"local"`` adds up full-size gradients on each rank, in at least float32, and reduces once a step;
             ``"sharded"`` reduces after every microbatch and stores shards only. ``hybrid_shard`` and ``replicate`` all-reduce
             after the last microbatch in both cases.
@@ -144,7 +152,8 @@ def shard_model(
 
     Under ``"replicate"``, modules and parameters stay plain: copies, ``torch.func`` and gradients of gradients work, and a copy
     is on no mesh. A step sums gradients in flat buckets during its last backward. A backward outside of a step is local. FSDP2
-    replicates the model instead if ``precision`` sets ``param`` or ``output``, or with ``tp_plan`` or ``offload``.
+    replicates the model instead if ``precision`` sets ``param``, ``output`` or ``overrides``, or with ``tp_plan`` or
+    ``offload``.
 
     Mutates: ``model``; FSDP2 replaces every Parameter object by a DTensor, so build the optimizer afterwards.
     Collective: makes process groups (once for each strategy), compares a hash of names, shapes, dtypes and options, and
@@ -166,13 +175,15 @@ def shard_model(
         resolved = _check_arguments(model, mesh, precision, strategy, accumulate)
         check_buffer_choices(model, buffers)
         check_kinds(parameters_by_fqn(model)[0], "shard_model")
-        separate = separate_units(model, precision)
+        precision = precision or Precision()
+        dtypes = module_dtypes(model, precision)
+        separate = separate_units(model, dtypes)
         wrap_plan = plan_wrapping(model, blocks, ignored_params, separate_units=separate, forward_methods=forward_methods)
         planned_modules = resolve_tp_plan(model, tp_plan, mesh)
         resolved_comm = check_comm_config(comm_config, mesh.device_type)
         check_choice("shard_model", "offload", offload, ("params", None))
         # Casts in forward, offloading and parallel styles need FSDP2's copies of parameters.
-        casts = precision is not None and (precision.param or precision.output)
+        casts = precision.param or precision.output or precision.overrides
         plain = resolved == "replicate" and not (casts or offload or planned_modules)
         check_param_objects(model, whole=plain, ignored_params=wrap_plan.ignored_params, ranks=mesh.size())
     # The predicates are user code. raise_if_any_failed reports any exception on all ranks.
@@ -183,12 +194,14 @@ def shard_model(
     check_same_model(model, wrap_plan, [*options, repr(resolved_comm), *format_tp_plan(planned_modules)])
     record_write_counts(model)
     objects = ParamObjects(model)
-    cast_buffers_(model, precision)
+    assert precision is not None
+    cast_buffers_(model, precision, dtypes)
     broadcast_params_and_buffers(model, get_dist_info().device, sync=sync)
-    precision = precision or Precision()
     fsdp_mesh = apply_tp_plan(model, planned_modules, _fsdp_mesh(mesh, resolved), wrap_plan.ignored_params)
     if not plain:
-        _apply_fully_shard(model, fsdp_mesh, wrap_plan, precision, resolved, offload)
+        dtype_plan = plan_dtypes(model, precision, dtypes, wrap_plan)
+        _apply_fully_shard(model, fsdp_mesh, wrap_plan, dtype_plan, resolved, offload)
+        cast_at_borders_(dtype_plan)
         _apply_comm_config(model, wrap_plan, resolved_comm)
         register_forward_methods(wrap_plan.forward_methods)
         share_attributes(model)
@@ -276,7 +289,7 @@ def _apply_fully_shard(
     model: nn.Module,
     mesh: DeviceMesh,
     wrap_plan: WrapPlan,
-    precision: Precision,
+    dtype_plan: DtypePlan,
     strategy: Strategy,
     offload: str | None,
 ) -> None:
@@ -291,7 +304,7 @@ def _apply_fully_shard(
         # FSDP2 takes no transposed weights and no memory format of images. The values stay.
         if id(weight) not in assigned and not is_dtensor(weight) and not weight.is_contiguous():
             weight.data = weight.data.contiguous()
-    for modules in wrap_plan.units:
+    for modules, precision in zip(wrap_plan.units, dtype_plan.units, strict=True):
         own = [param for module in modules for param in module.parameters() if id(param) not in assigned]
         # The dtype of the trainable parameters, if there are any.
         stored = next((param.dtype for param in (*(p for p in own if p.requires_grad), *own)), torch.float32)
@@ -300,8 +313,6 @@ def _apply_fully_shard(
         if modules[0] is model:
             # Backward needs the root's parameters right after forward. FSDP2's default (None) keeps the root unsharded.
             reshard = False if keep_unsharded else None
-        elif keeps_dtype(modules[0]):
-            policy = precision._stored_dtype_policy(stored)
         else:
             # Blocks return tensors of their compute dtype.
             policy = replace(policy, output_dtype=None)

@@ -5,12 +5,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Literal, get_args
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from dtrain.arguments import check_choice
 from dtrain.device import use_on_current_stream
@@ -24,6 +27,8 @@ from dtrain.shard.spec import get_spec
 # policies of FSDP2 are imported where they are made.
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    from dtrain.shard.wrapping import WrapPlan
 
 DType = Literal["fp32", "bf16", "fp16"]
 Preset = Literal["DEFAULT", "PURE", "FULL"]
@@ -57,6 +62,13 @@ class Precision:
         buffer: stored dtype of all floating-point buffers from ``shard_model`` on, including rotary frequencies and other
             tables. Integer and complex buffers keep their dtypes. No preset sets this field.
         output: dtype of the floating-point tensors that the root module returns.
+        overrides: patterns of module names (``*`` matches text without a dot, ``**`` any text) -> dtype in which these modules
+            compute, with all modules inside; the first pattern that matches counts. Their gradients are reduced in at least
+            float32, and their buffers keep the stored dtype. Each module with parameters becomes a separate unit.
+
+    A module in ``overrides`` gets its floating-point inputs in its dtype. A result with the shape of such an input, as of a
+    norm, returns to the dtype around the module. Any other result, as of a head or a router, keeps the module's dtype. Modules
+    with tied parameters share the dtype. Integers and booleans (token ids, positions, masks) are never cast.
 
     ``param`` and ``buffer`` do not affect normalizations with running statistics (BatchNorm). Their parameters and statistics
     keep the stored dtype, because a moving average with 8 or 11 bits of precision stops changing.
@@ -64,20 +76,31 @@ class Precision:
     Example:
         >>> import dtrain as dt
         >>> dt.Precision.preset("DEFAULT", "bf16")
-        Precision(param='bf16', reduce='fp32', buffer=None, output=None)
+        Precision(param='bf16', reduce='fp32', buffer=None, output=None, overrides=None)
+        >>> precision = dt.Precision(
+        ...     param="bf16", overrides={"**.norm": "fp32", "lm_head": "fp32"}
+        ... )
 
     Raises:
-        ConfigError: an unknown dtype.
+        ConfigError: an unknown dtype, or ``overrides`` that is not a mapping.
     """
 
     param: DType | None = None
     reduce: DType | None = None
     buffer: DType | None = None
     output: DType | None = None
+    overrides: Mapping[str, DType] | None = None
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            check_choice("Precision", field.name, getattr(self, field.name), (*_DTYPES, None))
+        for name in ("param", "reduce", "buffer", "output"):
+            check_choice("Precision", name, getattr(self, name), (*_DTYPES, None))
+        if not isinstance(self.overrides, Mapping | None):
+            raise ConfigError(
+                f"Precision: overrides must be a mapping of names to dtypes, got {self.overrides!r}. "
+                "Pass for example overrides={'**.norm': 'fp32'}."
+            )
+        for pattern, dtype in (self.overrides or {}).items():
+            check_choice("Precision", f"overrides[{pattern!r}]", dtype, tuple(_DTYPES))
 
     @classmethod
     def preset(cls, name: Preset, low: Literal["bf16", "fp16"] = "bf16") -> Precision:
@@ -108,12 +131,6 @@ class Precision:
         param, output = (_DTYPES[v] if v else None for v in (self.param, self.output))
         return MixedPrecisionPolicy(param_dtype=param, reduce_dtype=self._reduce_dtype(param or stored), output_dtype=output)
 
-    def _stored_dtype_policy(self, stored: torch.dtype) -> MixedPrecisionPolicy:
-        """Return the FSDP2 policy of a unit that computes in the stored dtype and does not cast inputs."""
-        from torch.distributed.fsdp import MixedPrecisionPolicy
-
-        return MixedPrecisionPolicy(reduce_dtype=self._reduce_dtype(stored), cast_forward_inputs=False)
-
     def _reduce_dtype(self, computed: torch.dtype) -> torch.dtype:
         # For None, torch 2.15 uses the stored dtype and older versions use the compute dtype, so set the dtype explicitly.
         return _DTYPES[self.reduce] if self.reduce else accumulation_dtype(computed)
@@ -133,22 +150,129 @@ def keeps_dtype(module: nn.Module) -> bool:
     return isinstance(module, _NORMS_WITH_STATISTICS) and module.running_mean is not None
 
 
-def separate_units(model: nn.Module, precision: Precision | None) -> Iterator[nn.Module]:
+def module_dtypes(model: nn.Module, precision: Precision) -> dict[int, DType | None]:
+    """Return the compute dtype of each module by ``id``; None for the stored dtype.
+
+    Raises:
+        ConfigError: a pattern of ``overrides`` that matches no module, or a container without ``forward``.
+    """
+    modules = dict(modules_by_fqn(model))
+    choices = {
+        pattern: (compile_patterns([pattern], caller="shard_model: overrides"), dtype)
+        for pattern, dtype in (precision.overrides or {}).items()
+    }
+    for pattern, (matches, _) in choices.items():
+        if not any(name and matches(name) for name in modules):
+            ends = list({name.rpartition(".")[2]: None for name in modules if name})
+            nearest = get_close_matches(pattern.rpartition(".")[2], ends, cutoff=0.3) or ends[:3]
+            raise ConfigError(
+                f"shard_model: overrides names {pattern!r}, but no module matches. "
+                f"The nearest names end in {', '.join(map(repr, nearest))}."
+            )
+    dtypes: dict[int, DType | None] = {}
+    for name, module in modules.items():
+        around = dtypes[id(modules[name.rpartition(".")[0]])] if name else precision.param
+        named = next((dtype for matches, dtype in choices.values() if name and matches(name)), around)
+        dtypes[id(module)] = None if keeps_dtype(module) else named
+        if named != around and type(module).forward is nn.Module.forward:
+            raise ConfigError(
+                f"shard_model: overrides names {name!r}, a {type(module).__name__} without forward. Name '{name}.*' instead."
+            )
+    return dtypes
+
+
+def separate_units(model: nn.Module, dtypes: Mapping[int, DType | None]) -> Iterator[nn.Module]:
     """Yield the modules that must be separate units, because their compute dtype differs from the parent's."""
-    if precision is not None and precision.param is not None:
-        for name, module in modules_by_fqn(model):
-            if name and keeps_dtype(module) and any(True for _ in module.parameters()):
-                yield module
+    return (module for module, _ in _border_modules(model, dtypes) if any(True for _ in module.parameters()))
 
 
-def cast_buffers_(model: nn.Module, precision: Precision | None) -> None:
-    """Cast floating-point buffers to the dtype of ``precision``. Mutates: ``model``, also on meta."""
-    if precision is None or precision.buffer is None:
+def _border_modules(model: nn.Module, dtypes: Mapping[int, DType | None]) -> Iterator[tuple[nn.Module, nn.Module]]:
+    """Yield the modules whose dtype differs from that of the parent, with the parent."""
+    modules = dict(modules_by_fqn(model))
+    for name, module in modules.items():
+        parent = modules[name.rpartition(".")[0]]
+        if dtypes[id(module)] != dtypes[id(parent)]:
+            yield module, parent
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
+class DtypePlan:
+    """Dtypes of a model's units, and the modules at whose borders tensors are cast.
+
+    Args:
+        units: precision of each unit.
+        casts: modules with the dtype of their floating-point inputs, and the dtype of results with the shape of such an input;
+            None leaves results unchanged.
+    """
+
+    units: tuple[Precision, ...]
+    casts: tuple[tuple[nn.Module, torch.dtype, torch.dtype | None], ...]
+
+
+def plan_dtypes(model: nn.Module, precision: Precision, dtypes: Mapping[int, DType | None], wrap_plan: WrapPlan) -> DtypePlan:
+    """Plan the dtypes of the units of ``model``.
+
+    Args:
+        model: plain model.
+        precision: precision of the model.
+        dtypes: dtype of each module by ``id``, of ``module_dtypes``.
+        wrap_plan: units of the model.
+    """
+    low, of_units, of_modules, layers = precision.param, list[Precision](), dict(dtypes), list[nn.Module]()
+    computed: dict[int, torch.dtype] = {}
+    ignored = set(map(id, wrap_plan.ignored_params.values()))
+    for modules in wrap_plan.units:
+        inside = [module for unit in modules for module in unit.modules()]
+        members = [module for module in inside if id(module) in dtypes and id(module) not in computed]
+        params = [
+            (module, p) for module in members for p in module._parameters.values() if p is not None and id(p) not in ignored
+        ]
+        # The owners' dtypes differ only in a unit of tied parameters.
+        dtype = next((dtypes[id(owner)] for owner, _ in params if dtypes[id(owner)] != low), low)
+        of_units.append(precision if dtype == low else Precision(param=dtype, reduce=None if dtype else precision.reduce))
+        stored = next((param.dtype for _, param in params), torch.float32)
+        for module in members:
+            named = of_modules[id(module)] = dtype if dtypes[id(module)] == low else dtypes[id(module)]
+            computed[id(module)] = _DTYPES[named] if named else stored
+        if precision.overrides and low and dtype == low:
+            layers += {id(owner): owner for owner, _ in params if not owner._modules}.values()
+    borders = [(module, parent) for module, parent in _border_modules(model, of_modules) if not keeps_dtype(module)]
+    casts = [(module, computed[id(module)], computed[id(parent)]) for module, parent in borders]
+    # A layer beside a named module may get a result of the module's dtype.
+    return DtypePlan(units=tuple(of_units), casts=(*casts, *((layer, computed[id(layer)], None) for layer in layers)))
+
+
+def cast_at_borders_(dtype_plan: DtypePlan) -> None:
+    """Cast floating-point tensors that enter and leave modules. Mutates: hooks of the modules."""
+    for module, dtype, dtype_around in dtype_plan.casts:
+        module.register_forward_pre_hook(partial(_cast_inputs, dtype), with_kwargs=True)
+        if dtype_around is not None:
+            module.register_forward_hook(partial(_cast_results, dtype_around), with_kwargs=True)
+
+
+def _cast_inputs(dtype: torch.dtype, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    return tree_map_only(Tensor, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, (args, kwargs))
+
+
+def _cast_results(dtype: torch.dtype, module: nn.Module, args: Any, kwargs: Any, results: Any) -> Any:
+    inputs = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+    shapes = {tensor.shape for tensor in inputs if tensor.is_floating_point()}
+
+    def cast(tensor: Tensor) -> Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() and tensor.shape in shapes else tensor
+
+    return tree_map_only(Tensor, cast, results)
+
+
+def cast_buffers_(model: nn.Module, precision: Precision, dtypes: Mapping[int, DType | None]) -> None:
+    """Cast floating-point buffers outside of ``overrides`` to the dtype of ``precision``. Mutates: ``model``, also on meta."""
+    if precision.buffer is None:
         return
     dtype = _DTYPES[precision.buffer]
     for _, module, key in list(buffer_slots(model)):
         buffer = module._buffers[key]
-        if buffer is not None and buffer.is_floating_point() and not keeps_dtype(module):
+        keeps = keeps_dtype(module) or dtypes[id(module)] != precision.param
+        if buffer is not None and buffer.is_floating_point() and not keeps:
             module._buffers[key] = buffer.to(dtype)
 
 

@@ -91,12 +91,14 @@ MISTAKES = {
     "no source": ({"path": "nope"}, "path must exist, got .*nope. Check the path"),
     "a strange file": ({"path": "x.txt"}, "path must be a checkpoint of dtrain, a folder with model.safetensors .*x.txt"),
     "a strange folder": ({"path": "."}, "path must be a checkpoint of dtrain"),
-    "target": ({"to": "gguf"}, "to must be one of hf, dtrain, dcp, safetensors, got 'gguf'"),
+    "target": ({"to": "gguf"}, "to must be one of hf, peft, dtrain, dcp, safetensors, got 'gguf'"),
     "source format": ({"format": "gguf"}, "format must be one of dtrain, hf, dcp, pt, got 'gguf'"),
     "dtype": ({"dtype": "int3"}, "dtype must be one of fp32, bf16, fp16, got 'int3'"),
     "size": ({"max_shard_bytes": 0}, "max_shard_bytes must be at least 1, got 0"),
     "config": ({"config": "nope.json"}, "config must be a readable file: .*nope.json.*. Name the config.json of the model"),
-    "config of another": ({"config": "x.txt", "to": "dtrain"}, "config must be None unless to='hf', got to='dtrain'"),
+    "config of another": ({"config": "x.txt", "to": "dtrain"}, "config must be None unless to is 'hf' or 'peft', got to='dt"),
+    "merge for another": ({"merge": True, "to": "dcp"}, "merge must be False unless to is 'hf' or 'safetensors', got to='dcp'"),
+    "adapter without config": ({"to": "peft"}, "config must hold adapter_config.json, got None. Write the file with model"),
     "step": ({"to": "dtrain", "step": -1}, "step must be at least 0, got -1"),
 }
 

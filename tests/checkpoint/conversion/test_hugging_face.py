@@ -5,6 +5,9 @@ import json
 import pytest
 import torch
 from safetensors import safe_open
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from checkpoint.conversion.models import MODELS, TIED, config_of, loaded, logits, saved, state_of
 from dtrain.checkpoint.conversion.convert import convert
@@ -41,6 +44,27 @@ def test_from_pretrained_loads_several_files(tmp_path, name):
     assert len(files) > 3
     assert index["metadata"]["total_size"] == done.bytes
     assert torch.equal(logits(loaded(type(model), tmp_path / "out")), logits(model))
+
+
+def test_folder_of_companions_makes_a_whole_folder(tmp_path):
+    model, companions = MODELS["gpt2"](), tmp_path / "companions"
+    vocabulary = Tokenizer(WordLevel({"hello": 0, "world": 1, "?": 2}, unk_token="?"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=vocabulary, unk_token="?", chat_template="{{ messages }}")
+    model.generation_config.max_new_tokens = 7
+    for part in (model.config, model.generation_config, tokenizer):
+        part.save_pretrained(companions)
+    for name in ("adapter_config.json", "pytorch_model.bin.index.json", "weights.bin", "README.md"):
+        (companions / name).write_text("{}")
+    convert(saved(model, tmp_path / "root"), tmp_path / "out", to="hf", config=companions, max_shard_bytes=5000)
+    convert(tmp_path / "out", tmp_path / "again", to="hf")
+    assert "model.safetensors.index.json" not in names_in(tmp_path / "again")
+    for folder in (tmp_path / "out", tmp_path / "again"):
+        kept = AutoModelForCausalLM.from_pretrained(folder)
+        assert torch.equal(logits(kept), logits(model))
+        assert kept.generation_config.max_new_tokens == 7
+        text = AutoTokenizer.from_pretrained(folder)
+        assert (text("world")["input_ids"], text.chat_template) == (tokenizer("world")["input_ids"], "{{ messages }}")
+        assert not {"adapter_config.json", "pytorch_model.bin.index.json", "weights.bin", "README.md"} & {*names_in(folder)}
 
 
 def save_shards(root):

@@ -5,9 +5,10 @@ The target ``"hf"`` is a folder that ``from_pretrained`` of Hugging Face's trans
     model.safetensors                      or, if this file would be larger than the limit,
     model-00001-of-00002.safetensors ...   and
     model.safetensors.index.json           {"metadata": {"total_size": ...}, "weight_map": {"<tensor>": "<file>", ...}}
-    config.json                            a copy of the file passed in
+    config.json, tokenizer.json ...        copies of the files passed in
 
-A tied weight is written once, as by ``save_pretrained``; transformers ties weights by its configuration.
+A tied weight is written once, as by ``save_pretrained``; transformers ties weights by its configuration. The target ``"peft"``
+is a folder that ``PeftModel.from_pretrained`` reads: ``adapter_model.safetensors`` and ``adapter_config.json``.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Literal, get_args
 
 from dtrain import storage
 from dtrain.checkpoint import layout
+from dtrain.checkpoint.conversion.adapters import ADAPTER_CONFIG, ADAPTER_FILE, MergedStream, merge_adapter, select_adapter
 from dtrain.checkpoint.layout import DTYPES
 from dtrain.checkpoint.weights import (
     MODEL_FILE,
@@ -42,11 +44,13 @@ from dtrain.storage import AnyPath
 _CALLER = "convert"
 CAST_DTYPES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
 _UNTRUSTED_FORMATS: tuple[SourceFormat, ...] = ("dcp", "pt")
-TargetFormat = Literal["hf", "dtrain", "dcp", "safetensors"]
+TargetFormat = Literal["hf", "peft", "dtrain", "dcp", "safetensors"]
 TARGET_FORMATS: tuple[TargetFormat, ...] = get_args(TargetFormat)
 CONFIG_FILE = "config.json"
 MAX_SHARD_BYTES = 5 * 10**9
-_MAX_CONFIG_BYTES = 2**24
+# Files of a tokenizer or a config: JSON, vocabularies, SentencePiece models, chat templates and code of the model.
+_COMPANION_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".py")
+_MAX_COMPANION_BYTES = 2**28
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +85,7 @@ def convert(
     key: str | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     config: Path | str | None = None,
+    merge: bool = False,
     step: int = 0,
     buffers: Sequence[str] = (),
     on_start: Callable[[int], None] = _no_op,
@@ -91,7 +96,9 @@ def convert(
     Tensors are read and written in batches, so memory does not grow with the checkpoint (for ``"dcp"``: with its largest
     tensor). The new folder appears by one rename when all files are on the disk::
 
-        dt.checkpoint.convert("ckpt", "bert-hf", to="hf", config="config.json")
+        bert.config.save_pretrained("companions")
+        tokenizer.save_pretrained("companions")
+        dt.checkpoint.convert("ckpt", "bert-hf", to="hf", config="companions")
         model = BertForMaskedLM.from_pretrained("bert-hf")
 
     Args:
@@ -100,7 +107,8 @@ def convert(
         destination: new folder. For ``"dtrain"`` a step's folder if the name is that of a step (``root/step-00000100``), else a
             root with one step. For ``"safetensors"`` the new file if the name ends in ``.safetensors``, else a folder with
             the file ``model.safetensors``.
-        to: ``"hf"``, ``"dtrain"`` (a step that holds the model only), ``"dcp"``, or ``"safetensors"`` (one file).
+        to: ``"hf"``, ``"peft"`` (the adapter ``default``), ``"dtrain"`` (a step that holds the model only), ``"dcp"``, or
+            ``"safetensors"`` (one file).
         format: ``"dtrain"``, ``"hf"``, ``"dcp"`` or ``"pt"``; None detects the format from file names.
         trust: if True, ``"dcp"`` and ``"pt"`` sources are allowed, although reading them runs their code. A subprocess reads
             them, and first copies their tensors beside ``destination``.
@@ -110,7 +118,11 @@ def convert(
         key: path to the dict of the weights in a ``"dcp"`` or ``"pt"`` source, as in ``"state/model"``; for a ``"dcp"``
             target, the dict to write.
         max_shard_bytes: limit of one file in bytes, for ``"hf"``.
-        config: file to copy to ``config.json``, for ``"hf"``; None copies the file of a source folder of the same format.
+        config: for ``"hf"``, ``"peft"`` and ``merge``: the model's ``config.json`` or peft's ``adapter_config.json``, or a
+            folder of these files. From a folder, ``"hf"`` also copies generation config and tokenizer. None takes the folder of
+            an ``"hf"`` source.
+        merge: if True, add the LoRA matrices of the adapter ``default`` to the base weights, for ``"hf"`` and
+            ``"safetensors"``.
         step: step of the new checkpoint for ``"dtrain"``, unless ``destination`` names the step.
         buffers: patterns of the names of buffers, for ``"dtrain"`` and sources that do not distinguish them from parameters
             (``*`` matches text without a dot, ``**`` any text). Buffers of batch norms and integer tensors are detected.
@@ -119,7 +131,7 @@ def convert(
 
     Raises:
         ConfigError: a missing or untrusted source, an existing ``destination``, or invalid options.
-        CheckpointError: an unreadable source.
+        CheckpointError: an unreadable source, no adapter, or an adapter that cannot be merged.
         CorruptCheckpointError: a source that was changed, as far as its format can tell.
         CheckpointMismatchError: two tensors that ``tie`` declares as one, and that differ.
     """
@@ -131,14 +143,21 @@ def convert(
         raise ConfigError(f"{_CALLER}: destination must be on this machine, got {folder}. Copy the result there afterwards.")
     kind = detect_format(source, _CALLER) if format is None else format
     _check_arguments(source, folder, kind, to, trust, max_shard_bytes, step)
-    content = _read_config(source, kind, to, config)
+    companions = _read_companions(source, kind, to, merge, config)
+    adapter_config = companions.pop(ADAPTER_CONFIG, b"")
     inner = ""
     single = MODEL_FILE if to == "safetensors" and folder.suffix == SUFFIX else ""
     with _staging_folder(folder, file_name=single) as (staging, result):
         dict_path, scratch = key if kind in _UNTRUSTED_FORMATS else None, staging / "source.safetensors"
         files = open_weights(source, kind, caller=_CALLER, state=state, key=dict_path, scratch=scratch)
-        files = apply_ties(files, tie or {}, once=to == "dtrain")
+        stored = files = apply_ties(files, tie or {}, once=to == "dtrain")
+        files, updates = merge_adapter(files, adapter_config) if merge else (files, {})
+        files = select_adapter(files, adapter_config) if to == "peft" else files
         weights = stream_weights(files, dtype=dtype, on_bytes_written=on_bytes_written)
+        if merge:
+            weights = MergedStream(
+                files=files, dtypes=weights.dtypes, on_bytes_written=on_bytes_written, stored=stored, updates=updates
+            )
         if not weights.dtypes:
             raise CheckpointError(
                 f"{_CALLER}: path must hold weights, got {source}. "
@@ -149,7 +168,11 @@ def convert(
             write_safetensors(result / MODEL_FILE, weights, weights.dtypes)
             storage.sync_folder(result)
         elif to == "hf":
-            formats.write_hugging_face(result, weights, max_shard_bytes=max_shard_bytes, config=content)
+            formats.write_hugging_face(result, weights, max_shard_bytes=max_shard_bytes, companions=companions)
+        elif to == "peft":
+            write_safetensors(result / ADAPTER_FILE, weights, weights.dtypes)
+            storage.write_file(result / ADAPTER_CONFIG, adapter_config)
+            storage.sync_folder(result)
         elif to == "dcp":
             formats.write_dcp(result, weights, key=None if kind in _UNTRUSTED_FORMATS else key)
         else:
@@ -191,17 +214,36 @@ def _check_arguments(source: AnyPath, folder: Path, kind: str, to: str, trust: b
         raise ConfigError(f"{_CALLER}: path must be on this machine, got {source}. Copy it to this machine first.")
 
 
-def _read_config(path: AnyPath, kind: SourceFormat, to: TargetFormat, config: Path | str | None) -> bytes | None:
-    """Return the content of the new folder's ``config.json``."""
-    if config is not None and to != "hf":
-        raise ConfigError(f"{_CALLER}: config must be None unless to='hf', got to={to!r}. Leave out config.")
-    config_path = path / CONFIG_FILE if config is None else storage.resolve_path(config)
-    if config is None and (to != "hf" or kind != "hf" or storage.file_size(config_path) is None):
-        return None
+def _read_companions(
+    path: AnyPath, kind: SourceFormat, to: TargetFormat, merge: bool, config: Path | str | None
+) -> dict[str, bytes]:
+    """Return the files to copy beside the weights, and the config of the adapter, by name."""
+    if merge and to not in ("hf", "safetensors"):
+        raise ConfigError(f"{_CALLER}: merge must be False unless to is 'hf' or 'safetensors', got {to=}. Leave out merge.")
+    if config is not None and not merge and to not in ("hf", "peft"):
+        raise ConfigError(f"{_CALLER}: config must be None unless to is 'hf' or 'peft', got {to=}. Leave out config.")
+    given = path if config is None else storage.resolve_path(config)
+    files: dict[str, AnyPath] = {}
     try:
-        return storage.read_file(config_path, limit=_MAX_CONFIG_BYTES)
+        if (kind == "hf" or config is not None) and storage.is_folder(given):
+            names = [name for name in storage.list_names(given) if name.endswith(_COMPANION_SUFFIXES)]
+            files = {name: given / name for name in names if not name.endswith(".index.json")}
+        elif config is not None:
+            is_adapter = to == "peft" or given.name == ADAPTER_CONFIG
+            files = {ADAPTER_CONFIG if is_adapter else CONFIG_FILE: given}
+        contents = {
+            name: storage.read_file(file, limit=_MAX_COMPANION_BYTES)
+            for name, file in files.items()
+            if to == "hf" or name == ADAPTER_CONFIG
+        }
     except OSError as error:
         raise ConfigError(f"{_CALLER}: config must be a readable file: {error}. Name the config.json of the model.") from error
+    if (merge or to == "peft") and ADAPTER_CONFIG not in contents:
+        raise ConfigError(
+            f"{_CALLER}: config must hold {ADAPTER_CONFIG}, got {config!r}. Write the file with "
+            "model.peft_config['default'].save_pretrained(folder), and pass the folder."
+        )
+    return contents
 
 
 @contextmanager

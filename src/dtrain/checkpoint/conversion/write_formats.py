@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -39,14 +39,14 @@ from dtrain.fqn import compile_patterns
 from dtrain.schedules.clock import Clock
 
 
-def write_hugging_face(folder: Path, weights: WeightStream, *, max_shard_bytes: int, config: bytes | None) -> None:
+def write_hugging_face(folder: Path, weights: WeightStream, *, max_shard_bytes: int, companions: Mapping[str, bytes]) -> None:
     """Write the files of a Hugging Face folder. They are on the disk when the function returns.
 
     Args:
         folder: existing empty folder.
         weights: weights to write.
         max_shard_bytes: limit of the tensors of one file in bytes; a larger tensor gets a file of its own.
-        config: content of ``config.json``; None writes no such file.
+        companions: contents of further files, such as ``config.json``, by name.
     """
     files = list(group_by_size(weights.sizes, limit=max_shard_bytes))
     if len(files) == 1:
@@ -58,8 +58,8 @@ def write_hugging_face(folder: Path, weights: WeightStream, *, max_shard_bytes: 
         weight_map = {key: name for name, group in zip(names, files, strict=True) for key in group}
         index = {"metadata": {"total_size": weights.bytes}, "weight_map": weight_map}
         storage.write_file(folder / INDEX_FILE, json.dumps(index, indent=2).encode() + b"\n")
-    if config is not None:
-        storage.write_file(folder / "config.json", config)
+    for name, content in companions.items():
+        storage.write_file(folder / name, content)
     storage.sync_folder(folder)
 
 
