@@ -341,7 +341,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, counted: Tensor, columns: _Columns) -> Tensor:
         grad_logits = logits.clone()
-        total, _ = columns.replace_by_grad_(grad_logits, targets, counted.to(logits.dtype))
+        total: Tensor = columns.replace_by_grad_(grad_logits, targets, counted.to(logits.dtype))[0]
         ctx.save_for_backward(grad_logits.masked_fill_(~counted[:, None], 0.0))
         return total.clone()
 

@@ -122,7 +122,8 @@ class Precision:
         """
         check_choice("Precision.preset", "name", name, _PRESETS)
         check_choice("Precision.preset", "low", low, ("bf16", "fp16"))
-        return replace(cls(), **{field: low if is_low else "fp32" for field, is_low in _PRESETS[name].items()})
+        fields: dict[str, Any] = {field: low if is_low else "fp32" for field, is_low in _PRESETS[name].items()}
+        return replace(cls(), **fields)
 
     def _policy(self, stored: torch.dtype) -> MixedPrecisionPolicy:
         """Return the FSDP2 policy of a unit with trainable parameters of dtype ``stored``. The policy ignores buffers."""
