@@ -69,6 +69,19 @@ def test_rank_of_a_loop_imports_hardly_anything_after_its_fork(tmp_path):
     assert all(len(names) < 5 for names in run_ranks(imported_by_a_loop, 2, str(tmp_path)))
 
 
+def make_groups(number: int) -> int:
+    for _ in range(number):
+        dist.new_group(backend="gloo")
+    return os.getpid()
+
+
+def test_ranks_with_the_threads_of_many_groups_are_replaced():
+    with Ranks(2) as two:
+        few = two.run(make_groups, 2)
+        assert two.run(make_groups, 12) == few
+        assert set(two.run(make_groups, 0)).isdisjoint(few)
+
+
 @pytest.mark.parametrize("name", PRELOADED)
 def test_preloaded_module_exists(name):
     assert importlib.util.find_spec(name) is not None
