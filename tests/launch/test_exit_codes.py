@@ -119,7 +119,7 @@ def test_culprit_dying_after_its_peer_is_named(run):
 LEAVES = {
     "at once": "os._exit(0)",
     "through the exit handlers": "sys.exit(0)",
-    "through slow exit handlers": "import atexit; atexit.register(time.sleep, 2); sys.exit(0)",
+    "through slow exit handlers": "import atexit; atexit.register(time.sleep, 1); sys.exit(0)",
     "with a child that holds its connections": "os._exit(0) if os.fork() else time.sleep(600)",  # until the groups' time-out
 }
 

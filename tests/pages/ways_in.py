@@ -190,7 +190,7 @@ DDP = """
 init_process_group destroy_process_group mp.spawn torchrun set_device get_rank get_world_size manual_seed DistributedSampler
 set_epoch DataLoader DistributedDataParallel no_sync find_unused_parameters join SyncBatchNorm autocast GradScaler
 clip_grad_norm_ optimizer.step scheduler.step all_reduce all_gather all_gather_object broadcast broadcast_object_list barrier
-torch.save torch.load tqdm
+torch.save torch.load tqdm cross_entropy linear_cross_entropy
 """
 
 PAGES = {

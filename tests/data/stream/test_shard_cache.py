@@ -294,8 +294,11 @@ def test_fork_keeps_no_lock_of_its_parent(cache):
     thread = threading.Thread(target=cache.get, args=(A, 90, make))
     thread.start()
     begun.wait(LONG_S)
-    pid = in_child(lambda: time.sleep(600))
+    runs, child_runs = os.pipe()
+    pid = in_child(lambda: os.write(child_runs, b"1") and time.sleep(600))
     try:
+        # The child has left Python's handlers of a fork.
+        os.read(runs, 1)
         end.set()
         thread.join(LONG_S)
         assert shards(cache.folder) == ["a"]
@@ -303,6 +306,7 @@ def test_fork_keeps_no_lock_of_its_parent(cache):
     finally:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
+        os.close(runs), os.close(child_runs)
 
 
 def test_fork_can_use_the_cache_at_once(cache):
