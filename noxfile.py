@@ -10,8 +10,8 @@ nox.options.reuse_existing_virtualenvs = True
 nox.options.default_venv_backend = "virtualenv"
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # a process: there are as many processes as cores
-# Three workers on two cores, as many tests wait. The tests of a file run on one worker.
-SIDE_BY_SIDE = ("-n", "3", "--dist", "loadfile", "--no-loadscope-reorder")
+# Four workers on two cores, as many tests wait. The tests of a file run on one worker.
+SIDE_BY_SIDE = ("-n", "4", "--dist", "loadfile", "--no-loadscope-reorder")
 CORE = ("tests/step", "tests/shard", "tests/checkpoint", "tests/data", "tests/battery", "tests/launch/spawn", "tests/cli")
 
 
