@@ -343,7 +343,7 @@ def test_ctrl_c_ends_all_ranks(tmp_path):
         time.sleep(NEVER_S)
 
     def interrupt() -> None:
-        wait_until(lambda: all((tmp_path / rank).exists() for rank in "01"))
+        wait_until(lambda: all((tmp_path / rank).exists() and (tmp_path / rank).read_text() for rank in "01"))
         os.kill(os.getpid(), signal.SIGINT)
 
     thread = threading.Thread(target=interrupt)

@@ -209,6 +209,8 @@ def wait_for_exits(
 
 def enter_rank(environment: Mapping[str, str]) -> None:
     """Give this fork the environment of a rank, and one thread. Mutates: this process's environment."""
+    # A collection would write into every object that the modules have made, and so copy their pages into this process.
+    gc.freeze()
     os.environ.clear()
     os.environ.update(environment)
     if "torch" in sys.modules:
