@@ -343,7 +343,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         grad_logits = logits.clone()
         total: Tensor = columns.replace_by_grad_(grad_logits, targets, counted.to(logits.dtype))[0]
         ctx.save_for_backward(grad_logits.masked_fill_(~counted[:, None], 0.0))
-        return cast(Tensor, total.clone())
+        return total.clone()
 
     @staticmethod
     @once_differentiable
