@@ -117,8 +117,7 @@ class LocalRanks:
         parent = os.getpid()
 
         def run_fork() -> int:
-            # Existing objects belong to the parent. A process group freed here would wait for the parent's threads.
-            gc.freeze()
+            enter_rank(environment)
             self._port_holder.close()
             # A process group of its own ends together with the rank, and Ctrl-C reaches only the parent.
             os.setsid()
@@ -126,7 +125,6 @@ class LocalRanks:
             ignored = {n for n in signal.valid_signals() if signal.getsignal(n) is signal.SIG_IGN} - {signal.SIGTERM}
             reset_signal_handlers(ignore=ignored)
             signal.signal(signal.SIGINT, signal.default_int_handler)
-            enter_rank(environment)
             return run()
 
         with delay_interrupts(), warnings.catch_warnings():
@@ -209,7 +207,8 @@ def wait_for_exits(
 
 def enter_rank(environment: Mapping[str, str]) -> None:
     """Give this fork the environment of a rank, and one thread. Mutates: this process's environment."""
-    # A collection would write into every object that the modules have made, and so copy their pages into this process.
+    # Existing objects belong to the parent. A process group freed here would wait for the parent's threads, and a collection
+    # would write into every object, and so copy its page into this process.
     gc.freeze()
     os.environ.clear()
     os.environ.update(environment)
