@@ -22,11 +22,14 @@ import weakref
 from collections.abc import Callable, Collection, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import replace
+from datetime import timedelta
 from multiprocessing.connection import Connection
 from operator import attrgetter
 from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any
+
+from torch.distributed import distributed_c10d
 
 from dtrain import launch_protocol
 from dtrain.arguments import check_int
@@ -85,9 +88,8 @@ class Ranks:
     """Processes with an open process group that run one function after another.
 
     The processes start with the first ``run``, in the caller's current folder and with its environment variables. If a function
-    raises on any rank, all processes end, because they may be waiting for each other; the next ``run`` starts new ones. So does
-    a ``run`` after functions that have made about ten groups, as the threads of groups wake 100 times a second. Use the object
-    as a context manager, or call ``close``. As a pytest fixture::
+    raises on any rank, all processes end, because they may be waiting for each other; the next ``run`` starts new ones. All
+    groups of a process share one gloo device. Use the object as a context manager, or call ``close``. As a pytest fixture::
 
         @pytest.fixture(scope="session")
         def two_ranks():
@@ -138,13 +140,10 @@ class Ranks:
             # Ranks that are not closed would keep the interpreter from exiting.
             self._end = weakref.finalize(self, self._pool.end, kill=True)
         try:
-            results = self._pool.run(task, name, timeout_s)
+            return self._pool.run(task, name, timeout_s)
         except BaseException:
             self.close(kill=True)
             raise
-        if self._pool.most_threads > _MAX_THREADS:
-            self.close()
-        return results
 
     def close(self, *, kill: bool = False) -> None:
         """End the processes: close their process groups first, or kill them at once if ``kill`` is True."""
@@ -158,18 +157,14 @@ START_TIMEOUT_S = 120.0
 STACK_TIMEOUT_S = 5.0
 # Time for the last collective and for closing the process groups. Seconds.
 END_TIMEOUT_S = 30.0
-# Threads of a rank from which on new ranks are started. A rank of one group has 6, and each further group adds 3. One of them
-# polls: 100 idle groups take a tenth of a core.
-_MAX_THREADS = 40
+# Threads of a gloo group that run its collectives, as torch has them.
+_GLOO_THREADS = 2
 # Time until the exit of a rank whose pipe has closed. Seconds.
 _EXIT_TIMEOUT_S = 10.0
 
 
 class _RankPool:
     """Rank processes with an open process group, a pipe to each, and the reaper that ends them if the caller is killed.
-
-    Attributes:
-        most_threads: threads of the rank that had the most after the last task.
 
     Raises:
         RankError: a rank died, or did not start in time; no process is left then.
@@ -180,7 +175,6 @@ class _RankPool:
         self._ranks = LocalRanks(world_size)
         self._pipes: list[Connection[Any, Any]] = []
         self._reaper: tuple[Any, Connection[Any, Any]] | None = None
-        self.most_threads = 0
         try:
             self._start(device)
             self._await_ready()
@@ -252,7 +246,6 @@ class _RankPool:
         if waiting:
             ranks, stacks = f"ranks {sorted(waiting)} of {len(self._pipes)}", self._describe_stacks(waiting)
             raise RankError(f"run_ranks: {name}: {ranks} did not finish within {timeout_s:g} s\n{stacks}")
-        self.most_threads = max(answer["threads"] for answer in answers.values())
         return [answers[rank]["result"] for rank in range(len(self._pipes))]
 
     def _receive(self, waiting: dict[int, Connection[Any, Any]], deadline: float) -> list[tuple[int, bytes | None]]:
@@ -372,6 +365,7 @@ def run_worker(pipe: Connection[Any, Any], environment: dict[str, str], stack_fi
     If ``device`` is not None, tensors that a task makes are on the rank's device.
     """
     enter_rank(environment)
+    _share_gloo_device()
     with (
         init_dist(device=device or "cpu", backend="gloo", init_timeout_s=120) as info,
         open(stack_file, "w") as stacks,
@@ -392,6 +386,22 @@ def run_worker(pipe: Connection[Any, Any], environment: dict[str, str], stack_fi
             # The caller gave up on this task.
             except (BrokenPipeError, ConnectionResetError):
                 os._exit(1)
+
+
+def _share_gloo_device() -> None:
+    """Let all gloo groups of this process use one device. The thread of a device wakes 100 times a second, also when idle.
+
+    Mutates: torch's class of gloo groups.
+    """
+    gloo: Any = distributed_c10d.ProcessGroupGloo
+    construct, devices = gloo.__init__, [gloo.create_default_device()]
+
+    def construct_on_device(group: Any, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+        options = gloo._Options()
+        options._timeout, options._devices, options._threads = timeout, devices, _GLOO_THREADS
+        construct(group, store, rank, size, options)
+
+    gloo.__init__ = construct_on_device
 
 
 def kill_orphaned_ranks(pipe: Connection[Any, Any], ranks: list[int], folder: str) -> None:
@@ -421,7 +431,7 @@ def _run_task(task: dict[str, Any], rank: int) -> bytes:
         # A task ends as a block of ``init_dist`` does: runs, loggers and checkpointers that it has opened are closed.
         current_context().shutdown_hooks.run(None)
         try:
-            return json.dumps({"result": result, "threads": _count_threads()}).encode()
+            return json.dumps({"result": result}).encode()
         except (TypeError, ValueError, RecursionError) as problem:
             raise ConfigError(
                 f"run_ranks: {task['name']}: a result must be plain data (numbers, text, lists, dicts): {problem}. "
@@ -430,12 +440,6 @@ def _run_task(task: dict[str, Any], rank: int) -> bytes:
     # Every failure of a rank is reported to the caller, which raises it.
     except BaseException as error:  # noqa: BLE001
         return json.dumps(report_failure(rank, error)).encode()
-
-
-def _count_threads() -> int:
-    """Return the number of threads of this process, those of C++ among them; 0 on other systems than Linux."""
-    folder = Path("/proc/self/task")
-    return len(list(folder.iterdir())) if folder.is_dir() else 0
 
 
 def _load_module(file: Path) -> ModuleType:
