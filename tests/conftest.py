@@ -8,6 +8,9 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: ranks share two cores, and the fork server needs one thread
+# Before gcsfs is imported: it looks for Google's network for a minute, in a thread that draws from the global generator of
+# ``random``. No emulator has what it looks for.
+os.environ |= {"GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false", "NO_GCE_CHECK": "true"}
 import hypothesis
 import pytest
 import torch

@@ -31,7 +31,6 @@ from places.proxy import Proxy, Request
 LONG_S = 300
 _ACCOUNT = "devstoreaccount1"  # azurite's, with its key, which its documentation gives
 _KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
-_NO_GRPC = {"GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false"}  # which gcsfs tries for a minute, and no emulator has
 _MOTO = """
 from moto.server import ThreadedMotoServer
 import moto.s3.models
@@ -69,7 +68,7 @@ class Server:
     def environment(self) -> dict[str, str]:
         """Environment variables that clients need."""
         home = {} if self.home is None else {"HOME": str(self.home)}
-        return {f"FSSPEC_{self.protocol.upper()}": json.dumps(self.options), **_NO_GRPC, **home}
+        return {f"FSSPEC_{self.protocol.upper()}": json.dumps(self.options), **home}
 
     def root(self) -> str:
         self.folders += 1
@@ -163,7 +162,6 @@ def az() -> Iterator[Server]:
 @contextlib.contextmanager
 def gs() -> Iterator[Server]:
     needs("gcsfs", "gcp_storage_emulator")
-    os.environ.update(_NO_GRPC)  # read when gcsfs is imported, once for all tests of this process
     with program([sys.executable, "-c", _GCP], r"port (\d+)") as port, proxied(port) as proxy:
         proxy.rule = _generation_0
         options = {"endpoint_url": proxy.url, "token": "anon", "project": "test"}
