@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import safetensors.torch
 
-from dtrain.prove.causes import explain
+from dtrain.prove.causes import EXPERIMENTS, OF_SEEDS
 from dtrain.prove.checks import (
     FAR,
     check_record,
@@ -16,6 +16,7 @@ from dtrain.prove.checks import (
 )
 from dtrain.prove.compare import compare_records, unstable_keys
 from dtrain.prove.evaluations import ExportCheck
+from dtrain.prove.explain import explain, seeds_of_rank_0
 from dtrain.prove.recording import ScriptModels
 from dtrain.prove.run_config import RunConfig
 from dtrain.prove.run_log import RunLog, digest, flatten, sample_hashes, sketch
@@ -37,12 +38,12 @@ STEP = {
 STEP |= {"events": [], "rng": "r", "draws": 0, "epochs": [], "shapes": [], "lr": [0.1]}
 
 
-def write_run(folder, ranks, *, gradient=None, tensors=(), rows=()):
+def write_run(folder, ranks, *, gradient=None, tensors=(), rows=(), rows_of_ranks=None):
     """Write a run of one step: ``ranks`` are the changes of each rank's row, ``tensors`` (kind, name, values and step)."""
     folder.mkdir()
     for rank, changes in enumerate(ranks):
         log = RunLog(folder, rank)
-        for row in rows:
+        for row in rows if rows_of_ranks is None else rows_of_ranks[rank]:
             log.write(**row)
         row = STEP | changes
         log.write(row.pop("kind"), **row)
@@ -62,7 +63,7 @@ def write_run(folder, ranks, *, gradient=None, tensors=(), rows=()):
 def explain_first(reference, record, ranks=2, *, resumed=False, same_layout=False):
     comparison = compare_records(reference, record, same_layout=same_layout)
     config = RunConfig(name="run", folder="", script="", ranks=ranks)
-    return explain(comparison.differences[0], record, reference, config, resumed)
+    return explain(comparison.differences[0], record, reference, config, resumed)[0]
 
 
 def first_cause(*args, **options):
@@ -551,3 +552,61 @@ def test_a_killed_rank_leaves_a_readable_record(tmp_path):
         file.write('{"kind": "st')
     assert isinstance(record, RunRecord)
     assert read_record("a", tmp_path / "a").steps == [0]
+
+
+@pytest.mark.parametrize(
+    ("losses", "code"),
+    [(([4.0, None], [1.0, None], [5.0, None]), "local_loss_count"), (([4.0, 1.0], [1.0, 1.0], [5.0, 1.0]), "loss_weighting")],
+    ids=["plain", "LossSum"],
+)
+def test_count_that_makes_the_losses_equal_shows_the_cause(tmp_path, losses, code):
+    whole, *parts = ({"losses": [loss], "counts": [counts]} for loss, counts in zip(losses, COUNTS, strict=True))
+    runs = write_run(tmp_path / "a", [whole], gradient=[1.0, 2.0]), write_run(tmp_path / "b", parts, gradient=[2.0, 1.0])
+    found = explain_first(*runs)
+    assert (found.code, found.shown) == (code, True)
+    assert found.evidence == "With the labels that are not -100 as weights, the losses of both runs have one mean."
+
+
+COUNTS = [
+    {"the labels that are not -100": 8, "the number of samples": 4},
+    {"the labels that are not -100": 2, "the number of samples": 2},
+    {"the labels that are not -100": 6, "the number of samples": 2},
+]
+
+
+def test_without_such_a_count_the_cause_is_a_guess(tmp_path):
+    whole, *parts = (
+        {"losses": [loss], "counts": [counts]}
+        for loss, counts in zip(([4.5, None], [1.0, None], [5.0, None]), COUNTS, strict=True)
+    )
+    runs = write_run(tmp_path / "a", [whole], gradient=[1.0, 2.0]), write_run(tmp_path / "b", parts, gradient=[2.0, 1.0])
+    found = explain_first(*runs)
+    assert (found.code, found.shown, found.evidence) == ("local_loss_count", False, "")
+
+
+def test_metric_with_other_numbers_on_ranks_is_that_of_rank_0(tmp_path):
+    runs = []
+    for name, numbers in (("a", [0.5]), ("b", [0.25, 0.75])):
+        runs.append(write_run(tmp_path / name, [{} for _ in numbers], rows_of_ranks=[[log(accuracy=x)] for x in numbers]))
+    found = explain_first(*runs)
+    assert (found.code, found.shown) == ("metric_of_rank_0", True)
+    assert found.evidence == "Ranks have other numbers: 0.25 and 0.75."
+
+
+def seeds(place, *values):
+    return [{"kind": "seed", "place": place, "seed": value} for value in values]
+
+
+def test_seeds_that_belong_to_a_rank_differ_by_one_number():
+    shuffles = [seeds("loop.py:3", 7, 8), seeds("loop.py:3", 107, 108)]
+    samples = [seeds("data.py:9", 0, 1), seeds("data.py:9", 5, 2)]
+    shared = [seeds("loop.py:1", 0), seeds("loop.py:1", 0)]
+    ranks = [[*a, *b, *c] for a, b, c in zip(shuffles, samples, shared, strict=True)]
+    assert seeds_of_rank_0(ranks) == {"loop.py:3": [7, 8]}
+    assert seeds_of_rank_0(ranks[:1]) == seeds_of_rank_0([]) == {}
+
+
+def test_each_experiment_is_of_a_cause_that_can_be_taken_out():
+    from dtrain.prove.experiments import CHANGES
+
+    assert set(EXPERIMENTS) == {*CHANGES, *OF_SEEDS}

@@ -16,8 +16,11 @@ QUICK = (
     "eval_counts_twice.py",
     "export_drops_buffer.py",
     "router_counts_twice.py",
+    "local_count.py",
 )
 """Rows that run at every change, one for each comparison: one run, ranks, a resume, an evaluation, an export, recomputation.
+
+The last one is a loop by hand whose cause the losses of the ranks show.
 
 ``test_prove.py`` has a bug of microbatches, and one of precision.
 """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
@@ -113,28 +113,17 @@ def compare_records(
             ``MAX_ROUNDING`` is not compared.
     """
     differences, sizes, is_bitwise = list[Difference](), list[tuple[Fact, float]](), True
-    scales, constants, unit = _scales(reference), _constant_numbers(reference), _unit(reference)
-    last, coarse = dict[tuple[int, str, str], bool](), list[Fact]()
-    of_layout_only = frozenset[str]() if same_layout else _metrics_of_layout(reference, other)
-    for fact in reference.facts.values():
-        partner, first_step = other.facts.get(fact.key), first_steps.get(fact.optimizer_index)
-        if partner is None or fact.kind not in kinds or fact.key in ignored or fact.step < (first_step or 0):
-            continue
-        of_layout = fact.kind in ("variable", "generator", "rng", "optimizer_state") or _is_local_buffer(partner, other)
-        if (of_layout and not same_layout) or (fact.kind == "variable" and fact.name in constants):
-            continue
-        # Without draws, the state of a generator changes nothing.
-        if fact.kind == "rng" and not any(row["draws"] for row in reference.step_rows(fact.step, fact.optimizer_index)):
-            continue
-        # A resumed run begins after the evaluations and the log of its first step.
-        if fact.step and fact.step == first_step and fact.kind in ("evaluation", "metric"):
+    scales, unit, coarse = _scales(reference), _unit(reference), list[Fact]()
+    last = dict[tuple[int, str, str], bool]()
+    of_layout = frozenset[str]() if same_layout else _metrics_of_layout(reference, other)
+    pairs = _comparable_facts(reference, other, same_layout=same_layout, first_steps=first_steps)
+    for fact, partner in pairs:
+        if fact.kind not in kinds or fact.key in ignored or (fact.kind == "metric" and metric_name(fact) in of_layout):
             continue
         tolerance = max(TOLERANCE, rounding.get(fact.key, 0.0))
         if tolerance > MAX_ROUNDING:
             coarse.append(fact)
             is_bitwise = False
-            continue
-        if fact.kind == "metric" and metric_name(fact) in of_layout_only:
             continue
         scale = scales.get((fact.kind, fact.step if fact.kind in TENSORS else metric_name(fact)), 0.0)
         if fact.kind not in TENSORS:
@@ -144,28 +133,8 @@ def compare_records(
         is_bitwise &= result == _EQUAL
         sizes.append((fact, result.relative if result.is_certain else 0.0))
         if result.text:
-            ranks: tuple[int, ...] = ()
-            if partner.kind in TENSORS and len(set(partner.by_rank) - {None}) > 1:
-                ranks = tuple(rank for rank, value in enumerate(partner.by_rank) if value not in (None, fact.value.digest))
-            relative = None if fact.kind in ("samples", "evaluation") else result.relative or None
-            differences.append(
-                Difference(
-                    step=fact.step,
-                    kind=fact.kind,
-                    name=fact.name,
-                    text=result.text,
-                    relative=relative,
-                    ranks=ranks,
-                    reference=fact,
-                    other=partner,
-                    certain=result.is_certain,
-                )
-            )
-    begin = min(first_steps.values(), default=0)
-    expected, steps = ([step for step in record.steps if step >= begin] for record in (reference, other))
-    if expected and expected != steps:
-        text = f"end after {format_count(len(steps), 'update')} instead of {len(expected)}"
-        differences.append(Difference(step=min(expected[-1:] + steps[-1:]), kind="steps", name="", text=text))
+            differences.append(_difference(fact, partner, result))
+    differences += _missing_steps(reference, other, begin=min(first_steps.values(), default=0))
     # A loss may be weighted in another way, unless the gradients of its step differ, too.
     gradients = {difference.step for difference in differences if difference.kind == "gradient"}
     differences = [difference for difference in differences if difference.certain or difference.step in gradients]
@@ -176,16 +145,61 @@ def compare_records(
             for difference in differences
             if not (_is_overwritten(difference, last) if first_steps else not same_layout and _is_scratch(difference))
         ]
-    verdict: Verdict = "differs" if differences else "bitwise" if is_bitwise else "tolerance"
-    largest = max((relative for _, relative in sizes), default=0.0)
     return Comparison(
-        verdict=verdict,
+        verdict="differs" if differences else "bitwise" if is_bitwise else "tolerance",
         differences=tuple(differences),
-        largest=largest,
+        largest=max((relative for _, relative in sizes), default=0.0),
         relative=tuple(sizes),
-        of_layout=of_layout_only,
+        of_layout=of_layout,
         coarse=tuple(coarse),
     )
+
+
+def _comparable_facts(
+    reference: RunRecord, other: RunRecord, *, same_layout: bool, first_steps: Mapping[int, int]
+) -> Iterator[tuple[Fact, Fact]]:
+    """Yield the facts that both runs have and that must agree, in program order."""
+    constants = _constant_numbers(reference)
+    for fact in reference.facts.values():
+        partner, first_step = other.facts.get(fact.key), first_steps.get(fact.optimizer_index)
+        if partner is None or fact.step < (first_step or 0):
+            continue
+        of_layout = fact.kind in ("variable", "generator", "rng", "optimizer_state") or _is_local_buffer(partner, other)
+        if (of_layout and not same_layout) or (fact.kind == "variable" and fact.name in constants):
+            continue
+        # Without draws, the state of a generator changes nothing.
+        if fact.kind == "rng" and not any(row["draws"] for row in reference.step_rows(fact.step, fact.optimizer_index)):
+            continue
+        # A resumed run begins after the evaluations and the log of its first step.
+        if fact.step and fact.step == first_step and fact.kind in ("evaluation", "metric"):
+            continue
+        yield fact, partner
+
+
+def _difference(fact: Fact, partner: Fact, result: _Result) -> Difference:
+    ranks: tuple[int, ...] = ()
+    if partner.kind in TENSORS and len(set(partner.by_rank) - {None}) > 1:
+        ranks = tuple(rank for rank, value in enumerate(partner.by_rank) if value not in (None, fact.value.digest))
+    return Difference(
+        step=fact.step,
+        kind=fact.kind,
+        name=fact.name,
+        text=result.text,
+        relative=None if fact.kind in ("samples", "evaluation") else result.relative or None,
+        ranks=ranks,
+        reference=fact,
+        other=partner,
+        certain=result.is_certain,
+    )
+
+
+def _missing_steps(reference: RunRecord, other: RunRecord, *, begin: int) -> list[Difference]:
+    """Return a difference if the runs do not have the same steps from ``begin`` on."""
+    expected, steps = ([step for step in record.steps if step >= begin] for record in (reference, other))
+    if not expected or expected == steps:
+        return []
+    text = f"end after {format_count(len(steps), 'update')} instead of {len(expected)}"
+    return [Difference(step=min(expected[-1:] + steps[-1:]), kind="steps", name="", text=text)]
 
 
 def _is_overwritten(difference: Difference, last: Mapping[tuple[int, str, str], bool]) -> bool:

@@ -22,7 +22,7 @@ from dtrain.checkpoint.save import Checkpointer, save_sharded
 from dtrain.data import batch_source
 from dtrain.data.loader import Loader
 from dtrain.data.position import is_reached, parse_length
-from dtrain.loggers.logger import FaultTolerantLogger
+from dtrain.loggers.logger import FaultTolerantLogger, null_logger
 from dtrain.monitors.reduce_metrics import reduce_metrics
 from dtrain.prove.recording import RankRecorder
 from dtrain.shard.fsdp import shard_model
@@ -180,6 +180,10 @@ def _hooks_of_numbers(recorder: RankRecorder) -> dict[Hook, Hook]:
         recorder.metrics("log", numbers)
         log(logger, step, numbers)
 
+    def logged_elsewhere(step: int, numbers: Mapping[str, Any], /) -> None:
+        # Rank 0 logs for all ranks, whose numbers should be equal.
+        recorder.metrics("log", numbers)
+
     @functools.wraps(save)
     def saved_again(checkpointer: Checkpointer, state: Any, **options: Any) -> Any:
         _record_save(recorder, checkpointer.root, state)
@@ -189,7 +193,7 @@ def _hooks_of_numbers(recorder: RankRecorder) -> dict[Hook, Hook]:
     Checkpointer.save = saved_again  # type: ignore[method-assign, assignment]
     # Only the batches of ``evaluate`` are an evaluation; the update of batch norm pads its batches, too.
     evaluation.pad_to_longest_rank = padded
-    return {reduce_metrics: reduced, save_sharded: saved}
+    return {reduce_metrics: reduced, save_sharded: saved, null_logger: logged_elsewhere}
 
 
 def _record_save(recorder: RankRecorder, root: Any, state: Any) -> None:

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from dtrain.arguments import check_int, format_count
 from dtrain.errors import ConfigError
-from dtrain.prove.causes import Cause, explain
+from dtrain.prove.causes import EXPERIMENTS, OF_SEEDS, Cause, cause
 from dtrain.prove.checks import (
     FAR,
     ModuleError,
@@ -29,6 +29,7 @@ from dtrain.prove.checks import (
     rounding_of,
 )
 from dtrain.prove.compare import MAX_ROUNDING, Comparison, Difference, FactKey, compare_records, metric_name, unstable_keys
+from dtrain.prove.explain import explain, seeds_of_rank_0
 from dtrain.prove.run_config import (
     AGAIN,
     BASE,
@@ -135,6 +136,8 @@ class _Proof:
         self._unstable: set[FactKey] = set()
         self._rounding: Mapping[FactKey, float] = {}
         self._of_layout: set[str] = set()
+        # By cause and kind of difference: True if the experiment showed the cause, None if it could not.
+        self._experiments: dict[tuple[str, str], bool | None] = {}
 
     def run(self, first: Sequence[PlannedRun], plan: Callable[[RunConfig, RunRecord], list[PlannedRun]]) -> None:
         """Run and compare everything: the first runs, and those that ``plan`` chooses from the first run and its record."""
@@ -181,10 +184,8 @@ class _Proof:
 
     def _add_row(self, run: PlannedRun) -> None:
         """Compare a run, and add its row to the table, unless the run only serves others."""
-        name, layouts = run.config.name, {run.config.ranks}
-        if run.after:
-            layouts.add(self._outcomes[run.after].config.ranks)
-        whole_names = [f"{ranks} ranks" for ranks in layouts]
+        name = run.config.name
+        whole_names = [f"{ranks} ranks" for ranks in self._world_sizes(run)]
         outcome, record = self._outcomes[name], self._records[name]
         # A script may refuse a strategy or a size, and says so. A run that hangs or crashes is a failure.
         waited = outcome.timed_out or outcome.follows
@@ -199,17 +200,7 @@ class _Proof:
         if name == self._written_name:
             differences += compare_precision(self._complete(FLOAT32), record, self._complete(ROUNDED))
         elif run.against:
-            # If a transform draws per rank, losses depend on the ranks by design.
-            draws_per_rank = self._records[BASE].note("transform_draws") is not None
-            comparison = compare_records(
-                self._records[run.against],
-                record,
-                same_layout=run.same_layout,
-                kinds=_DATA_KINDS if draws_per_rank and max(layouts) > 1 else KINDS,
-                ignored=self._unstable,
-                first_steps=record.first_steps if run.after else {},
-                rounding={} if run.same_layout else self._rounding,
-            )
+            comparison = self._compare(run, self._records[run.against], record)
             self._of_layout |= comparison.of_layout
         whole = next((row for row in self._rows if run.after and row.name in whole_names), None)
         if whole is not None and whole.verdict in ("differs", "failed"):
@@ -225,6 +216,23 @@ class _Proof:
             row = RunRow(name=name, against=run.against, verdict=verdict, findings=findings, text=text)
             self._rows.append(row if comparison is None else replace(row, largest=comparison.largest))
 
+    def _world_sizes(self, run: PlannedRun) -> set[int]:
+        """Return the numbers of ranks of a run, and of the killed run that it continues."""
+        return {run.config.ranks, *({self._outcomes[run.after].config.ranks} if run.after else ())}
+
+    def _compare(self, run: PlannedRun, reference: RunRecord, record: RunRecord) -> Comparison:
+        # If a transform draws per rank, losses depend on the ranks by design.
+        draws_per_rank = self._records[BASE].note("transform_draws") is not None
+        return compare_records(
+            reference,
+            record,
+            same_layout=run.same_layout,
+            kinds=_DATA_KINDS if draws_per_rank and max(self._world_sizes(run)) > 1 else KINDS,
+            ignored=self._unstable,
+            first_steps=record.first_steps if run.after else {},
+            rounding={} if run.same_layout else self._rounding,
+        )
+
     def _problem(self, name: str) -> str:
         """Return why a run cannot be compared; "" if it can."""
         outcome = self._outcomes[name]
@@ -239,13 +247,54 @@ class _Proof:
         first = [] if comparison is None else comparison.differences[:1]
         numbers: dict[int, None] = {}
         for difference in (*checks, *first):
-            cause = explain(difference, record, reference, run.config, run.after is not None)
+            causes = explain(difference, record, reference, run.config, run.after is not None)
+            likely = self._first_that_holds(causes, run, difference)
             codes = [finding.cause.code for finding in self._findings]
-            if cause.code not in codes:
-                codes.append(cause.code)
-                self._findings.append(Finding(run=run.config.name, against=run.against, difference=difference, cause=cause))
-            numbers[codes.index(cause.code)] = None
+            if likely.code not in codes:
+                codes.append(likely.code)
+                self._findings.append(Finding(run=run.config.name, against=run.against, difference=difference, cause=likely))
+            numbers[codes.index(likely.code)] = None
         return tuple(numbers)
+
+    def _first_that_holds(self, causes: Sequence[Cause], run: PlannedRun, difference: Difference) -> Cause:
+        """Return the first cause that the records or an experiment show; without one, the first that was not refuted."""
+        untested: list[Cause] = []
+        for candidate in causes:
+            if candidate.shown:
+                return candidate
+            key = candidate.code, difference.kind
+            if key not in self._experiments and candidate.code in EXPERIMENTS and not run.after:
+                self._experiments[key] = self._goes_without(candidate.code, run, difference)
+            if self._experiments.get(key):
+                evidence = f"Shown by an experiment: {EXPERIMENTS[candidate.code]}, the runs agree."
+                return replace(candidate, shown=True, evidence=evidence)
+            if self._experiments.get(key) is None:
+                untested.append(candidate)
+        return untested[0] if untested else cause("unknown")
+
+    def _goes_without(self, code: str, run: PlannedRun, difference: Difference) -> bool | None:
+        """Return True if a difference goes when its supposed cause is taken out of both runs; None if that cannot be tried."""
+        names = run.against, run.config.name
+        seeds = seeds_of_rank_0(self._records[run.config.name].ranks)
+        changed = [
+            replace(
+                config,
+                name=f"{config.name}, {EXPERIMENTS[code]}",
+                folder=f"{config.folder}-{code}",
+                experiment=code,
+                seeds=seeds if code in OF_SEEDS else {},
+            )
+            for config in (self._outcomes[name].config for name in names)
+        ]
+        self._execute([PlannedRun(config=config) for config in changed])
+        reference, record = (self._complete(config.name) for config in changed)
+        if reference is None or record is None:
+            return None
+        if not any(map(_differs_in_training, (reference, record), (self._records[name] for name in names))):
+            return None
+        order = list(KINDS).index
+        place = difference.step, order(difference.kind)
+        return all((other.step, order(other.kind)) > place for other in self._compare(run, reference, record).differences)
 
     @property
     def _written_name(self) -> str:
@@ -281,6 +330,17 @@ class _Proof:
             seconds=seconds,
             cpu_seconds=sum(row["cpu_s"] for rows in ranks for row in rows if row["kind"] == "end"),
         )
+
+
+def _differs_in_training(record: RunRecord, other: RunRecord) -> bool:
+    """Return True if a loss, a gradient or the samples of a step differ in any bit."""
+    kinds = ("samples", "loss", "gradient")
+
+    def values(run: RunRecord) -> list[Any]:
+        facts = [fact for kind in kinds for fact in run.of_kind(kind)]
+        return [fact.value.digest if fact.kind == "gradient" else fact.value for fact in facts]
+
+    return values(record) != values(other)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -330,6 +390,7 @@ class Finding:
             "cause": self.cause.code,
             "sentence": self.cause.sentence,
             "shown": self.cause.shown,
+            "evidence": self.cause.evidence,
             "page": self.cause.page,
         }
 
@@ -437,6 +498,7 @@ class ProveReport:
                 "",
                 f"{number}. {finding.run}{against}: {finding.subject} {difference.text}{ranks}",
                 f"   {finding.cause.advice}",
+                *[f"   {finding.cause.evidence}"] * bool(finding.cause.evidence),
                 f'   See the page "{finding.cause.page}" of the documentation ({finding.cause.code}).',
             ]
         if remarks := self.remarks():

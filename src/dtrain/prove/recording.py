@@ -31,6 +31,7 @@ from dtrain.prove.overrides import EvenRandom, FrozenStatistics, cast_floats, us
 from dtrain.prove.run_config import RECORDED_LENGTHS, SAVE_INTERVAL, RunConfig
 from dtrain.prove.run_log import (
     RunLog,
+    count_items,
     count_samples,
     digest,
     flatten,
@@ -71,6 +72,7 @@ class StepFacts:
     draws: int = 0
     epochs: list[int] = field(default_factory=list)
     shapes: list[list[int]] = field(default_factory=list)
+    counts: list[dict[str, int]] = field(default_factory=list)
 
 
 class UpdateObserver:
@@ -287,6 +289,7 @@ class RankRecorder:
         """Observe the start of a forward of the step."""
         self.facts.forwards += 1
         self.facts.shapes += [list(tensor.shape[1:]) for tensor in list_tensors(batch)[:1]]
+        self.facts.counts.append(count_items(batch))
         self.random.begin(self.log.step, count_samples(batch))
 
     def loss(self, loss: LossSum) -> None:

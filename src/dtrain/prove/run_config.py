@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -43,6 +43,8 @@ class RunConfig:
         perturb_seed: seed of changes of the last bit of modules' outputs, which show the effect of rounding; None changes none.
         check_exports: if True, load exported files again, and compare outputs.
         vary_machine: if True, the clock runs faster and the process has more memory, so that numbers about the machine differ.
+        experiment: cause that the run takes out of the script, a key of ``EXPERIMENTS``; None takes out none.
+        seeds: seeds of the places of the script where ranks have different seeds, for the experiment that makes them equal.
     """
 
     name: str
@@ -65,6 +67,8 @@ class RunConfig:
     perturb_seed: int | None = None
     check_exports: bool = False
     vary_machine: bool = False
+    experiment: str | None = None
+    seeds: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
     @property
     def may_have_dtrain_loop(self) -> bool:

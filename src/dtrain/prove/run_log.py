@@ -206,6 +206,39 @@ def count_samples(batch: Any) -> int:
     return next((tensor.shape[0] for tensor in list_tensors(batch) if tensor.ndim), 0)
 
 
+def count_items(batch: Any) -> dict[str, int]:
+    """Count the items of a microbatch that its loss may be a mean of, each count with its name in a sentence.
+
+    The items are samples, and elements of tensors: all of them, those that are not 0, and those that are not -100. A language
+    model may not count the first element of each sequence.
+    """
+    counts = {"the number of samples": count_samples(batch)}
+    for name, tensor in _named_leaves(batch):
+        if not tensor.ndim or not tensor.numel():
+            continue
+        plain, of = full_tensor(tensor.detach()), f"the number of elements of {name}" if name else "the number of elements"
+        parts = {of: plain} if plain.ndim < 2 else {of: plain, f"{of} after the first": plain[:, 1:]}
+        for label, part in parts.items():
+            counts[label] = part.numel()
+            if not part.is_floating_point() and not part.is_complex():
+                counts[f"{label} that are not 0"] = int((part != 0).sum())
+                counts[f"{label} that are not -100"] = int((part != -100).sum())
+    return counts
+
+
+def _named_leaves(batch: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a batch by path, such as ``"labels"`` or ``"[1]"``."""
+    # A TensorDict is no mapping.
+    if hasattr(batch, "items"):
+        for key, value in batch.items():
+            yield from _named_leaves(value, f"{path}.{key}" if path else str(key))
+    elif isinstance(batch, tuple | list):
+        for number, value in enumerate(batch):
+            yield from _named_leaves(value, f"{path}[{number}]")
+    else:
+        yield from ((path, tensor) for tensor in list_tensors(batch))
+
+
 def named_tensors(tree: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors and numbers of nested mappings by path, numbers as float64 tensors ``[]``."""
     if isinstance(tree, Tensor):

@@ -290,6 +290,7 @@ def _run_script(config: RunConfig, rank: int) -> int:
     import torch
 
     from dtrain.prove.dtrain_hooks import observe_dtrain
+    from dtrain.prove.experiments import Seeds, take_out
     from dtrain.prove.overrides import vary_machine
     from dtrain.prove.recording import RankRecorder
     from dtrain.prove.torch_hooks import observe_torch
@@ -300,6 +301,9 @@ def _run_script(config: RunConfig, rank: int) -> int:
     recorder = RankRecorder(config, rank)
     observe_dtrain(recorder)
     observe_torch(recorder)
+    Seeds(config, recorder.log)
+    if config.experiment is not None:
+        take_out(config.experiment)
     path = os.path.abspath(config.script)
     # Held until the end of the process.
     memory = vary_machine(path) if config.vary_machine else None  # noqa: F841

@@ -30,7 +30,7 @@ from dtrain.data.batch import list_tensors
 from dtrain.dist import collectives
 from dtrain.prove.overrides import cast_floats, observe_recompute
 from dtrain.prove.recording import EndOfProof, RankRecorder, StepFacts, UpdateObserver
-from dtrain.prove.run_log import count_samples, sample_hashes, script_frames
+from dtrain.prove.run_log import count_items, count_samples, sample_hashes, script_frames
 
 # Passes of a training loader without a batch, after which the script waits for steps that never come.
 _MAX_EMPTY_PASSES = 1000
@@ -140,11 +140,19 @@ def called_from(module: str, *, depth: int = 12) -> bool:
 def _observe_updates(recorder: RankRecorder, loop: PlainLoop) -> None:
     """Observe backwards that dtrain does not run, and steps of schedulers."""
     backward, step = Tensor.backward, torch.optim.lr_scheduler.LRScheduler.step
+    is_observed = False
 
     def observed(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if not recorder.in_step:
+        nonlocal is_observed
+        # With a mode of functions, torch calls ``Tensor.backward`` again from within.
+        if is_observed or recorder.in_step:
+            return backward(tensor, *args, **kwargs)  # type: ignore[no-untyped-call]
+        is_observed = True
+        try:
             loop.backward(tensor)
-        return backward(tensor, *args, **kwargs)  # type: ignore[no-untyped-call]
+            return backward(tensor, *args, **kwargs)  # type: ignore[no-untyped-call]
+        finally:
+            is_observed = False
 
     def scheduled(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
         recorder.facts.events.append("schedule")
@@ -353,6 +361,7 @@ class PlainLoop(UpdateObserver):
         # A model may get a part of each sample that depends on the padding, such as all tokens but the last.
         is_whole = bool(inputs) and count_samples(self._batch) == count_samples(inputs)
         facts.samples += sample_hashes(self._batch if is_whole else inputs)
+        facts.counts.append(count_items(self._batch if is_whole else inputs))
         facts.shapes += [list(tensor.shape[1:]) for tensor in inputs[:1]]
         if self._number is not None:
             facts.epochs.append(self._number)

@@ -1,0 +1,376 @@
+"""Find the likely causes of a difference from the evidence in the records (``explain``). Pure, without torch."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from dtrain.prove.causes import Cause, cause
+from dtrain.prove.compare import Difference, relative_difference
+from dtrain.prove.run_config import SKETCH_SIZE, RunConfig
+from dtrain.prove.run_records import Fact, RunRecord
+
+_NEARLY_EQUAL = 1e-6
+# Calls of the script that combine the numbers of ranks.
+_REDUCTIONS = frozenset(
+    {"all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "reduce", "reduce_sum", "reduce_mean"}
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Evidence:
+    """The first difference of two runs, and both records."""
+
+    difference: Difference
+    record: RunRecord
+    reference: RunRecord
+    config: RunConfig
+
+    @property
+    def values(self) -> tuple[Any, Any]:
+        """The fact's value in the reference and in the run that differs."""
+        first, second = self.difference.reference, self.difference.other
+        return None if first is None else first.value, None if second is None else second.value
+
+
+def explain(
+    difference: Difference,
+    record: RunRecord,
+    reference: RunRecord | None,
+    config: RunConfig,
+    resumed: bool,
+) -> tuple[Cause, ...]:
+    """Return the causes that the first difference between ``record`` and ``reference`` may have, the likeliest first.
+
+    The causes after one that the records show do not count.
+
+    Args:
+        difference: the first difference.
+        record: record of the run that differs.
+        reference: record of the other run; None for a check of one run.
+        config: the run that differs.
+        resumed: if True, the run continues a killed run.
+    """
+    if difference.code is not None:
+        return (cause(difference.code, difference.kind),)
+    assert reference is not None, "a difference without a code comes from a comparison"
+    if config.name.endswith("again"):
+        return (cause("not_deterministic"),)
+    if resumed:
+        return (cause(_of_resume(difference, record, reference), difference.kind),)
+    if not config.recompute:
+        draws = difference.kind == "gradient" and any(row["draws"] for row in reference.step_rows(difference.step))
+        return (cause("recompute_draws_again" if draws else "counter_doubled_by_recompute"),)
+    return _of_layout(_Evidence(difference=difference, record=record, reference=reference, config=config))
+
+
+def _of_layout(evidence: _Evidence) -> tuple[Cause, ...]:
+    """Return the causes of a difference between layouts."""
+    kind, (a, b) = evidence.difference.kind, evidence.values
+    if kind == "loss":
+        return _of_loss(evidence)
+    if kind == "gradient":
+        return _of_gradient(evidence)
+    if kind in ("samples", "lr"):
+        return (cause((_of_samples if kind == "samples" else _of_lr)(evidence)),)
+    if kind == "buffer" and evidence.record.note("batch_norm") is not None:
+        return (cause("local_batch_norm"),)
+    if kind == "evaluation":
+        return (cause("evaluation_counts_twice" if sum(b.values()) > sum(a.values()) else "evaluation_drops_tail"),)
+    if kind == "metric" and evidence.difference.other is not None:
+        if len(numbers := _numbers_of_ranks(evidence)) > 1:
+            text = f"Ranks have other numbers: {' and '.join(f'{number:.6g}' for number in numbers[:2])}."
+            return (replace(cause("metric_of_rank_0"), shown=True, evidence=text),)
+        # A metric of several ranks needs a collective between the evaluation and the log.
+        events = {event.split(":")[0] for event in evidence.difference.other.by_rank[0].get("events", ())}
+        is_mean = evidence.config.ranks == 1 or events & _REDUCTIONS
+        return (cause("metric_mean_of_means" if is_mean else "metric_of_rank_0"),)
+    # Initial values that depend on the ranks belong to a model that is built in two ways, as on the meta device.
+    return (cause("adapter_init" if kind == "initial" else "unknown"),)
+
+
+def _numbers_of_ranks(evidence: _Evidence) -> list[float]:
+    """Return the different numbers that the ranks logged for a metric that differs, that of rank 0 first."""
+    difference = evidence.difference
+    rows = [row for rank in range(evidence.config.ranks) for row in evidence.record.rows("metrics", rank)]
+    numbers = [row["numbers"].get(difference.name) for row in rows if row["source"] == "log" and row["step"] == difference.step]
+    return list(dict.fromkeys(number for number in numbers if number is not None))
+
+
+def _of_resume(difference: Difference, record: RunRecord, reference: RunRecord) -> str:
+    kind, fact = difference.kind, difference.reference
+    if kind == "initial" and difference.step == 0:
+        return "state_begins_again"
+    if kind == "variable" and fact is not None:
+        row = fact.value
+        if row["weights"]:
+            return "ema_not_saved"
+        return "early_stop_not_saved" if _is_best_value(record, reference) else "state_not_saved"
+    if kind == "samples" and fact is not None and difference.other is not None:
+        # A random input of a model is a sample, too.
+        common = sum((fact.value & difference.other.value).values())
+        ours, theirs = ([state.value for state in run.of_kind("rng", difference.step)] for run in (record, reference))
+        if 4 * common >= sum(fact.value.values()) and ours != theirs:
+            return "rng_not_saved"
+        return _of_samples_after_resume(fact, difference.other, reference)
+    codes = {
+        "ties": "tied_weights_untied",
+        "rng": "rng_not_saved",
+        "generator": "rng_not_saved",
+        "optimizer_state": "optimizer_not_saved",
+        "lr": "schedule_not_saved",
+        "transform": "ema_not_saved",
+        "steps": "early_stop_not_saved",
+        "metric": "state_not_saved",
+    }
+    if kind in codes:
+        return codes[kind]
+    if kind in ("loss", "gradient") and any(row["draws"] for row in reference.step_rows(difference.step)):
+        return "rng_not_saved"
+    # A resume that begins with this step may have other parameters than the run had after the step before.
+    step = difference.step
+    saved = {fact.name: fact.value for kind in ("parameter", "buffer") for fact in reference.of_kind(kind, step - 1)}
+    loaded = [fact.value.digest == saved[fact.name].digest for fact in record.of_kind("initial", step) if fact.name in saved]
+    return "unknown" if all(loaded) else "parameters_not_saved"
+
+
+def _is_best_value(record: RunRecord, reference: RunRecord) -> bool:
+    """Return True if a variable that differs after a resume began as infinity, or has the value of a metric."""
+    metrics = {float(fact.value) for fact in reference.of_kind("metric")}
+    for fact in record.of_kind("variable"):
+        partner = reference.facts.get(fact.key)
+        if partner is not None and fact.value["type"] == "number" and partner.value["digest"] != fact.value["digest"]:
+            values = {fact.value["value"], partner.value["value"]}
+            if values & {float("inf"), float("-inf")} or any(value in metrics for value in values if value not in (0.0, 1.0)):
+                return True
+    return False
+
+
+def _of_samples_after_resume(fact: Fact, partner: Fact, reference: RunRecord) -> str:
+    if _same_labels(fact.value, partner.value) and _same_planned(reference, reference):
+        integers = {sample.split("/")[0] for sample in fact.value}
+        if len(integers) > 1:
+            return "augmentation_by_worker"
+    for other in reference.of_kind("samples"):
+        if other.value == partner.value:
+            return "data_repeated_after_resume" if other.step < fact.step else "data_skipped_after_resume"
+    before = Counter[str]()
+    for other in reference.of_kind("samples"):
+        if other.step < fact.step:
+            before |= other.value
+    seen = sum((partner.value & before).values())
+    return "data_repeated_after_resume" if seen * 2 > sum(partner.value.values()) else "data_skipped_after_resume"
+
+
+def _same_labels(a: Counter[str], b: Counter[str]) -> bool:
+    def labels(samples: Counter[str]) -> Counter[str]:
+        return Counter(sample.split("/")[0] for sample in samples.elements())
+
+    return labels(a) == labels(b)
+
+
+def _same_planned(record: RunRecord, reference: RunRecord) -> bool:
+    """Return True if the loaders of both runs read the same samples, by index, or if they did not say."""
+
+    def planned(run: RunRecord) -> Counter[tuple[int, int]]:
+        return Counter(
+            (row["epoch"], number) for rows in run.ranks for row in rows if row["kind"] == "planned" for number in row["ids"]
+        )
+
+    return planned(record) == planned(reference)
+
+
+def _of_samples(evidence: _Evidence) -> str:
+    a, b = evidence.values
+    assert evidence.difference.other is not None
+    by_rank = evidence.difference.other.by_rank
+    if len(by_rank) > 1 and all(Counter(samples) == Counter(by_rank[0]) for samples in by_rank):
+        return "sampler_without_rank"
+    if sum(b.values()) == sum(a.values()):
+        labels = {sample.split("/")[0] for sample in a}
+        named = len(labels) > 1 or bool(evidence.record.rows("planned"))
+        if named and _same_labels(a, b) and _same_planned(evidence.record, evidence.reference):
+            return "augmentation_by_worker"
+        lists = [
+            {sample for row in rows if row["kind"] == "step" for sample in row["samples"]} for rows in evidence.record.ranks
+        ]
+        overlap = any(first & second for index, first in enumerate(lists) for second in lists[index + 1 :])
+        return "sampler_seed_per_rank" if overlap else "data_depends_on_ranks"
+    if any(len(set(row["epochs"])) > 1 for run in (evidence.record, evidence.reference) for row in run.rows("step")):
+        return "accumulation_tail_dropped"
+    return "batch_grows_with_ranks" if sum(b.values()) == evidence.config.ranks * sum(a.values()) else "data_depends_on_ranks"
+
+
+def _of_loss(evidence: _Evidence) -> tuple[Cause, ...]:
+    a, b = evidence.values
+    step, is_weighted = evidence.difference.step, a.weight is not None and b.weight is not None
+    weighting = "loss_weighting" if is_weighted else "local_loss_count"
+    if counted := _count_that_explains(evidence):
+        return (replace(cause(weighting), shown=True, evidence=counted),)
+    causes = _circumstances(evidence)
+    if not is_weighted and not causes and (factor := _common_factor(evidence)) is not None and not _is_near(factor, 1.0):
+        return (cause("accumulation_not_scaled"),)
+    # Each microbatch has the weight 1, as for means.
+    of_means = is_weighted and a.weight == a.count and b.weight == b.count and a.count != b.count
+    weighted = replace(cause(weighting), shown=of_means)
+    if _lengths(evidence.record, step) == _lengths(evidence.reference, step):
+        return *causes, weighted
+    padding = cause("padding_in_loss")
+    return *causes, *((weighted, padding) if of_means else (padding, weighted))
+
+
+def _circumstances(evidence: _Evidence) -> tuple[Cause, ...]:
+    """Return the causes that the step has the circumstances for."""
+    step = evidence.difference.step
+    circumstances = {
+        "local_batch_norm": evidence.record.note("batch_norm") is not None,
+        "shared_random_per_rank": _differ_between_ranks(evidence.record, step),
+        "gather_without_gradient": _gathers(evidence.record, step),
+    }
+    return tuple(cause(code) for code, is_given in circumstances.items() if is_given)
+
+
+def _count_that_explains(evidence: _Evidence) -> str:
+    """Return which count of items, as weight of the losses, makes both runs equal, in a sentence; "" if none does."""
+    step, names = evidence.difference.step, None
+    for run in (evidence.reference, evidence.record):
+        for row in run.step_rows(step):
+            if len(row.get("counts", ())) != len(row["losses"]):
+                return ""
+            for counts in row["counts"]:
+                names = set(counts) if names is None else names & set(counts)
+    for name in sorted(names or ()):
+        expected, mean = (_weighted_loss(run, step, name) for run in (evidence.reference, evidence.record))
+        if expected is not None and mean is not None and _is_near(expected, mean):
+            return f"With {name} as weights, the losses of both runs have one mean."
+    return ""
+
+
+def _weighted_loss(record: RunRecord, step: int, name: str) -> float | None:
+    """Return the mean of the losses of a step, weighted by a count of the microbatches; None if all counts are equal."""
+    losses, counts = list[float](), list[float]()
+    for row in record.step_rows(step):
+        losses += [total / (weight or 1.0) for total, weight in row["losses"]]
+        counts += [microbatch[name] for microbatch in row["counts"]]
+    if not sum(counts) or (len(counts) > 1 and len(set(counts)) == 1):
+        return None
+    return sum(loss * count for loss, count in zip(losses, counts, strict=True)) / sum(counts)
+
+
+def _is_near(a: float, b: float) -> bool:
+    return relative_difference(a, b) < _NEARLY_EQUAL
+
+
+def _of_gradient(evidence: _Evidence) -> tuple[Cause, ...]:
+    step, causes = evidence.difference.step, _circumstances(evidence)
+    if _gathers(evidence.record, step):
+        return causes
+    factor = _common_factor(evidence)
+    if factor is not None:
+        ours, theirs = evidence.record.step_rows(step)[0]["backwards"], evidence.reference.step_rows(step)[0]["backwards"]
+        if ours != theirs and _is_near(factor, ours / theirs):
+            return (cause("accumulation_not_scaled"),)
+        of_ranks = any(_is_near(factor, scale) for scale in (evidence.config.ranks, 1 / evidence.config.ranks))
+        return (cause("gradient_scaled_by_ranks" if of_ranks else "clip_local_norm"),)
+    if evidence.config.ranks > 1 and (factors := _few_factors(evidence)):
+        text = f"Every element is that of the other run times one of {factors} factors."
+        return (replace(cause("clip_local_norm"), shown=factors > 1, evidence=text),)
+    return causes or (cause("unknown"),)
+
+
+def _of_lr(evidence: _Evidence) -> str:
+    ours, theirs = evidence.record.rows("step"), evidence.reference.rows("step")
+    steps = min(len(ours), len(theirs))
+    calls = [sum(row["events"].count("schedule") for row in rows[:steps]) for rows in (ours, theirs)]
+    backwards = [sum(row["backwards"] for row in rows[:steps]) for rows in (ours, theirs)]
+    if calls[0] == calls[1]:
+        return "rate_by_world_size" if evidence.config.ranks > 1 else "unknown"
+    if backwards[0] != backwards[1] and calls[0] * backwards[1] == calls[1] * backwards[0]:
+        return "schedule_per_microbatch"
+    return "schedule_by_world_size" if calls[0] > calls[1] else "schedule_per_microbatch"
+
+
+def _lengths(record: RunRecord, step: int) -> set[Any]:
+    """Return the shapes of the samples in the microbatches of a step."""
+    return {tuple(shape) for row in record.step_rows(step) for shape in row["shapes"]}
+
+
+def _gathers(record: RunRecord, step: int) -> bool:
+    events = [event for row in record.step_rows(step) for event in row["events"]]
+    return any(event.startswith("all_gather") and event.endswith(":grad") for event in events)
+
+
+def _differ_between_ranks(record: RunRecord, step: int) -> bool:
+    """Return True if ranks ran different modules, or if a random generator or a value of the model differs between ranks."""
+    rows = record.step_rows(step)
+    if len({row["modules"] for row in rows}) > 1 and len({row["forwards"] for row in rows}) == 1:
+        return True
+    values: dict[str, set[str]] = {}
+    for rank_rows in record.ranks:
+        for row in rank_rows:
+            if row["kind"] == "variable" and row["step"] == step and (row["type"] == "generator" or row.get("of_model")):
+                values.setdefault(row["name"], set()).add(row["digest"])
+    return any(len(digests) > 1 for digests in values.values())
+
+
+def _gradients(evidence: _Evidence) -> list[tuple[Any, Any]]:
+    """Return the sketches of all gradients of the step, from the reference and from the run that differs."""
+    pairs = []
+    for fact in evidence.reference.of_kind("gradient", evidence.difference.step):
+        partner = evidence.record.facts.get(fact.key)
+        if partner is not None and fact.value.norm and partner.value.shape == fact.value.shape:
+            pairs.append((np.asarray(fact.value.sketch), np.asarray(partner.value.sketch)))
+    return pairs
+
+
+def _common_factor(evidence: _Evidence) -> float | None:
+    """Return the number by which all gradients of a step differ; None if there is none."""
+    factors = []
+    for a, b in _gradients(evidence):
+        factor = float(a @ b / (a @ a))
+        if np.linalg.norm(b - factor * a) > _NEARLY_EQUAL * np.linalg.norm(b):
+            return None
+        factors.append(factor)
+    if not factors or max(factors) - min(factors) > _NEARLY_EQUAL * abs(max(factors)):
+        return None
+    return factors[0]
+
+
+def _few_factors(evidence: _Evidence) -> int:
+    """Return by how many factors the elements of the small gradients are scaled, if there are not more than ranks; 0 if so."""
+    ratios = []
+    for a, b in _gradients(evidence):
+        # The sketch of a large tensor adds elements of several ranks.
+        if len(a) < SKETCH_SIZE:
+            large = np.abs(a) > _NEARLY_EQUAL * np.abs(a).max()
+            ratios.append(b[large] / a[large])
+    if not ratios:
+        return 0
+    values = np.sort(np.concatenate(ratios))
+    groups = 1 + int((np.diff(values) > _NEARLY_EQUAL * np.abs(values[1:])).sum())
+    return groups if groups <= evidence.config.ranks and len(values) > 2 * evidence.config.ranks else 0
+
+
+def seeds_of_rank_0(ranks: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, list[int]]:
+    """Return the seeds of rank 0 at each place where another rank has others, each greater or smaller by one number.
+
+    Seeds of samples differ between ranks in other ways, as ranks have different samples.
+    """
+    by_place: list[dict[str, list[int]]] = []
+    for rows in ranks:
+        seeds: dict[str, list[int]] = {}
+        for row in rows:
+            if row["kind"] == "seed":
+                seeds.setdefault(row["place"], []).append(row["seed"])
+        by_place.append(seeds)
+    equal: dict[str, list[int]] = {}
+    for place, first in by_place[0].items() if by_place else ():
+        others = [seeds.get(place, []) for seeds in by_place[1:]]
+        offsets = [{b - a for a, b in zip(first, other, strict=False)} for other in others]
+        if all(len(offset) == 1 for offset in offsets) and any(offset != {0} for offset in offsets):
+            equal[place] = first
+    return equal

@@ -1,0 +1,174 @@
+"""An experiment takes one cause out of a script: each change does what its sentence says."""
+
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import DataLoader
+
+import dtrain as dt
+from dtrain.testing import run_ranks
+
+BATCH_NORM_INNOCENT = """
+import torch
+from torch import nn
+import dtrain as dt
+with dt.init_dist() as info:
+    mesh = dt.build_mesh()
+    dt.seed_all(0)
+    # In eval mode batch norm uses no statistics of the batch. Only its affine part trains.
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    model = dt.shard_model(model, mesh, strategy="replicate")
+    x = torch.randn(24, 4, generator=torch.Generator().manual_seed(1))
+    loader = dt.build_loader(torch.utils.data.TensorDataset(x), mesh=mesh, global_batch_size=12, seed=0)
+    def loss_fn(model, batch):
+        # The mistake: a sum that only rank 0 counts in full.
+        model.train(False)
+        total = model(batch[0]).square().sum()
+        with torch.enable_grad():
+            model.train(True)
+            model(batch[0])
+            model.train(False)
+        return dt.LossSum(total=total / (1 + info.rank), weight=len(batch[0]))
+    step = dt.compose_step(loss_fn)
+    state = step.init(model, torch.optim.SGD(model.parameters(), lr=0.01))
+    for batch in loader.until("2ba"):
+        state, metrics = step(state, batch)
+"""
+
+
+def run_alone(function, *args):
+    """Run a function of this file in a process of its own, as experiments change torch for good, and return what it prints."""
+    call = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import test_experiments as t; "
+    done = subprocess.run(
+        [sys.executable, "-c", f"{call}print(t.{function.__name__}(*{args!r}))"],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def draws_with_seeds(folder, equal):
+    from dtrain.prove.experiments import Seeds
+    from dtrain.prove.run_config import RunConfig
+    from dtrain.prove.run_log import RunLog
+
+    def places():
+        text = Path(__file__).read_text().split("\n")
+        return [f"{__file__}:{number}" for number, line in enumerate(text, start=1) if line.endswith("# seed")]
+
+    seeds = {place: [7] for place in places()} if equal else {}
+    Seeds(RunConfig(name="run", folder=folder, script=__file__, seeds=seeds), RunLog(Path(folder), 0))
+    numbers = [
+        torch.rand(1, generator=torch.Generator().manual_seed(3)).item(),  # seed
+        random.Random(3).random(),  # seed
+        np.random.default_rng(3).random(),  # seed
+    ]
+    assert isinstance(torch.default_generator, torch.Generator)
+    return [round(float(number), 6) for number in numbers], Path(folder, "rank-0.jsonl").read_text().count('"seed": 3')
+
+
+def plain_draws(seed):
+    numbers = torch.rand(1, generator=torch.Generator().manual_seed(seed)).item(), random.Random(seed).random()
+    return [round(float(number), 6) for number in (*numbers, np.random.default_rng(seed).random())]
+
+
+@pytest.mark.parametrize(("equal", "seed"), [(False, 3), (True, 7)], ids=["recorded", "replaced"])
+def test_seeds_of_the_script_are_recorded_and_replaced(tmp_path, equal, seed):
+    assert run_alone(draws_with_seeds, str(tmp_path), equal) == str((plain_draws(seed), 3))
+
+
+def gradient_through_gathers():
+    from dtrain.prove.experiments import take_out
+
+    take_out("gather_without_gradient")
+    rank = dist.get_rank()
+    x = torch.full((2,), 1.0 + rank, requires_grad=True)
+    parts, whole = [torch.empty(2) for _ in range(2)], torch.empty(4)
+    dist.all_gather(parts, x)
+    dist.all_gather_into_tensor(whole, x)
+    (torch.cat(parts).square().sum() + whole.sum()).backward()
+    return [part.tolist() for part in (whole.detach(), x.grad)]
+
+
+def test_gathers_return_gradients_of_all_ranks():
+    # Two ranks have the same loss: 2 * (2 * x + 1).
+    assert run_ranks(gradient_through_gathers, 2) == [[[1, 1, 2, 2], [6, 6]], [[1, 1, 2, 2], [10, 10]]]
+
+
+def widths_of_batches():
+    from dtrain.prove.experiments import take_out
+
+    take_out("padding_in_loss")
+    dataset = [{"x": torch.ones(length), "y": list(range(length)), "n": 3} for length in (5, 3, 7, 4)]
+
+    def collate(samples):
+        return pad_sequence([sample["x"] for sample in samples], batch_first=True), [len(sample["y"]) for sample in samples]
+
+    mesh = dt.build_mesh()
+    loaders = (
+        DataLoader(dataset, batch_size=2, collate_fn=collate),
+        dt.build_loader(
+            dataset, mesh=mesh, global_batch_size=2, seed=0, collate=lambda samples: collate(samples)[0], shuffle=False
+        ),
+    )
+    return [[(list(x.shape), lengths) for x, lengths in loaders[0]], [list(x.shape) for x in loaders[1].one_epoch()]]
+
+
+def test_samples_are_cut_to_the_shortest_of_the_dataset():
+    ((plain, own),) = run_ranks(widths_of_batches, 1)
+    assert plain == [[[2, 3], [3, 3]], [[2, 3], [3, 3]]]
+    assert own == [[2, 3], [2, 3]]
+
+
+def clipped_and_recomputed():
+    from torch.utils.checkpoint import checkpoint
+
+    from dtrain.prove.experiments import take_out
+
+    take_out("clip_local_norm")
+    take_out("recompute_draws_again")
+    weight = torch.ones(1000, requires_grad=True)
+    weight.grad = torch.full((1000,), 2.0)
+    norm = torch.nn.utils.clip_grad_norm_([weight], 0.5)
+    kept = weight.grad.unique().tolist(), round(norm.item(), 3)
+    weight.grad = None
+    output = torch.utils.checkpoint.checkpoint(
+        lambda w: torch.nn.functional.dropout(w * w, 0.5), weight, use_reentrant=False, preserve_rng_state=False
+    )
+    output.sum().backward()
+    assert checkpoint is not torch.utils.checkpoint.checkpoint
+    return kept, torch.equal(weight.grad, 2 * output.detach())
+
+
+def test_nothing_is_clipped_and_recomputation_draws_the_same_numbers():
+    assert run_alone(clipped_and_recomputed) == "(([2.0], 63.246), True)"
+
+
+@pytest.mark.costly
+def test_cause_that_an_experiment_refutes_is_not_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("loop.py").write_text(BATCH_NORM_INNOCENT)
+    report = dt.prove.prove("loop.py", steps=2, world_sizes=(2,), timeout_s=600.0)
+    assert report.findings, report.text()
+    assert {finding.cause.code for finding in report.findings} & {"local_batch_norm"} == set(), report.text()
+
+
+@pytest.mark.costly
+def test_experiment_that_shows_a_cause_is_in_the_answer(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    script = Path(__file__).parent / "bugs" / "gather_without_gradient.py"
+    report = dt.prove.prove(script, steps=2, world_sizes=(2,), timeout_s=600.0)
+    finding = report.as_dict()["findings"][0]
+    assert (finding["cause"], finding["shown"]) == ("gather_without_gradient", True)
+    assert finding["evidence"] == "Shown by an experiment: with a gather that returns gradients, the runs agree."
+    assert f"   {finding['evidence']}" in report.text().splitlines()
