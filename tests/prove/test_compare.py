@@ -266,7 +266,7 @@ def test_rounding_of_one_tensor_does_not_hide_others(tmp_path):
     assert [rounding[0, 0, "parameter", name] < 0.01 for name in "012"] == [True, True, False]
     hidden = compare_records(a, run("c", [1.0], [1.0], [7.0]), same_layout=False, rounding=rounding)
     assert (hidden.verdict, rounding_hides(hidden)[1]) == ("tolerance", False)
-    assert rounding_hides(hidden)[0].startswith("rounding hides 1 of 8 facts")
+    assert rounding_hides(hidden)[0].startswith("rounding hides 1 of 10 facts")
     assert compare_records(a, run("d", [1.0], [1.2], [1.0]), same_layout=False, rounding=rounding).verdict == "differs"
 
 
@@ -610,3 +610,45 @@ def test_each_experiment_is_of_a_cause_that_can_be_taken_out():
     from dtrain.prove.experiments import CHANGES
 
     assert set(EXPERIMENTS) == {*CHANGES, *OF_SEEDS}
+
+
+def test_modes_that_differ_between_ranks_contradict(tmp_path):
+    ranks = [{"evaluating": ["head"], "frozen": ["a.weight"]}, {"evaluating": [], "frozen": ["a.weight"]}]
+    (found,) = check_record(write_run(tmp_path / "run", ranks))
+    assert (found.code, found.ranks) == ("mode_differs", (1,))
+    assert found.text == "are none instead of 1 between ranks: head differs"
+
+
+@pytest.mark.parametrize(("field", "code"), [("evaluating", "mode_differs"), ("frozen", "frozen_differs")])
+def test_modes_that_a_resume_changes_are_named(tmp_path, field, code):
+    runs = [write_run(tmp_path / name, [{field: names}]) for name, names in (("a", []), ("b", ["a", "b", "c", "d"]))]
+    (difference,) = compare_records(*runs, same_layout=True).differences
+    assert difference.text == "are 4 instead of none: a, b, c and 1 more differ"
+    assert first_cause(*runs, resumed=True, same_layout=True) == code
+
+
+@pytest.mark.parametrize(("frozen", "found"), [(True, ["frozen_statistics_change"]), (False, [])])
+def test_statistics_of_frozen_parameters_must_not_change(tmp_path, frozen, found):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    log = RunLog(folder, 0)
+    one, two = torch.ones(2, dtype=torch.float64), torch.full((2,), 2.0, dtype=torch.float64)
+    place = {"step": 0, "optimizer_index": 0}
+    for kind, of_buffer, values in (("initial", "initial", one), ("parameter", "buffer", two)):
+        log.write_tensor(kind, "norm.weight", one, trains=not frozen, **place)
+        log.write_tensor(kind, "head.weight", values, trains=True, **place)
+        log.write_tensor(of_buffer, "norm.running_mean", values, buffer=True, saved=True, **place)
+        log.write(**STEP if kind == "initial" else {"kind": "end"})
+    log.close()
+    assert [difference.code for difference in check_record(read_record("run", folder))] == found
+
+
+@pytest.mark.parametrize(
+    ("samples", "found"), [(["9/x"], ["evaluation_with_dropout"]), (["1/x"], [])], ids=["other samples", "those of the step"]
+)
+def test_evaluation_with_dropout_is_found_unless_it_is_a_pass_of_the_step(tmp_path, samples, found):
+    row = {"kind": "evaluation", "step": 0, "optimizer_index": 0, "batches": [samples], "dropout": ["drop", "other"]}
+    record = write_run(tmp_path / "run", [{"samples": ["1/x", "2/y"]}], rows=[row])
+    differences = check_record(record)
+    assert [difference.code for difference in differences] == found
+    assert all(difference.text == "run with dropout in drop and 1 more" for difference in differences)

@@ -35,7 +35,7 @@ _SENTENCES: Mapping[str, Mapping[str, str]] = {
     "determinism": {
         "not_deterministic": (
             "Two equal runs differ: seed all generators with dt.seed_all before the model is built, and let nothing depend on "
-            "the clock."
+            "the clock, or on the order of a set or a folder. Sort them."
         ),
         "shared_random_per_rank": (
             "Ranks draw a random choice that all of them must share. Seed its generator without the rank."
@@ -156,6 +156,14 @@ _SENTENCES: Mapping[str, Mapping[str, str]] = {
         "frozen_parameter_trains": (
             "A parameter with requires_grad=False changes in the update. Leave it out of the optimizer, or drop its gradient."
         ),
+        "frozen_statistics_change": (
+            "Batch norm with frozen parameters updates its running statistics. Call eval() on the frozen modules, after each "
+            "model.train()."
+        ),
+        "frozen_differs": (
+            "A parameter trains in one place and is frozen in the other. Set requires_grad alike on all ranks, and again after "
+            "a resume."
+        ),
     },
     "embeddings": {
         "gather_without_gradient": (
@@ -163,6 +171,11 @@ _SENTENCES: Mapping[str, Mapping[str, str]] = {
         ),
     },
     "loop": {
+        "mode_differs": (
+            "A module is in training mode in one place and in evaluation mode in the other. Call model.train() on all ranks "
+            "after an evaluation, and after a load."
+        ),
+        "evaluation_with_dropout": "An evaluation runs with dropout. Call model.eval() before it, and model.train() after it.",
         "evaluation_drops_tail": "The evaluation leaves samples out. Use dt.evaluate, or a loader with drop_last=False.",
         "evaluation_counts_twice": (
             "The evaluation counts samples twice, as a sampler that pads to equal shares does. Use dt.evaluate."

@@ -14,7 +14,17 @@ from typing import Any
 
 import numpy as np
 
-from dtrain.prove.compare import MAX_ROUNDING, TOLERANCE, Comparison, Difference, FactKey, compare_records, metric_name
+from dtrain.prove.compare import (
+    MAX_ROUNDING,
+    STATISTICS,
+    TOLERANCE,
+    Comparison,
+    Difference,
+    FactKey,
+    compare_records,
+    describe_names,
+    metric_name,
+)
 from dtrain.prove.run_records import BITS, TENSORS, Fact, Row, RunRecord, matching_name
 
 FAR = 8.0
@@ -35,8 +45,11 @@ def check_record(record: RunRecord) -> list[Difference]:
         *weights,
         *_check_optimizers(record),
         *gradients,
+        *_check_modes(record),
         *_check_steps(record),
         *_check_frozen(record),
+        *_check_frozen_statistics(record),
+        *_check_dropout(record),
         *_check_epochs(record),
         *exports,
     )
@@ -127,6 +140,45 @@ def _check_steps(record: RunRecord) -> Iterator[Difference]:
         if "scale" in before and "unscale" not in before:
             text = "is clipped after scaler.scale and before scaler.unscale_"
             yield _contradiction("clip_before_unscale", row["step"], "gradient", "", text)
+
+
+def _check_modes(record: RunRecord) -> Iterator[Difference]:
+    """All ranks must have the same modules in training mode, and the same parameters that train."""
+    for kind, code in (("mode", "mode_differs"), ("frozen", "frozen_differs")):
+        for fact in record.of_kind(kind):
+            ranks = tuple(rank for rank, names in enumerate(fact.by_rank) if set(names) != set(fact.value))
+            if ranks:
+                text = describe_names(fact.value, fact.by_rank[ranks[0]], " between ranks")
+                yield _contradiction(code, fact.step, kind, fact.name, text, ranks=ranks)
+
+
+def _check_frozen_statistics(record: RunRecord) -> Iterator[Difference]:
+    """The running statistics of a module whose parameters are all frozen must not change."""
+    last = {fact.name: fact for fact in record.of_kind("initial") if fact.value.is_buffer}
+    for step in record.steps:
+        trains: dict[str, bool] = {}
+        for fact in record.of_kind("parameter", step):
+            module = fact.name.rpartition(".")[0]
+            trains[module] = trains.get(module, False) or fact.value.trains
+        for fact in record.of_kind("buffer", step):
+            before = last.get(fact.name)
+            is_frozen = fact.name.endswith(STATISTICS) and not trains.get(fact.name.rpartition(".")[0], True)
+            if before is not None and is_frozen and any(trains.values()) and before.value.digest != fact.value.digest:
+                text = "changes, and the parameters of its module are frozen"
+                yield _contradiction("frozen_statistics_change", step, "buffer", fact.name, text)
+            last[fact.name] = fact
+
+
+def _check_dropout(record: RunRecord) -> Iterator[Difference]:
+    """An evaluation must not draw, unless it runs the samples of a step, as a first pass of the step does."""
+    for row in record.rows("evaluation"):
+        trained = {sample for step in record.step_rows(row["step"], row["optimizer_index"]) for sample in step["samples"]}
+        evaluated = {sample for batch in row["batches"] for sample in batch}
+        names = row.get("dropout", ())
+        if names and not evaluated & trained:
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            text = f"run with dropout in {names[0]}{more}"
+            yield _contradiction("evaluation_with_dropout", row["step"], "evaluation", "an evaluation", text)
 
 
 def _check_frozen(record: RunRecord) -> Iterator[Difference]:

@@ -23,6 +23,9 @@ TOLERANCE = 1e-6
 MAX_ROUNDING = 0.1
 """Relative difference that is not called rounding: a loss with another weight changes a gradient by as much."""
 
+STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+"""Ends of the names of the running statistics of batch norm."""
+
 FactKey = tuple[int, int, str, str]
 """``Fact.key``: step, number of the optimizer, kind and name."""
 
@@ -30,7 +33,6 @@ FactKey = tuple[int, int, str, str]
 _LEAST = 2.0**-53
 # Values that the script may fill again before it reads them.
 _OVERWRITTEN = ("variable", "buffer")
-_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 # A tensor of noise, such as the gradient of a bias that cancels, is compared with the largest tensors of its kind.
 _NOISE_FLOOR = 1e-6
 # Terms of the size 1 that cancel leave some roundings.
@@ -238,7 +240,7 @@ def _numbers_of_layout(record: RunRecord, step: int, optimizer_index: int) -> tu
 
 def _is_local_buffer(fact: Fact, record: RunRecord) -> bool:
     """Return True for a buffer that the script keeps per rank, and for statistics that were not compared (``overrides``)."""
-    frozen = record.note("frozen_statistics") is not None and fact.name.endswith(_STATISTICS)
+    frozen = record.note("frozen_statistics") is not None and fact.name.endswith(STATISTICS)
     if fact.kind == "exported":
         return frozen
     if fact.kind not in ("initial", "buffer") or not fact.value.is_buffer:
@@ -402,6 +404,21 @@ def _compare_metrics(fact: Fact, partner: Fact, options: _Options) -> _Result:
     return _Result(relative, "" if is_rounding else f"is {second:.6g} instead of {first:.6g}")
 
 
+def _compare_names(fact: Fact, partner: Fact, options: _Options) -> _Result:
+    text = describe_names(fact.value, partner.value)
+    return _Result(0.0, text) if text else _EQUAL
+
+
+def describe_names(expected: Sequence[str], names: Sequence[str], where: str = "") -> str:
+    """Return in which names a list differs from the expected one, and ``where``; "" if in none."""
+    different = sorted(set(expected) ^ set(names))
+    if not different:
+        return ""
+    more = f" and {len(different) - 3} more" if len(different) > 3 else ""
+    number = f"are {len(names) or 'none'} instead of {len(expected) or 'none'}{where}"
+    return f"{number}: {', '.join(different[:3])}{more} {'differs' if len(different) == 1 else 'differ'}"
+
+
 def _compare_plain(fact: Fact, partner: Fact, options: _Options) -> _Result:
     if _plain(fact) == _plain(partner):
         return _EQUAL
@@ -419,6 +436,7 @@ _COMPARE: Mapping[str, Callable[[Fact, Fact, _Options], _Result]] = {
     "samples": _compare_samples,
     "evaluation": _compare_samples,
     "lr": _compare_rates,
+    **dict.fromkeys(("frozen", "mode"), _compare_names),
     "optimizer_state": _compare_optimizers,
     "metric": _compare_metrics,
 }

@@ -17,10 +17,11 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.nn.modules.dropout import _DropoutNd
 
 from dtrain.data.batch import list_tensors
 from dtrain.dist.dtensor import to_local
-from dtrain.fqn import buffers_by_fqn, parameters_by_fqn, unwrap_module
+from dtrain.fqn import buffers_by_fqn, modules_by_fqn, parameters_by_fqn, unwrap_module
 from dtrain.prove.run_config import RunConfig
 from dtrain.prove.run_log import RunLog, sample_hashes
 from dtrain.prove.run_records import matching_name
@@ -44,6 +45,7 @@ class Evaluations:
     def __init__(self, config: RunConfig, log: RunLog, note: Callable[..., None]) -> None:
         self._config, self._log, self._note = config, log, note
         self._batches: list[list[str]] = []
+        self._dropout: dict[str, None] = {}
         self._weights_written = False
         self.exports = ExportCheck() if config.check_exports else None
 
@@ -51,6 +53,16 @@ class Evaluations:
         """Add the samples of a forward. Returns True for the first forward since the last step."""
         self._batches.append(sample_hashes(batch))
         return len(self._batches) == 1
+
+    def forward_begins(self, model: nn.Module) -> None:
+        """Observe the modules of an evaluation that drop values, unless the model is frozen, as a teacher is."""
+        if any(param.requires_grad for param in model.parameters()):
+            drops = [
+                name
+                for name, module in modules_by_fqn(model)
+                if isinstance(module, _DropoutNd) and module.training and module.p
+            ]
+            self._dropout |= dict.fromkeys(drops)
 
     def write_weights(self, model: nn.Module) -> None:
         """Write the weights of an evaluation that begins. On several ranks the gather would need the same forward on all."""
@@ -69,8 +81,8 @@ class Evaluations:
     def flush(self) -> None:
         """Write the evaluations since the last step. All ranks call this at the same place."""
         if self._batches:
-            self._log.write("evaluation", batches=self._batches)
-            self._batches = []
+            self._log.write("evaluation", batches=self._batches, dropout=list(self._dropout))
+            self._batches, self._dropout = [], {}
         self._weights_written = False
 
     def exported(self, path: str, tensors: Iterable[tuple[str, Tensor]]) -> None:

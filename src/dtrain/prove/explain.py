@@ -60,6 +60,8 @@ def explain(
     assert reference is not None, "a difference without a code comes from a comparison"
     if config.name.endswith("again"):
         return (cause("not_deterministic"),)
+    if difference.kind in ("mode", "frozen"):
+        return (cause(f"{difference.kind}_differs"),)
     if resumed:
         return (cause(_of_resume(difference, record, reference), difference.kind),)
     if not config.recompute:
@@ -312,7 +314,8 @@ def _differ_between_ranks(record: RunRecord, step: int) -> bool:
     values: dict[str, set[str]] = {}
     for rank_rows in record.ranks:
         for row in rank_rows:
-            if row["kind"] == "variable" and row["step"] == step and (row["type"] == "generator" or row.get("of_model")):
+            is_choice = row["kind"] == "variable" and (row["type"] == "generator" or row.get("of_model"))
+            if is_choice and row["step"] == step and not row.get("is_global"):
                 values.setdefault(row["name"], set()).add(row["digest"])
     return any(len(digests) > 1 for digests in values.values())
 

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import glob
 import os
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -332,11 +334,11 @@ _MORE_MEMORY = 64 << 20  # bytes
 
 
 def vary_machine(script: str) -> object:
-    """Advance the clocks that a script reads at each call, and return memory for the caller to hold.
+    """Advance the clocks that a script reads, reverse its listings of folders, and return memory for the caller to hold.
 
     Numbers about time and memory then differ from those of an equal run. Libraries read the true time, because they wait by it.
 
-    Mutates: functions of ``time``.
+    Mutates: functions of ``time``, ``os``, ``glob`` and ``pathlib``.
     """
     folder, calls = os.path.dirname(os.path.realpath(script)) + os.sep, 0
 
@@ -355,7 +357,20 @@ def vary_machine(script: str) -> object:
 
         return advanced
 
+    def reverse(listing: Any) -> Any:
+        @functools.wraps(listing)
+        def reversed_listing(*args: Any, **kwargs: Any) -> Any:
+            names = listing(*args, **kwargs)
+            return names[::-1] if is_of_script(sys._getframe(1).f_code.co_filename) else names
+
+        return reversed_listing
+
     for name, unit in _CLOCKS.items():
         setattr(time, name, advance(getattr(time, name), unit))
+    os.listdir, glob.glob = reverse(os.listdir), reverse(glob.glob)
+    for name in ("iterdir", "glob", "rglob"):
+        # These return iterators.
+        function = getattr(Path, name)
+        setattr(Path, name, reverse(functools.wraps(function)(lambda *args, _list=function: list(_list(*args)))))
     # Pages of zeros take no memory.
     return b"1" * _MORE_MEMORY

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ from dtrain.prove.run_log import (
     count_samples,
     digest,
     flatten,
+    global_generators,
     is_number,
     model_values,
     named_tensors,
@@ -272,7 +274,8 @@ class RankRecorder:
 
     def _write_variables(self) -> None:
         frames = script_frames(sys._getframe(1), self.config.script)
-        for variable in (*model_values(self.models.modules), *script_variables(frames, self.models.modules)):
+        values = model_values(self.models.modules), script_variables(frames, self.models.modules), global_generators()
+        for variable in chain.from_iterable(values):
             self.log.write("variable", **variable)
 
     def update_ends(self, updates: int) -> None:
@@ -325,7 +328,7 @@ class RankRecorder:
         """Write the facts of the step and the state of the optimizer, right before its update."""
         modules = hashlib.blake2b("\n".join(self.facts.modules).encode(), digest_size=8).hexdigest()
         rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
-        content = {**asdict(self.facts), "modules": modules, "ties": self.models.ties(), "lr": rates}
+        content = {**asdict(self.facts), "modules": modules, "ties": self.models.ties(), "lr": rates, **self.models.modes()}
         self.log.write("step", **content)
         self.log.write_optimizer_state(optimizer)
 
@@ -456,6 +459,14 @@ class ScriptModels:
             for prefix, model in self._named()
             for name, first in parameters_by_fqn(model)[1].items()
         ]
+
+    def modes(self) -> dict[str, list[str]]:
+        """Return the names of the modules in evaluation mode, and of the parameters that do not train."""
+        modules = [(prefix + name, module) for prefix, model in self._named() for name, module in modules_by_fqn(model)]
+        return {
+            "evaluating": [name or "model" for name, module in modules if not module.training],
+            "frozen": [name for name, param in self.parameters().items() if not param.requires_grad],
+        }
 
     def name_of(self, module: nn.Module) -> str | None:
         """Return the name of a module of a known model; None for another module."""

@@ -314,6 +314,19 @@ def model_values(models: Sequence[nn.Module]) -> Iterator[dict[str, Any]]:
                         yield row | {"of_model": True}
 
 
+def global_generators() -> Iterator[dict[str, Any]]:
+    """Yield the states of the global generators of Python and NumPy, as rows of variables."""
+    yield {"name": "of Python", "type": "generator", "digest": _digest_text(random.getstate()), "is_global": True}
+    state = np.random.get_state(legacy=False)["state"]
+    words = hashlib.blake2b(state["key"].tobytes(), digest_size=_DIGEST_BYTES).hexdigest()
+    yield {"name": "of NumPy", "type": "generator", "digest": f"{words}/{state['pos']}", "is_global": True}
+
+
+def _digest_text(value: object) -> str:
+    """Return a digest that is equal in all processes. That of ``hash`` depends on the process."""
+    return hashlib.blake2b(repr(value).encode(), digest_size=_DIGEST_BYTES).hexdigest()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Owned:
     """Objects of the models of a script by ``id``, with the shapes of parameters and the addresses of tensors."""
@@ -362,7 +375,7 @@ def _values(path: str, value: Any, depth: int, seen: set[int], owned: _Owned) ->
     elif isinstance(value, torch.Generator):
         yield row("generator", digest(flatten(value.get_state())))
     elif isinstance(value, random.Random):
-        yield row("generator", str(hash(value.getstate())))
+        yield row("generator", _digest_text(value.getstate()))
     elif isinstance(value, np.random.Generator):
         yield row("generator", str(value.bit_generator.state))
     elif isinstance(value, nn.Module):

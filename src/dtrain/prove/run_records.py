@@ -22,6 +22,8 @@ KINDS: Mapping[str, str] = {
     "initial": "initial value of",
     "generator": "generator",
     "ties": "tied parameters",
+    "frozen": "frozen parameters",
+    "mode": "modules in evaluation mode",
     "samples": "samples",
     "rng": "random state",
     "loss": "loss",
@@ -41,7 +43,7 @@ KINDS: Mapping[str, str] = {
 TENSORS = ("initial", "gradient", "parameter", "buffer", "transform", "exported")
 """Kinds of facts that are tensors."""
 
-_OF_STEP = ("samples", "rng", "loss", "lr", "ties")
+_OF_STEP = ("samples", "rng", "loss", "lr", "ties", "frozen", "mode")
 _OF_UPDATES = ("initial", "gradient", "parameter", "buffer", "optimizer", "optimizer_state", "step")
 
 BITS = {"float64": 53, "float32": 24, "float16": 11, "bfloat16": 8, "float8_e4m3fn": 4, "float8_e5m2": 3}
@@ -280,6 +282,8 @@ def _facts_of_steps(ranks: list[list[Row]]) -> Iterator[Fact]:
         yield _fact(first, "loss", "", loss, by_rank=(sum(total for total, _ in row["losses"]) for row in rows))
         yield _fact(first, "lr", "", tuple(first["lr"]), by_rank=(tuple(row["lr"]) for row in rows))
         yield _fact(first, "ties", "", tuple(first["ties"]))
+        for kind, name in (("frozen", "frozen"), ("mode", "evaluating")):
+            yield _fact(first, kind, "", tuple(first.get(name, ())), by_rank=(tuple(row.get(name, ())) for row in rows))
 
 
 def _facts_of_evaluations(ranks: list[list[Row]]) -> Iterator[Fact]:

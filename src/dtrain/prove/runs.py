@@ -153,16 +153,29 @@ def _start(config: RunConfig, timeout_s: float) -> _Running:
         **dict.fromkeys(launch_protocol.FLIGHT_RECORDER, FLIGHT_RECORDER_ENTRIES),
     }
     for rank in range(config.ranks):
-        ranks.fork_from_server(run_rank, str(path), ranks.environment(rank, inherited), server=_fork_server())
+        ranks.fork_from_server(
+            run_rank, str(path), ranks.environment(rank, inherited), server=_fork_server(int(config.vary_machine))
+        )
     now = time.monotonic()
     return _Running(config=config, ranks=ranks, started=now, deadline=now + timeout_s, timeout_s=timeout_s)
 
 
 @cache
-def _fork_server() -> ForkServer:
-    """Return the server of this process whose forks are the ranks of all proofs. It imports what most scripts import."""
+def _fork_server(hash_seed: int) -> ForkServer:
+    """Return the server of this process whose forks are the ranks of all proofs. It imports what most scripts import.
+
+    Args:
+        hash_seed: seed of ``hash``, and so of the order of sets, in all its forks.
+    """
     server = ForkServer()
     server.set_forkserver_preload([*PRELOADED, *_HOOKS])
+    before = os.environ.get("PYTHONHASHSEED")
+    os.environ["PYTHONHASHSEED"] = str(hash_seed)
+    try:
+        server.ensure_running()
+    finally:
+        del os.environ["PYTHONHASHSEED"]
+        os.environ.update({} if before is None else {"PYTHONHASHSEED": before})
     Finalize(None, server._stop, exitpriority=10)  # type: ignore[attr-defined]
     return server
 

@@ -106,6 +106,7 @@ class _Forwards:
                 self._loop.forward(inputs if is_data else [])
         elif is_data and not recorder.in_step:
             self._loop.evaluates()
+            recorder.evaluations.forward_begins(module)
             recorder.evaluations.write_weights(module)
             if not called_from("dtrain.step.evaluate"):
                 recorder.add_evaluated(inputs)
