@@ -101,6 +101,7 @@ class RankRecorder:
         self.updates: dict[int, int] = {}
         self._initial: set[int] = set()
         self._names: dict[int, str] = {}
+        self._trained: dict[int, list[nn.Module]] = {}
         self._notes: set[str] = set()
         self.dtype = use_one_dtype(config.dtype, self._on_low)
         self.models = ScriptModels(self.dtype)
@@ -252,6 +253,7 @@ class RankRecorder:
         for model in self.models.modules:
             # A forward before the first step, as in a rollout, leaves the root unsharded.
             reshard(model)
+        self._trained[optimizer_index] = self.models.trained_by(optimizer)
         named = self.models.parameters()
         names = self._names = {id(param): name for name, param in named.items()}
         own = [id(param) for group in optimizer.param_groups for param in group["params"]]
@@ -328,7 +330,8 @@ class RankRecorder:
         """Write the facts of the step and the state of the optimizer, right before its update."""
         modules = hashlib.blake2b("\n".join(self.facts.modules).encode(), digest_size=8).hexdigest()
         rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
-        content = {**asdict(self.facts), "modules": modules, "ties": self.models.ties(), "lr": rates, **self.models.modes()}
+        modes = modes_of(self._trained.get(self.log.optimizer_index, ()))
+        content = {**asdict(self.facts), "modules": modules, "ties": self.models.ties(), "lr": rates, **modes}
         self.log.write("step", **content)
         self.log.write_optimizer_state(optimizer)
 
@@ -411,6 +414,19 @@ class RankRecorder:
         self.log.write("printed", text=text[:2000], events=list(self.facts.events))
 
 
+def modes_of(models: Sequence[nn.Module]) -> dict[str, list[str]]:
+    """Return the names of the modules in evaluation mode, and of the parameters that do not train.
+
+    Ranks may have seen other models before, so names have the number of the model among ``models`` instead of its class.
+    """
+    evaluating, frozen = list[str](), list[str]()
+    for number, model in enumerate(models):
+        prefix = f"model {number + 1}: " if number else ""
+        evaluating += [prefix + (name or "model") for name, module in modules_by_fqn(model) if not module.training]
+        frozen += [prefix + name for name, param in parameters_by_fqn(model)[0].items() if not param.requires_grad]
+    return {"evaluating": evaluating, "frozen": frozen}
+
+
 class ScriptModels:
     """Models of one rank, in the order in which they were seen. Names in further models begin with the class of the model.
 
@@ -460,13 +476,10 @@ class ScriptModels:
             for name, first in parameters_by_fqn(model)[1].items()
         ]
 
-    def modes(self) -> dict[str, list[str]]:
-        """Return the names of the modules in evaluation mode, and of the parameters that do not train."""
-        modules = [(prefix + name, module) for prefix, model in self._named() for name, module in modules_by_fqn(model)]
-        return {
-            "evaluating": [name or "model" for name, module in modules if not module.training],
-            "frozen": [name for name, param in self.parameters().items() if not param.requires_grad],
-        }
+    def trained_by(self, optimizer: Any) -> list[nn.Module]:
+        """Return the models of which an optimizer has a parameter."""
+        own = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        return [model for model in self.modules if any(id(param) in own for param in model.parameters())]
 
     def name_of(self, module: nn.Module) -> str | None:
         """Return the name of a module of a known model; None for another module."""
