@@ -358,7 +358,7 @@ def write_wide(folder: Path, ranks: int, tensors: int, rank: int) -> None:
     data = layout.encode_index(planned.rank_index(rank), layout.index_name(rank))
     size = planned.file(rank).size
     files = tuple(layout.RankFiles(len(data), hashlib.sha256(data).hexdigest(), (size,)) for _ in range(ranks))
-    sections = {"transforms": {}, "clock": {}, "extra": {}}
+    sections = {"modules": {"names": [], "equal": True}, "transforms": {}, "clock": {}, "extra": {}, "objects": {}}
     planned_index = planned.index
     index = RunIndex(
         files=files, kinds=planned_index.kinds, tensors=planned_index.tensors, inline=planned_index.inline, local_buffers=False,

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from dtrain.checkpoint.checkpoint_info import latest_checkpoint
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-PATIENCE_S = 600  # for a task of seconds: the machine may be busy
+PATIENCE_S = 1800  # a whole run takes minutes alone, and the machine may be busy
 
 _NUMBER = r"-?\d+(?:\.\d+)?"
 _LAST_LINE = re.compile(

@@ -21,7 +21,7 @@ from dtrain.cli.main import TASKS
 from dtrain.cli.main import new as write_loop
 from example_runs import ended
 
-PATIENCE_S = 600  # for a task of seconds: the machine may be busy
+PATIENCE_S = 1800  # for a task of a minute: the machine may be busy
 
 # Steps after which a loop is clearly better than its baseline, and how much better it must be there.
 LENGTHS = {

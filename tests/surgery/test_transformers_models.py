@@ -209,7 +209,8 @@ def edited_bert():
 def loss_of(model, batch):
     out = model(batch["input_ids"])
     out = out.logits if hasattr(out, "logits") else out.last_hidden_state
-    return dt.LossSum(total=out.square().sum(), weight=batch["input_ids"].numel())
+    # The sum of squares of a layer norm is a constant, whose gradient is rounding.
+    return dt.LossSum(total=out.sin().sum(), weight=batch["input_ids"].numel())
 
 
 def trained(name, root, resumed):

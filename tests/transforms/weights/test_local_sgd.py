@@ -115,7 +115,7 @@ def test_two_replicas_of_two_ranks_match_two_reference_models(ranks, kind):
 
 def tensor_parallel(strategy: str) -> Any:
     plan = {"first": ColwiseParallel(), "last": RowwiseParallel()}
-    step, state = begin([local_sgd(3)], strategy, MOMENTUM, tp=2, plan=plan)
+    step, state = begin([local_sgd(3)], strategy, MOMENTUM, tp=2, tp_plan=plan)
     while state.step < 5:
         state, _ = step(state, part(state.step, RAGGED[2], get_dist_info().rank // 2, get_dist_info().rank // 2 + 1))
     return numbers(state)
