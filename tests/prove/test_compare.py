@@ -607,7 +607,7 @@ def test_seeds_that_belong_to_a_rank_differ_by_one_number():
 
 
 def test_each_experiment_is_of_a_cause_that_can_be_taken_out():
-    from dtrain.prove.experiments import CHANGES
+    from dtrain.prove.overrides import CHANGES
 
     assert set(EXPERIMENTS) == {*CHANGES, *OF_SEEDS}
 

@@ -58,7 +58,7 @@ def run_alone(function, *args):
 
 
 def draws_with_seeds(folder, equal):
-    from dtrain.prove.experiments import Seeds
+    from dtrain.prove.overrides import Seeds
     from dtrain.prove.run_config import RunConfig
     from dtrain.prove.run_log import RunLog
 
@@ -88,7 +88,7 @@ def test_seeds_of_the_script_are_recorded_and_replaced(tmp_path, equal, seed):
 
 
 def gradient_through_gathers():
-    from dtrain.prove.experiments import take_out
+    from dtrain.prove.overrides import take_out
 
     take_out("gather_without_gradient")
     rank = dist.get_rank()
@@ -106,7 +106,7 @@ def test_gathers_return_gradients_of_all_ranks():
 
 
 def widths_of_batches():
-    from dtrain.prove.experiments import take_out
+    from dtrain.prove.overrides import take_out
 
     take_out("padding_in_loss")
     dataset = [{"x": torch.ones(length), "y": list(range(length)), "n": 3} for length in (5, 3, 7, 4)]
@@ -133,7 +133,7 @@ def test_samples_are_cut_to_the_shortest_of_the_dataset():
 def clipped_and_recomputed():
     from torch.utils.checkpoint import checkpoint
 
-    from dtrain.prove.experiments import take_out
+    from dtrain.prove.overrides import take_out
 
     take_out("clip_local_norm")
     take_out("recompute_draws_again")
