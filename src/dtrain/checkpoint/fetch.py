@@ -67,7 +67,7 @@ def read_tensors(
     for read in verify:
         by_file[read.file][1].append((read.begin, read.end))
     with torch.no_grad(), ExitStack() as stack:
-        work: list[tuple[OpenedFile, Fetch, list[_Target]]] = []
+        work: list[tuple[OpenedFile, Fetch, list[_Place]]] = []
         for number, (reads, spans) in sorted(by_file.items()):
             file = stack.enter_context(open_file(number))
             is_remote = file.file.is_remote
@@ -86,7 +86,7 @@ def read_tensors(
     return host_tensors.filled
 
 
-def _read_fetch(file: OpenedFile, fetch: Fetch, places: Sequence[_Target], tensors: _HostTensors, buffers: MemoryPool) -> None:
+def _read_fetch(file: OpenedFile, fetch: Fetch, places: Sequence[_Place], tensors: _HostTensors, buffers: MemoryPool) -> None:
     """Make a fetch, verify the digests of its blocks, and pass its bytes to their tensors."""
     buffer = buffers.acquire(fetch.end - fetch.begin)
     memory = as_bytes(buffer)
@@ -108,7 +108,7 @@ def _read_fetch(file: OpenedFile, fetch: Fetch, places: Sequence[_Target], tenso
         buffers.release(buffer)
 
 
-def _plan_memory(fetch: Fetch, places: Sequence[_Target], *, has_digests: bool) -> Iterator[tuple[int, int, memoryview | None]]:
+def _plan_memory(fetch: Fetch, places: Sequence[_Place], *, has_digests: bool) -> Iterator[tuple[int, int, memoryview | None]]:
     """Plan the reads of a fetch in order, each into the memory of its tensor, or into the buffer if None.
 
     With digests, all bytes are read. Otherwise only the places are read, and adjacent places in the buffer together.
@@ -142,8 +142,8 @@ def _read_pieces(file: OpenedFile, spans: Iterable[tuple[int, memoryview]]) -> I
             yield piece
 
 
-class _Target(NamedTuple):
-    """Target of the bytes ``[begin, end)`` of a fetch: the memory of their tensor, or rows that are gathered.
+class _Place(NamedTuple):
+    """Place of the bytes ``[begin, end)`` of a fetch: the memory of their tensor, or rows that are gathered.
 
     A small tensor has neither: it is cut out of the buffer. ``direct`` is True if the bytes are read into ``memory``, and
     not into the buffer first.
@@ -184,26 +184,26 @@ class _HostTensors:
         target.view(-1)[:0].zero_()
         return target
 
-    def place(self, begin: int, end: int, read: ReadItem, is_remote: bool) -> _Target:
+    def place(self, begin: int, end: int, read: ReadItem, is_remote: bool) -> _Place:
         """Return the place of a segment of a read."""
         key, (dtype, _, reads) = read.key, self._tensors[read.key]
         nbytes = end - begin
         if len(reads) == 1 and nbytes == read.end - read.begin < _DIRECT_MIN_BYTES and read.offset is not None:
-            return _Target(begin, end, key)
+            return _Place(begin, end, key)
         if key not in self.filled:
             self.filled[key] = self._new(key)
         if read.offset is None:
             if read not in self._rows:
                 self._rows[read] = GatherBuffer(read, DTYPES[dtype], self.filled[key], self._pool)
-            return _Target(begin, end, key, rows=self._rows[read])
+            return _Place(begin, end, key, rows=self._rows[read])
         if key not in self._memory:
             self._memory[key] = as_bytes(self.filled[key])
         start = read.offset + begin - read.begin
         # Requests to a server should be large. Smaller segments are copied out of a buffer, which saves system calls.
         direct = nbytes >= (layout.CHUNK_BYTES if is_remote else _DIRECT_MIN_BYTES)
-        return _Target(begin, end, key, memory=self._memory[key][start : start + nbytes], direct=direct)
+        return _Place(begin, end, key, memory=self._memory[key][start : start + nbytes], direct=direct)
 
-    def fill(self, places: Sequence[_Target], buffer: Tensor, memory: memoryview, start: int) -> bool:
+    def fill(self, places: Sequence[_Place], buffer: Tensor, memory: memoryview, start: int) -> bool:
         """Fill the tensors from a buffer, whose first byte is byte ``start`` of the file.
 
         Returns:
@@ -229,7 +229,7 @@ class _HostTensors:
             self.filled[key] = self._targets[key] if key in in_place else view if is_view else view.clone()
         return share
 
-    def _cut(self, places: Sequence[_Target], buffer: Tensor, start: int) -> Iterator[tuple[str, Tensor]]:
+    def _cut(self, places: Sequence[_Place], buffer: Tensor, start: int) -> Iterator[tuple[str, Tensor]]:
         """Yield small tensors as views of the buffer."""
         for name, of_dtype in groupby(places, key=lambda place: self._tensors[place.key].dtype):
             run, dtype = list(of_dtype), DTYPES[name]

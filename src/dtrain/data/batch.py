@@ -46,7 +46,7 @@ def count_samples(batch: Batch, tensors: Sequence[Tensor] | None = None) -> int:
             f"batch: found no tensor to split in a {type(batch).__name__}. Give tensors, mappings or sequences of tensors, or "
             "describe the batch with dt.batch_spec(count=..., split=...)."
         )
-    shapes = ", ".join(f"{path}{list(leaf.shape)}" for path, leaf in _named_tensors(batch, "batch") if leaf.ndim > 0)
+    shapes = ", ".join(f"{path}{list(leaf.shape)}" for path, leaf in iter_named_tensors(batch, "batch") if leaf.ndim > 0)
     raise ConfigError(
         f"batch: the first axis must be the batch axis in every tensor, got {shapes}. Describe the batch with "
         "dt.batch_spec: its axes, or count= and split=."
@@ -394,15 +394,16 @@ def _may_hold_tensors(kind: type) -> bool:
     return is_container or issubclass(kind, Tensor) or kind.__module__.startswith("tensordict")
 
 
-def _named_tensors(value: Any, path: str) -> Iterator[tuple[str, Tensor]]:
+def iter_named_tensors(value: Any, path: str) -> Iterator[tuple[str, Tensor]]:
+    """Iterate over the tensors of a batch with their places, such as ``"batch['labels']"`` for the path ``"batch"``."""
     if isinstance(value, Tensor):
         yield path, value
     elif isinstance(value, Mapping) or is_tensordict(value):
         for key, item in value.items():
-            yield from _named_tensors(item, f"{path}[{key!r}]")
+            yield from iter_named_tensors(item, f"{path}[{key!r}]")
     elif isinstance(value, Sequence) and not isinstance(value, str | bytes):
         for index, item in enumerate(value):
-            yield from _named_tensors(item, f"{path}[{index}]")
+            yield from iter_named_tensors(item, f"{path}[{index}]")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

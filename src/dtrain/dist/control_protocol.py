@@ -81,7 +81,7 @@ class Layout:
         """Return the leaders of other nodes that this rank exchanges messages with; none unless this rank is a leader."""
         if self.local or self.num_nodes == 1:
             return set()
-        place = _Place.of(self.node, self.num_nodes)
+        place = _NodePlace.of(self.node, self.num_nodes)
         nodes = {node for node in (place.joins, place.joined_by) if node is not None}
         if place.joins is None:
             nodes.update(place.partner(k) for k in range(place.rounds))
@@ -112,7 +112,7 @@ def count_rounds(world_size: int, node_size: int) -> MessageRounds:
     return MessageRounds(2 * levels, nodes.bit_length() - 1 + 2 * (nodes.bit_count() > 1))
 
 
-class _Place(NamedTuple):
+class _NodePlace(NamedTuple):
     """Place of a node in the exchange between leaders.
 
     Args:
@@ -130,7 +130,7 @@ class _Place(NamedTuple):
     joined_by: int | None
 
     @classmethod
-    def of(cls, node: int, num_nodes: int) -> _Place:
+    def of(cls, node: int, num_nodes: int) -> _NodePlace:
         rounds = num_nodes.bit_length() - 1
         extra = num_nodes - (1 << rounds)
         if node >= 2 * extra:
@@ -180,7 +180,7 @@ def _spread(layout: Layout, data: bytes) -> Protocol[bytes]:
 
 def _exchange_leaders(layout: Layout, data: bytes, combine: Callable[[bytes, bytes], bytes]) -> Protocol[bytes]:
     """Combine the data of all leaders, in the order of nodes; called on leaders only."""
-    place, size = _Place.of(layout.node, layout.num_nodes), layout.node_size
+    place, size = _NodePlace.of(layout.node, layout.num_nodes), layout.node_size
     if place.joins is not None:
         yield Transfer(place.joins * size, data, None)
         return (yield Transfer(None, b"", place.joins * size))
@@ -261,13 +261,13 @@ def gather(layout: Layout, payload: bytes, dst: int) -> Protocol[list[bytes] | N
 
 def _gather_leaders(layout: Layout, blocks: bytes, dst_node: int) -> Protocol[bytes]:
     """Send the data of all leaders to the leader of ``dst_node``, over the connections of ``_exchange_leaders``."""
-    place, size = _Place.of(layout.node, layout.num_nodes), layout.node_size
+    place, size = _NodePlace.of(layout.node, layout.num_nodes), layout.node_size
     if place.joins is not None:
         yield Transfer(place.joins * size, blocks, None)
         return (yield Transfer(None, b"", place.joins * size)) if layout.node == dst_node else b""
     if place.joined_by is not None:
         blocks += yield Transfer(None, b"", place.joined_by * size)
-    distance = place.position ^ _Place.of(dst_node, layout.num_nodes).position
+    distance = place.position ^ _NodePlace.of(dst_node, layout.num_nodes).position
     for k in range(place.rounds):
         partner = place.partner(k) * size
         if distance & (1 << k):

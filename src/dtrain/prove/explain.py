@@ -280,7 +280,8 @@ def _of_gradient(evidence: _Evidence) -> tuple[Cause, ...]:
         return (cause("gradient_scaled_by_ranks" if of_ranks else "clip_local_norm"),)
     if evidence.config.ranks > 1 and (factors := _few_factors(evidence)):
         text = f"Every element is that of the other run times one of {factors} factors."
-        return (replace(cause("clip_local_norm"), shown=factors > 1, evidence=text),)
+        clips = cause("clip_local_norm")
+        return (replace(clips, shown=True, evidence=text) if factors > 1 else clips,)
     return causes or (cause("unknown"),)
 
 

@@ -293,8 +293,6 @@ def observe_recompute(on_checkpoint: Callable[[], None], *, active: bool) -> Non
 
     Mutates: ``torch.utils.checkpoint``.
     """
-    from dtrain.shard import activations
-
     options = ("use_reentrant", "context_fn", "determinism_check", "debug", "early_stop", "preserve_rng_state")
     checkpoint = torch.utils.checkpoint.checkpoint
 
@@ -305,12 +303,19 @@ def observe_recompute(on_checkpoint: Callable[[], None], *, active: bool) -> Non
             return checkpoint(function, *args, **kwargs)
         return function(*args, **{name: value for name, value in kwargs.items() if name not in options})
 
-    torch.utils.checkpoint.checkpoint = observed
-    activations.checkpoint = observed  # type: ignore[attr-defined]
+    _replace_checkpoint(observed)
+
+
+def _replace_checkpoint(function: Callable[..., Any]) -> None:
+    """Put a function in the place of ``torch.utils.checkpoint.checkpoint``, also where it has been imported."""
+    from dtrain.shard import activations
+
+    torch.utils.checkpoint.checkpoint = function
+    activations.checkpoint = function  # type: ignore[attr-defined]
     with contextlib.suppress(ImportError):
         from torch.distributed.algorithms._checkpoint import checkpoint_wrapper
 
-        checkpoint_wrapper.torch_utils_checkpoint = observed
+        checkpoint_wrapper.torch_utils_checkpoint = function
 
 
 class FrozenStatistics:
@@ -450,10 +455,6 @@ def _seeded_generator(seed: Callable[[Any], Any]) -> type[torch.Generator]:
     return Generator
 
 
-def _use_frozen_statistics() -> None:
-    FrozenStatistics()
-
-
 def _return_gradients_through_gathers() -> None:
     """Let ``all_gather`` and ``all_gather_into_tensor`` return gradients to the ranks whose tensors they gather."""
     gather, gather_into = dist.all_gather, dist.all_gather_into_tensor
@@ -495,7 +496,7 @@ def _keep_random_state() -> None:
     def restored(function: Any, *args: Any, **kwargs: Any) -> Any:
         return checkpoint(function, *args, **{**kwargs, "preserve_rng_state": True})
 
-    torch.utils.checkpoint.checkpoint = restored
+    _replace_checkpoint(restored)
 
 
 def _cut_samples() -> None:
@@ -574,8 +575,8 @@ def take_out(code: str) -> None:
         CHANGES[code]()
 
 
-CHANGES: Mapping[str, Callable[[], None]] = {
-    "local_batch_norm": _use_frozen_statistics,
+CHANGES: Mapping[str, Callable[[], object]] = {
+    "local_batch_norm": FrozenStatistics,
     "gather_without_gradient": _return_gradients_through_gathers,
     "clip_local_norm": _clip_nothing,
     "recompute_draws_again": _keep_random_state,

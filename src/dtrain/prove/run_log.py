@@ -31,7 +31,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dtrain.data.batch import list_tensors
+from dtrain.data.batch import iter_named_tensors, list_tensors
 from dtrain.dist.dtensor import full_tensor, to_local
 from dtrain.prove.run_config import SKETCH_SIZE
 
@@ -213,10 +213,10 @@ def count_items(batch: Any) -> dict[str, int]:
     model may not count the first element of each sequence.
     """
     counts = {"the number of samples": count_samples(batch)}
-    for name, tensor in _named_leaves(batch):
+    for name, tensor in iter_named_tensors(batch, "batch"):
         if not tensor.ndim or not tensor.numel():
             continue
-        plain, of = full_tensor(tensor.detach()), f"the number of elements of {name}" if name else "the number of elements"
+        plain, of = full_tensor(tensor.detach()), f"the number of elements of {name}"
         parts = {of: plain} if plain.ndim < 2 else {of: plain, f"{of} after the first": plain[:, 1:]}
         for label, part in parts.items():
             counts[label] = part.numel()
@@ -224,19 +224,6 @@ def count_items(batch: Any) -> dict[str, int]:
                 counts[f"{label} that are not 0"] = int((part != 0).sum())
                 counts[f"{label} that are not -100"] = int((part != -100).sum())
     return counts
-
-
-def _named_leaves(batch: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a batch by path, such as ``"labels"`` or ``"[1]"``."""
-    # A TensorDict is no mapping.
-    if hasattr(batch, "items"):
-        for key, value in batch.items():
-            yield from _named_leaves(value, f"{path}.{key}" if path else str(key))
-    elif isinstance(batch, tuple | list):
-        for number, value in enumerate(batch):
-            yield from _named_leaves(value, f"{path}[{number}]")
-    else:
-        yield from ((path, tensor) for tensor in list_tensors(batch))
 
 
 def named_tensors(tree: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
