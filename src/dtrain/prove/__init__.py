@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 from dtrain.lazy_imports import attach
 
 if TYPE_CHECKING:
-    from dtrain.prove.proof import Finding as Finding
-    from dtrain.prove.proof import ProveReport as ProveReport
-    from dtrain.prove.proof import RunRow as RunRow
     from dtrain.prove.proof import prove as prove
+    from dtrain.prove.report import Finding as Finding
+    from dtrain.prove.report import ProveReport as ProveReport
+    from dtrain.prove.report import RunRow as RunRow
 
 __getattr__, __dir__ = attach(__name__, __file__)

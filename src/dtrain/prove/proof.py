@@ -1,7 +1,4 @@
-"""Run a script in several ways and compare the runs (``prove``), and show the result (``ProveReport``).
-
-The answer has the table of runs, the first difference of each, its cause, and the verdict.
-"""
+"""Run a script in several ways and compare the runs (``prove``)."""
 
 from __future__ import annotations
 
@@ -10,16 +7,14 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from dtrain.arguments import check_int, format_count
+from dtrain.arguments import check_int
 from dtrain.errors import ConfigError
 from dtrain.prove.causes import EXPERIMENTS, OF_SEEDS, Cause, cause
 from dtrain.prove.checks import (
-    FAR,
-    ModuleError,
     check_record,
     check_training,
     compare_precision,
@@ -30,6 +25,7 @@ from dtrain.prove.checks import (
 )
 from dtrain.prove.compare import MAX_ROUNDING, Comparison, Difference, FactKey, compare_records, metric_name, unstable_keys
 from dtrain.prove.explain import explain, seeds_of_rank_0
+from dtrain.prove.report import Finding, ProveReport, RunRow
 from dtrain.prove.run_config import (
     AGAIN,
     BASE,
@@ -49,20 +45,6 @@ from dtrain.prove.runs import RunOutcome, copy_work_folder, run_all
 
 # Facts that do not depend on the random numbers of a step.
 _DATA_KINDS = ("initial", "ties", "samples", "lr", "evaluation")
-_MAX_MODULES = 20
-_MAX_METRICS = 10
-
-RowVerdict = Literal["bitwise", "tolerance", "differs", "failed", "nothing", "ran", "not run"]
-
-_WORDS: Mapping[str, str] = {
-    "bitwise": "equal bit for bit",
-    "tolerance": "equal within rounding",
-    "differs": "DIFFERS",
-    "failed": "FAILED",
-    "nothing": "SHOWS NOTHING",
-    "ran": "no contradiction",
-    "not run": "not compared",
-}
 
 
 def prove(
@@ -342,231 +324,3 @@ def _differs_in_training(record: RunRecord, other: RunRecord) -> bool:
         return [fact.value.digest if fact.kind == "gradient" else fact.value for fact in facts]
 
     return values(record) != values(other)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunRow:
-    """A run of the table.
-
-    Args:
-        name: name of the run.
-        against: name of the run that it was compared with.
-        verdict: result of the comparison.
-        largest: largest relative difference.
-        findings: numbers of the findings, from 0.
-        text: error of a run that failed, why a run shows nothing, or what rounding hides.
-    """
-
-    name: str
-    against: str
-    verdict: RowVerdict
-    largest: float | None = None
-    findings: tuple[int, ...] = ()
-    text: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
-    """The first difference of a run, with its likely cause."""
-
-    run: str
-    against: str
-    difference: Difference
-    cause: Cause
-
-    @property
-    def subject(self) -> str:
-        """Step and name of the fact that differs, as in ``"step 0, gradient of head.weight"``."""
-        difference = self.difference
-        return f"step {difference.step}, {KINDS.get(difference.kind, difference.kind)} {difference.name}".rstrip()
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the finding as plain data."""
-        names = ("step", "kind", "name", "text", "relative")
-        return {
-            "run": self.run,
-            "against": self.against,
-            **{name: getattr(self.difference, name) for name in names},
-            "ranks": list(self.difference.ranks),
-            "cause": self.cause.code,
-            "sentence": self.cause.sentence,
-            "shown": self.cause.shown,
-            "evidence": self.cause.evidence,
-            "page": self.cause.page,
-        }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProveReport:
-    """Result of ``prove``.
-
-    Args:
-        script: path of the script.
-        steps: number of steps of each run.
-        rows: runs, in the order of the table.
-        findings: differences with their causes.
-        notes: what the script does that was changed or could not be seen.
-        dropped: metrics that were not compared: those that differ in two equal runs, and numbers of the layout.
-        plain: if True, the loop does not use dtrain's step.
-        modules: errors of the script's dtypes, in the order of the program.
-        rounding: largest difference that counts as rounding, as measured; None for the tolerance of float64.
-        keep_precision: if True, the runs computed in the script's own dtypes.
-        seconds: duration of the proof.
-        cpu_seconds: processor time of all ranks that were not killed.
-    """
-
-    script: str
-    steps: int
-    rows: tuple[RunRow, ...]
-    findings: tuple[Finding, ...]
-    notes: tuple[Mapping[str, Any], ...] = field(default=(), repr=False)
-    dropped: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
-    plain: bool = False
-    modules: tuple[ModuleError, ...] = field(default=(), repr=False)
-    rounding: float | None = None
-    keep_precision: bool = False
-    seconds: float = 0.0
-    cpu_seconds: float = 0.0
-
-    @property
-    def passed(self) -> bool:
-        """True if no run differs, failed, or shows nothing."""
-        bad = ("differs", "failed", "nothing")
-        return bool(self.rows) and not self.findings and not any(row.verdict in bad for row in self.rows)
-
-    def remarks(self) -> list[str]:
-        """Return what was changed, and what was not seen, in sentences."""
-        codes = {note["code"] for note in self.notes}
-        remarks = []
-        if self.plain:
-            remarks.append(
-                "The loop does not use dtrain's step: weights of losses and microbatch sizes were not seen or changed."
-            )
-        else:
-            if "sharding" not in codes:
-                remarks.append("The model is not sharded by shard_model, so no other strategy was run.")
-            if by_hand := sorted({note["optimizer"] for note in self.notes if note["code"] == "update_by_hand"}):
-                remarks.append(f"Updates of {' and '.join(by_hand)} outside of dtrain's step were not compared.")
-        if files := sorted({note["path"] for note in self.notes if note["code"] == "overwrite"}):
-            remarks.append(
-                f"The script writes {' and '.join(files)}, which the current folder has already. If it reads them, the runs "
-                "did not begin at the first step. Run it in a folder without its results."
-            )
-        if "frozen_statistics" in codes:
-            remarks.append("Batch norm ran with its initial statistics, because those of a batch depend on the layout.")
-        if names := sorted({note["name"] for note in self.notes if note["code"] == "transform_draws"}):
-            remarks.append(f"{', '.join(names)} draws numbers per rank, so losses were not compared between numbers of ranks.")
-        for note in self.notes:
-            if note["code"] == "export_not_run":
-                why = note["error"] or "no model of the script has the names of its tensors"
-                remarks.append(f"{note['path']} was not loaded again: {why}.")
-        reasons = ("they differ in two equal runs", "they are numbers of the layout")
-        for metrics, reason in zip(self.dropped, reasons, strict=True):
-            if metrics:
-                more = f" and {len(metrics) - _MAX_METRICS} more" if len(metrics) > _MAX_METRICS else ""
-                remarks.append(f"Metrics that were not compared, because {reason}: {', '.join(metrics[:_MAX_METRICS])}{more}.")
-        if self.rounding is not None:
-            remarks.append(
-                f"Differences within a measured tolerance count as rounding, of at most {self.rounding:.1g}: "
-                f"{FAR:.0f} times the effect of one more rounding of each module's output."
-            )
-        if "loop_cut" in codes:
-            remarks.append("The loop could not be shortened and was ended, so the code after it did not run.")
-        if not any("killed" in row.name for row in self.rows):
-            remarks.append(
-                "No checkpoint was saved before the last step, so no resume was checked. "
-                + (
-                    "If the script saves every few hundred steps, give it arguments with which it saves after two."
-                    if self.plain
-                    else "Save where state.crossed(n) is True instead of step % n == 0: here it is True after each second step."
-                )
-            )
-        return remarks
-
-    def text(self) -> str:
-        """Return the answer as text."""
-        width = max([len(row.name) for row in self.rows] + [3])
-        lines = [f"{'run':{width}}  result"]
-        for row in self.rows:
-            numbers = f" ({', '.join(str(number + 1) for number in row.findings)})" if row.findings else ""
-            size = f", {row.largest:.0e} of the norm" if row.verdict == "tolerance" and row.largest else ""
-            lines.append(f"{row.name:{width}}  {_WORDS[row.verdict]}{size}{numbers}{': ' + row.text if row.text else ''}")
-        for number, finding in enumerate(self.findings, start=1):
-            difference = finding.difference
-            ranks = f" (ranks {', '.join(map(str, difference.ranks))})" if difference.ranks else ""
-            against = f" against {finding.against}" if finding.against else ""
-            lines += [
-                "",
-                f"{number}. {finding.run}{against}: {finding.subject} {difference.text}{ranks}",
-                f"   {finding.cause.advice}",
-                *[f"   {finding.cause.evidence}"] * bool(finding.cause.evidence),
-                f'   See the page "{finding.cause.page}" of the documentation ({finding.cause.code}).',
-            ]
-        if remarks := self.remarks():
-            lines += ["", *remarks]
-        if self.keep_precision:
-            lines += self._module_lines()
-        verdicts = [row.verdict for row in self.rows]
-        counts = [format_count(len(self.findings), "difference"), format_count(verdicts.count("failed"), "failed run")]
-        if nothing := verdicts.count("nothing"):
-            counts.append(f"{format_count(nothing, 'run')} that show{'s' if nothing == 1 else ''} nothing")
-        verdict = "all runs agree" if self.passed else ", ".join(counts)
-        lines += ["", f"prove: {verdict} ({format_count(len(self.rows), 'run')} of {self.steps} steps, {self.seconds:.0f} s)"]
-        return "\n".join(lines)
-
-    def _module_lines(self) -> list[str]:
-        """Return the table of modules, the largest error first, and the first module that rounding does not explain."""
-        if not self.modules:
-            return ["", "No module computes in fewer bits than float32."]
-        shown = sorted(self.modules, key=lambda module: -module.output)[:_MAX_MODULES]
-        width = max(len(module.name or "model") for module in shown)
-        lines = ["", f"{'module':{width}}  dtype     output   gradient  rounding  (first step, relative to float32)"]
-        for module in shown:
-            gradient = "-" if module.gradient is None else f"{module.gradient:.1e}"
-            lines.append(
-                f"{module.name or 'model':{width}}  {module.dtype:8}  {module.output:.1e}  {gradient:8}  {module.rounding:.1e}"
-                f"{'  FAR' if module.is_far or module.has_other_gradient else ''}"
-            )
-        first = next((module for module in self.modules if module.is_far and module.leaf), None)
-        if len(self.modules) > len(shown):
-            more = format_count(len(self.modules) - len(shown), "more module")
-            lines.append(f"and {more}, with smaller errors")
-        if first is not None:
-            lines.append(f"The first module in the program whose error rounding does not explain: {first.name} ({first.kind}).")
-        return lines
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the report as plain data."""
-        return {
-            "script": self.script,
-            "steps": self.steps,
-            "passed": self.passed,
-            "seconds": round(self.seconds, 1),
-            "cpu_seconds": round(self.cpu_seconds, 1),
-            "runs": [
-                {
-                    "name": row.name,
-                    "against": row.against,
-                    "verdict": row.verdict,
-                    "largest": row.largest,
-                    "findings": list(row.findings),
-                    "error": row.text,
-                }
-                for row in self.rows
-            ],
-            "findings": [finding.as_dict() for finding in self.findings],
-            "modules": [
-                {
-                    "name": module.name,
-                    "class": module.kind,
-                    "dtype": module.dtype,
-                    "output": module.output,
-                    "gradient": module.gradient,
-                    "rounding": module.rounding,
-                    "far": module.is_far or module.has_other_gradient,
-                }
-                for module in self.modules
-            ],
-            "rounding": self.rounding,
-            "remarks": self.remarks(),
-        }
