@@ -19,7 +19,7 @@ from dtrain.prove.evaluations import ExportCheck
 from dtrain.prove.explain import explain, seeds_of_rank_0
 from dtrain.prove.recording import ScriptModels
 from dtrain.prove.run_config import RunConfig
-from dtrain.prove.run_log import RunLog, digest, flatten, sample_hashes, sketch
+from dtrain.prove.run_log import RunLog, digest, field_digests, flatten, sample_hashes, sketch
 from dtrain.prove.run_records import RunRecord, read_record
 
 torch = pytest.importorskip("torch")
@@ -35,7 +35,7 @@ STEP = {
     "modules": "",
     "ties": [],
 }
-STEP |= {"events": [], "rng": "r", "draws": 0, "epochs": [], "shapes": [], "lr": [0.1]}
+STEP |= {"events": [], "rng": "r", "draws": 0, "epochs": [], "shapes": [], "lr": [0.1], "fields": {}, "lines": {}}
 
 
 def write_run(folder, ranks, *, gradient=None, tensors=(), rows=(), rows_of_ranks=None):
@@ -109,6 +109,21 @@ def test_samples_are_compared_over_all_ranks_in_any_order(tmp_path):
     a = write_run(tmp_path / "a", [{"samples": ["1/x", "2/y", "3/z"]}])
     b = write_run(tmp_path / "b", [{"samples": ["3/z"]}, {"samples": ["2/y", "1/x"]}])
     assert compare_records(a, b, same_layout=False).verdict == "bitwise"
+
+
+def test_difference_of_samples_names_the_tensors_and_the_line_that_reads_them(tmp_path):
+    whole = torch.arange(12).reshape(4, 3), torch.arange(4)
+    changed = torch.arange(12).reshape(4, 3), torch.tensor([0, 1, 2, 5])
+
+    def step(rows, batch):
+        part = tuple(tensor[rows] for tensor in batch)
+        return {"samples": sample_hashes(part), "fields": field_digests(part), "lines": {"read": "loop.py:7"}}
+
+    a = write_run(tmp_path / "a", [step(slice(4), whole)])
+    b = write_run(tmp_path / "b", [step([3, 0], changed), step([1, 2], changed)])
+    (difference,) = compare_records(a, b, same_layout=False).differences
+    assert difference.text == "are others: 1 of 4 are not in the other run; only batch[1] differs"
+    assert difference.other.line == "loop.py:7"
 
 
 def test_losses_of_ranks_are_added_before_they_are_divided(tmp_path):

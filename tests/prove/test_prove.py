@@ -105,6 +105,60 @@ data = torch.utils.data.TensorDataset(torch.randn(24, 4, generator=torch.Generat
 """
 
 
+GPU = """
+import os
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+dist.init_process_group("nccl")
+rank, world = dist.get_rank(), dist.get_world_size()
+local = int(os.environ["LOCAL_RANK"])
+torch.cuda.set_device(local)
+torch.manual_seed(0)
+model = DistributedDataParallel(nn.Linear(4, 2).to(local), device_ids=[local])
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scaler = torch.amp.GradScaler()
+data = TensorDataset(torch.randn(24, 4, generator=torch.Generator().manual_seed(1)))
+sampler = DistributedSampler(data)
+for epoch in range(4):
+    sampler.set_epoch(epoch)
+    for (x,) in DataLoader(data, batch_size=12 // world, sampler=sampler, pin_memory=True):
+        x = x.cuda(non_blocking=True)
+        optimizer.zero_grad()
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            loss = (model(x) - torch.ones(1, device="cuda:0")).square().mean()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        torch.cuda.synchronize()
+        mean = loss.detach().clone()
+        dist.all_reduce(mean)
+        if rank == 0:
+            print(f"loss {mean.item() / world:.6f}")
+        torch.save({"model": model.module.state_dict(), "epoch": epoch}, "last.pt")
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.costly
+def test_script_for_gpus_without_dtrain_runs_on_the_cpu_and_says_so(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text(GPU)
+    report = dt.prove.prove("train.py", world_sizes=(2,), timeout_s=600.0)
+    rows = {row.name: row for row in report.rows}
+    assert rows["2 ranks"].verdict == "tolerance", report.text()
+    assert {module.dtype for module in report.modules} == {"bfloat16"}
+    assert "The script names a GPU. All runs used the CPU, so kernels and memory of the GPU were not seen." in report.remarks()
+    assert report.plain
+    # It saves and never loads.
+    resumed = next(row for name, row in rows.items() if name.endswith("resumed"))
+    assert resumed.verdict == "differs"
+    assert report.findings[resumed.findings[0]].cause.code == "state_begins_again"
+
+
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("change", "keep_precision", "reason"),

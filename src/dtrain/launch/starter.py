@@ -54,8 +54,8 @@ def find_preload_modules(target: Target) -> PreloadModules:
         return PreloadModules()
     worth_loading: dict[str, None] = {}
     foreign = False
-    for text, folder in _program_sources(source):
-        for name in _imported_names(text):
+    for text, folder in program_sources(source):
+        for name in imported_names(text):
             top = name.partition(".")[0]
             foreign = foreign or not (
                 top in sys.stdlib_module_names or (folder / f"{top}.py").is_file() or (folder / top).is_dir()
@@ -71,7 +71,7 @@ def find_preload_modules(target: Target) -> PreloadModules:
     return PreloadModules(needed=("torch",), optional=tuple(name for name in worth_loading if name != "torch"))
 
 
-def _program_sources(first: Path) -> Iterator[tuple[str, Path]]:
+def program_sources(first: Path) -> Iterator[tuple[str, Path]]:
     """Yield the source and the folder of a script and of the imported modules in the script's folder."""
     folder, todo, seen = first.parent, [first], {first}
     # The list grows during the loop.
@@ -84,7 +84,7 @@ def _program_sources(first: Path) -> Iterator[tuple[str, Path]]:
             # The ranks report an unreadable file.
             continue
         yield text, folder
-        for name in _imported_names(text):
+        for name in imported_names(text):
             parts = name.split(".")
             for candidate in (folder.joinpath(*parts).with_suffix(".py"), folder.joinpath(*parts, "__init__.py")):
                 if candidate not in seen and len(seen) < _MAX_SOURCE_FILES and candidate.is_file():
@@ -92,7 +92,7 @@ def _program_sources(first: Path) -> Iterator[tuple[str, Path]]:
                     todo.append(candidate)
 
 
-def _imported_names(text: str) -> list[str]:
+def imported_names(text: str) -> list[str]:
     """Return the dotted names that a source may import from other packages. Some names may not be modules."""
     try:
         tree = ast.parse(text)

@@ -126,7 +126,7 @@ _SENTENCES: Mapping[str, Mapping[str, str]] = {
     },
     "checkpoints": {
         "state_begins_again": (
-            "After the resume the state begins at step 0, so schedules and intervals begin again. Load it with dt.load_sharded."
+            "After the resume the training begins at step 0. Load the checkpoint, with its step: dt.load_sharded does both."
         ),
         "schedule_not_saved": (
             "A resume begins the schedule of the learning rate again. Save the scheduler with the checkpoint."

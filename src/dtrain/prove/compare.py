@@ -368,7 +368,9 @@ def _compare_samples(fact: Fact, partner: Fact, options: _Options) -> _Result:
             return _EQUAL
     missing, extra = sum((a - b).values()), sum((b - a).values())
     if missing == extra:
-        return _Result(1.0, f"are others: {extra} of {sum(b.values())} are not in the other run")
+        fields = [name for name, number in fact.fields.items() if partner.fields.get(name) != number]
+        only = f"; only {' and '.join(fields)} differ{'s' * (len(fields) == 1)}" if 0 < len(fields) < len(fact.fields) else ""
+        return _Result(1.0, f"are others: {extra} of {sum(b.values())} are not in the other run{only}")
     text = f"are {sum(b.values())} instead of {sum(a.values())}; {missing} are missing and {extra} are not in the other run"
     return _Result(1.0, text)
 

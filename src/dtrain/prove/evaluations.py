@@ -23,7 +23,7 @@ from dtrain.data.batch import list_tensors
 from dtrain.dist.dtensor import to_local
 from dtrain.fqn import buffers_by_fqn, modules_by_fqn, parameters_by_fqn, unwrap_module
 from dtrain.prove.run_config import RunConfig
-from dtrain.prove.run_log import RunLog, sample_hashes
+from dtrain.prove.run_log import RunLog, sample_hashes, script_line
 from dtrain.prove.run_records import matching_name
 
 _SHARD = re.compile(r"-(\d+)-of-(\d+)\.safetensors$")
@@ -45,12 +45,15 @@ class Evaluations:
     def __init__(self, config: RunConfig, log: RunLog, note: Callable[..., None]) -> None:
         self._config, self._log, self._note = config, log, note
         self._batches: list[list[str]] = []
+        self._line = ""
         self._dropout: dict[str, None] = {}
         self._weights_written = False
         self.exports = ExportCheck() if config.check_exports else None
 
     def add(self, batch: Any) -> bool:
         """Add the samples of a forward. Returns True for the first forward since the last step."""
+        if not self._batches:
+            self._line = script_line(self._config.script)
         self._batches.append(sample_hashes(batch))
         return len(self._batches) == 1
 
@@ -81,7 +84,7 @@ class Evaluations:
     def flush(self) -> None:
         """Write the evaluations since the last step. All ranks call this at the same place."""
         if self._batches:
-            self._log.write("evaluation", batches=self._batches, dropout=list(self._dropout))
+            self._log.write("evaluation", batches=self._batches, dropout=list(self._dropout), line=self._line)
             self._batches, self._dropout = [], {}
         self._weights_written = False
 

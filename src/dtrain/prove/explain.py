@@ -105,7 +105,7 @@ def _numbers_of_ranks(evidence: _Evidence) -> list[float]:
 
 def _of_resume(difference: Difference, record: RunRecord, reference: RunRecord) -> str:
     kind, fact = difference.kind, difference.reference
-    if kind == "initial" and difference.step == 0:
+    if (kind == "initial" and difference.step == 0) or _begins_again(record, reference):
         return "state_begins_again"
     if kind == "variable" and fact is not None:
         row = fact.value
@@ -138,6 +138,14 @@ def _of_resume(difference: Difference, record: RunRecord, reference: RunRecord) 
     saved = {fact.name: fact.value for kind in ("parameter", "buffer") for fact in reference.of_kind(kind, step - 1)}
     loaded = [fact.value.digest == saved[fact.name].digest for fact in record.of_kind("initial", step) if fact.name in saved]
     return "unknown" if all(loaded) else "parameters_not_saved"
+
+
+def _begins_again(record: RunRecord, reference: RunRecord) -> bool:
+    """Return True if a resume begins with the values that the other run had before its first step."""
+    first = {fact.name: fact.value.digest for fact in reference.of_kind("initial", 0)}
+    changed = {fact.name for fact in reference.of_kind("parameter") if first.get(fact.name) != fact.value.digest}
+    resumed = [fact for fact in record.of_kind("initial") if fact.name in changed]
+    return bool(resumed) and all(fact.value.digest == first.get(fact.name) for fact in resumed)
 
 
 def _is_best_value(record: RunRecord, reference: RunRecord) -> bool:

@@ -34,7 +34,7 @@ from dtrain.data.batch import _map_leaves
 from dtrain.data.fetcher import Fetcher
 from dtrain.dist.rng import derive_seed
 from dtrain.prove.run_config import Dtype, RunConfig
-from dtrain.prove.run_log import RunLog, script_frames
+from dtrain.prove.run_log import RunLog, is_of_script, script_frames
 
 _DTYPES = {"fp64": torch.float64, "fp32": torch.float32}
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -355,17 +355,13 @@ def vary_machine(script: str) -> object:
 
     Mutates: functions of ``time``, ``os``, ``glob`` and ``pathlib``.
     """
-    folder, calls = os.path.dirname(os.path.realpath(script)) + os.sep, 0
-
-    @functools.cache
-    def is_of_script(file: str) -> bool:
-        return os.path.realpath(file).startswith(folder)
+    calls = 0
 
     def advance(read: Any, unit: int) -> Any:
         @functools.wraps(read)
         def advanced() -> Any:
             nonlocal calls
-            if is_of_script(sys._getframe(1).f_code.co_filename):
+            if is_of_script(sys._getframe(1).f_code.co_filename, script):
                 calls += 1
                 return read() + type(read())(calls * _CLOCK_STEP * unit)
             return read()
@@ -376,7 +372,7 @@ def vary_machine(script: str) -> object:
         @functools.wraps(listing)
         def reversed_listing(*args: Any, **kwargs: Any) -> Any:
             names = listing(*args, **kwargs)
-            return names[::-1] if is_of_script(sys._getframe(1).f_code.co_filename) else names
+            return names[::-1] if is_of_script(sys._getframe(1).f_code.co_filename, script) else names
 
         return reversed_listing
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import os
 import shutil
 import tempfile
@@ -9,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from dtrain.arguments import check_int
@@ -25,10 +27,11 @@ from dtrain.prove.checks import (
 )
 from dtrain.prove.compare import MAX_ROUNDING, Comparison, Difference, FactKey, compare_records, metric_name, unstable_keys
 from dtrain.prove.explain import explain, seeds_of_rank_0
-from dtrain.prove.report import Finding, ProveReport, RunRow
+from dtrain.prove.report import Allowed, Finding, ProveReport, RunRow, fact_name
 from dtrain.prove.run_config import (
     AGAIN,
     BASE,
+    EVEN,
     FLOAT32,
     ROUNDED,
     ROUNDED_AGAIN,
@@ -38,6 +41,7 @@ from dtrain.prove.run_config import (
     RunConfig,
     first_runs,
     is_endless,
+    many_ranks,
     next_runs,
 )
 from dtrain.prove.run_records import KINDS, RunRecord, read_record
@@ -54,6 +58,8 @@ def prove(
     steps: int = 4,
     world_sizes: Sequence[int] = (2, 3),
     keep_precision: bool = False,
+    fast: bool = False,
+    allow: Mapping[str, str] = MappingProxyType({}),
     seed: int = 0,
     timeout_s: float = 300.0,
     slots: int | None = None,
@@ -70,6 +76,9 @@ def prove(
         steps: number of steps of each run.
         world_sizes: numbers of ranks that are compared with one rank.
         keep_precision: if True, runs compute in the script's own dtypes.
+        fast: if True, only one rank and the first of ``world_sizes`` are compared, without metrics.
+        allow: reason of each known difference, which does not count. The name is that of a fact, as in ``"metric tokens"``,
+            ``"gradient of head.*"`` or ``"tokens"``, or the code of a cause, as in ``"local_batch_norm"``.
         seed: seed of the step after which a run is killed.
         timeout_s: seconds after which a run is ended.
         slots: number of ranks that run at a time; None uses the number of cores.
@@ -96,8 +105,13 @@ def prove(
     say = on_progress or (lambda line: None)
     try:
         first = first_runs(script, args, folder, steps=steps, keep_precision=keep_precision)
-        proof = _Proof(slots or len(os.sched_getaffinity(0)), timeout_s, say)
-        proof.run(first, lambda base, record: next_runs(base, record, world_sizes, seed))
+        proof = _Proof(slots or len(os.sched_getaffinity(0)), timeout_s, allow, say)
+
+        def plan(base: RunConfig, record: RunRecord) -> list[PlannedRun]:
+            runs = next_runs(base, record, world_sizes[:1] if fast else world_sizes, seed)
+            return [run for run in runs if run.config.name in (EVEN, *map(many_ranks, world_sizes))] if fast else runs
+
+        proof.run(first[:1] if fast else first, plan)
         return proof.report(first[0].config, time.monotonic() - started)
     finally:
         if os.environ.get("DTRAIN_PROVE_KEEP"):
@@ -109,8 +123,9 @@ def prove(
 class _Proof:
     """Runs of one proof, their records and findings."""
 
-    def __init__(self, slots: int, timeout_s: float, on_progress: Callable[[str], None]) -> None:
+    def __init__(self, slots: int, timeout_s: float, allow: Mapping[str, str], on_progress: Callable[[str], None]) -> None:
         self._slots, self._timeout_s, self._on_progress = slots, timeout_s, on_progress
+        self._allowed = {name: Allowed(name=name, reason=reason) for name, reason in allow.items()}
         self._records: dict[str, RunRecord] = {}
         self._outcomes: dict[str, RunOutcome] = {}
         self._rows: list[RunRow] = []
@@ -132,7 +147,8 @@ class _Proof:
             config = replace(config, cut_after=config.steps)
             self._records = {name: other.until(config.steps) for name, other in self._records.items()}
             record = self._records[BASE]
-        self._unstable = unstable_keys(record, self._records[AGAIN])
+        if AGAIN in self._records:
+            self._unstable = unstable_keys(record, self._records[AGAIN])
         later = plan(config, record)
         self._execute([run for run in later if run.after is None])
         self._execute([self._resumed(run) for run in later if run.after is not None])
@@ -167,7 +183,7 @@ class _Proof:
     def _add_row(self, run: PlannedRun) -> None:
         """Compare a run, and add its row to the table, unless the run only serves others."""
         name = run.config.name
-        whole_names = [f"{ranks} ranks" for ranks in self._world_sizes(run)]
+        whole_names = [many_ranks(ranks) for ranks in self._world_sizes(run)]
         outcome, record = self._outcomes[name], self._records[name]
         # A script may refuse a strategy or a size, and says so. A run that hangs or crashes is a failure.
         waited = outcome.timed_out or outcome.follows
@@ -196,6 +212,8 @@ class _Proof:
             if gap := "" if findings or run.after else check_training(record):
                 text, is_hidden = gap, True
             verdict = "differs" if findings else "nothing" if is_hidden else comparison.verdict if comparison else "ran"
+            if verdict != "nothing" and (names := [allowed.name for allowed in self._allowed.values() if name in allowed.runs]):
+                verdict, text = verdict if findings else "allowed", f"allowed: {', '.join(names)}"
             row = RunRow(name=name, against=run.against, verdict=verdict, findings=findings, text=text)
             self._rows.append(row if comparison is None else replace(row, largest=comparison.largest))
 
@@ -206,15 +224,34 @@ class _Proof:
     def _compare(self, run: PlannedRun, reference: RunRecord, record: RunRecord) -> Comparison:
         # If a transform draws per rank, losses depend on the ranks by design.
         draws_per_rank = self._records[BASE].note("transform_draws") is not None
-        return compare_records(
+        kinds = _DATA_KINDS if draws_per_rank and max(self._world_sizes(run)) > 1 else tuple(KINDS)
+        comparison = compare_records(
             reference,
             record,
             same_layout=run.same_layout,
-            kinds=_DATA_KINDS if draws_per_rank and max(self._world_sizes(run)) > 1 else KINDS,
+            # Without an equal run, a metric may be a time.
+            kinds=[kind for kind in kinds if kind != "metric" or AGAIN in self._records],
             ignored=self._unstable,
             first_steps=record.first_steps if run.after else {},
             rounding={} if run.same_layout else self._rounding,
         )
+        counted = [
+            difference
+            for difference in comparison.differences
+            if not self._allow(run, difference.name, fact_name(difference.kind, difference.name))
+        ]
+        if comparison.differences and not counted:
+            return replace(comparison, verdict="tolerance", differences=())
+        return replace(comparison, differences=tuple(counted))
+
+    def _allow(self, run: PlannedRun, *names: str) -> bool:
+        """Return True if a difference of a run may be there, by one of its names."""
+        for pattern, allowed in self._allowed.items():
+            if pattern in names or any(fnmatch.fnmatchcase(name, pattern) for name in names):
+                runs = dict.fromkeys([*allowed.runs, run.config.name])
+                self._allowed[pattern] = replace(allowed, runs=tuple(runs))
+                return True
+        return False
 
     def _problem(self, name: str) -> str:
         """Return why a run cannot be compared; "" if it can."""
@@ -232,6 +269,8 @@ class _Proof:
         for difference in (*checks, *first):
             causes = explain(difference, record, reference, run.config, run.after is not None)
             likely = self._first_that_holds(causes, run, difference)
+            if self._allow(run, likely.code):
+                continue
             codes = [finding.cause.code for finding in self._findings]
             if likely.code not in codes:
                 codes.append(likely.code)
@@ -306,6 +345,8 @@ class _Proof:
             findings=tuple(self._findings),
             notes=tuple(record.notes),
             dropped=(tuple(unstable), tuple(sorted(self._of_layout))),
+            allowed=tuple(self._allowed.values()),
+            is_fast=AGAIN not in self._outcomes,
             plain=not record.rows("layout"),
             modules=tuple(modules),
             rounding=max((size for size in self._rounding.values() if size <= MAX_ROUNDING), default=None),

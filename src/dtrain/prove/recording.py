@@ -35,6 +35,7 @@ from dtrain.prove.run_log import (
     count_items,
     count_samples,
     digest,
+    field_digests,
     flatten,
     global_generators,
     is_number,
@@ -42,6 +43,7 @@ from dtrain.prove.run_log import (
     named_tensors,
     sample_hashes,
     script_frames,
+    script_line,
     script_variables,
     to_number,
 )
@@ -75,6 +77,14 @@ class StepFacts:
     epochs: list[int] = field(default_factory=list)
     shapes: list[list[int]] = field(default_factory=list)
     counts: list[dict[str, int]] = field(default_factory=list)
+    fields: dict[str, int] = field(default_factory=dict)
+    lines: dict[str, str] = field(default_factory=dict)
+
+    def add_batch(self, batch: Any) -> None:
+        """Add the samples of a batch, and the digests of its tensors."""
+        self.samples += sample_hashes(batch)
+        for name, number in field_digests(batch).items():
+            self.fields[name] = (self.fields.get(name, 0) + number) % 2**64
 
 
 class UpdateObserver:
@@ -103,6 +113,7 @@ class RankRecorder:
         self._names: dict[int, str] = {}
         self._trained: dict[int, list[nn.Module]] = {}
         self._notes: set[str] = set()
+        self._read_line = ""
         self.dtype = use_one_dtype(config.dtype, self._on_low)
         self.models = ScriptModels(self.dtype)
         self.random = EvenRandom(self._on_draw, active=config.even_random)
@@ -179,13 +190,18 @@ class RankRecorder:
         """Return the batch of a dtrain loader in the dtype of the run, with its position."""
         if isinstance(batch, FailedBatch):
             return batch
-        self.random.batch_loaded(self.log.step, count_samples(batch))
+        self.batch_read(batch)
         if self.dtype is None:
             return batch
         for info in get_batch_infos(batch):
             if info.padding_sample is not None:
                 info.padding_sample = cast_floats(info.padding_sample, self.dtype)
         return copy_batch_info(batch, cast_floats(batch, self.dtype))
+
+    def batch_read(self, batch: Any) -> None:
+        """Observe that the script reads a batch of a loader."""
+        self._read_line = script_line(self.config.script)
+        self.random.batch_loaded(self.log.step, count_samples(batch))
 
     def sample_ids(self, epoch: int, indices: Sequence[int]) -> None:
         """Observe the indices of the samples that a loader reads for a batch."""
@@ -223,7 +239,7 @@ class RankRecorder:
             data_ranks=state.spec.data_ranks,
             counts=state.spec.counts_in_loss,
         )
-        self.facts.samples = sample_hashes(batch)
+        self.facts.add_batch(batch)
         self.facts.rng = self.rng_digest()
 
     def stop_if_done(self) -> None:
@@ -331,7 +347,8 @@ class RankRecorder:
         modules = hashlib.blake2b("\n".join(self.facts.modules).encode(), digest_size=8).hexdigest()
         rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
         modes = modes_of(self._trained.get(self.log.optimizer_index, ()))
-        content = {**asdict(self.facts), "modules": modules, "ties": self.models.ties(), "lr": rates, **modes}
+        lines = {**self.facts.lines, "read": self._read_line, "update": script_line(self.config.script)}
+        content = {**asdict(self.facts), "modules": modules, "ties": self.models.ties(), "lr": rates, "lines": lines, **modes}
         self.log.write("step", **content)
         self.log.write_optimizer_state(optimizer)
 
@@ -392,7 +409,8 @@ class RankRecorder:
         self.random.end()
         self.evaluations.number_shown()
         plain = {name: to_number(value) for name, value in numbers.items() if is_number(value)}
-        self.log.write("metrics", source=source, numbers=plain, events=list(self.facts.events))
+        line = script_line(self.config.script)
+        self.log.write("metrics", source=source, numbers=plain, events=list(self.facts.events), line=line)
         if source == "log":
             self.facts.events = []
 
@@ -411,7 +429,8 @@ class RankRecorder:
         """Observe a printed line."""
         self.random.end()
         self.evaluations.number_shown()
-        self.log.write("printed", text=text[:2000], events=list(self.facts.events))
+        line = script_line(self.config.script)
+        self.log.write("printed", text=text[:2000], events=list(self.facts.events), line=line)
 
 
 def modes_of(models: Sequence[nn.Module]) -> dict[str, list[str]]:

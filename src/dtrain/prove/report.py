@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
+from xml.etree import ElementTree
 
 from dtrain.arguments import format_count
 from dtrain.prove.causes import Cause
@@ -15,11 +16,12 @@ from dtrain.prove.run_records import KINDS
 _MAX_MODULES = 20
 _MAX_METRICS = 10
 
-RowVerdict = Literal["bitwise", "tolerance", "differs", "failed", "nothing", "ran", "not run"]
+RowVerdict = Literal["bitwise", "tolerance", "allowed", "differs", "failed", "nothing", "ran", "not run"]
 
 _WORDS: Mapping[str, str] = {
     "bitwise": "equal bit for bit",
     "tolerance": "equal within rounding",
+    "allowed": "differs as allowed",
     "differs": "DIFFERS",
     "failed": "FAILED",
     "nothing": "SHOWS NOTHING",
@@ -49,6 +51,26 @@ class RunRow:
     text: str = ""
 
 
+def fact_name(kind: str, name: str) -> str:
+    """Return the name of a fact in texts, as in ``"gradient of head.weight"``."""
+    return f"{KINDS.get(kind, kind)} {name}".rstrip()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Allowed:
+    """A known difference, which does not count.
+
+    Args:
+        name: name of a fact or code of a cause, with the wildcards of ``fnmatch``.
+        reason: why it is right.
+        runs: names of the runs with this difference.
+    """
+
+    name: str
+    reason: str
+    runs: tuple[str, ...] = ()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
     """The first difference of a run, with its likely cause."""
@@ -59,10 +81,15 @@ class Finding:
     cause: Cause
 
     @property
+    def line(self) -> str:
+        """Line of the script that the fact comes from, as in ``"loop.py:31"``; "" if none is known."""
+        facts = self.difference.other, self.difference.reference
+        return next((fact.line for fact in facts if fact is not None and fact.line), "")
+
+    @property
     def subject(self) -> str:
         """Step and name of the fact that differs, as in ``"step 0, gradient of head.weight"``."""
-        difference = self.difference
-        return f"step {difference.step}, {KINDS.get(difference.kind, difference.kind)} {difference.name}".rstrip()
+        return f"step {self.difference.step}, {fact_name(self.difference.kind, self.difference.name)}"
 
     def as_dict(self) -> dict[str, Any]:
         """Return the finding as plain data."""
@@ -72,6 +99,7 @@ class Finding:
             "against": self.against,
             **{name: getattr(self.difference, name) for name in names},
             "ranks": list(self.difference.ranks),
+            "line": self.line,
             "cause": self.cause.code,
             "sentence": self.cause.sentence,
             "shown": self.cause.shown,
@@ -91,6 +119,8 @@ class ProveReport:
         findings: differences with their causes.
         notes: what the script does that was changed or could not be seen.
         dropped: metrics that were not compared: those that differ in two equal runs, and numbers of the layout.
+        allowed: known differences, which do not count.
+        is_fast: if True, only the main runs were compared.
         plain: if True, the loop does not use dtrain's step.
         modules: errors of the script's dtypes, in the order of the program.
         rounding: largest difference that counts as rounding, as measured; None for the tolerance of float64.
@@ -105,6 +135,8 @@ class ProveReport:
     findings: tuple[Finding, ...]
     notes: tuple[Mapping[str, Any], ...] = field(default=(), repr=False)
     dropped: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
+    allowed: tuple[Allowed, ...] = ()
+    is_fast: bool = False
     plain: bool = False
     modules: tuple[ModuleError, ...] = field(default=(), repr=False)
     rounding: float | None = None
@@ -121,7 +153,7 @@ class ProveReport:
     def remarks(self) -> list[str]:
         """Return what was changed, and what was not seen, in sentences."""
         codes = {note["code"] for note in self.notes}
-        remarks = []
+        remarks = list[str]()
         if self.plain:
             remarks.append(
                 "The loop does not use dtrain's step: weights of losses and microbatch sizes were not seen or changed."
@@ -131,6 +163,8 @@ class ProveReport:
                 remarks.append("The model is not sharded by shard_model, so no other strategy was run.")
             if by_hand := sorted({note["optimizer"] for note in self.notes if note["code"] == "update_by_hand"}):
                 remarks.append(f"Updates of {' and '.join(by_hand)} outside of dtrain's step were not compared.")
+        if "gpu" in codes:
+            remarks.append("The script names a GPU. All runs used the CPU, so kernels and memory of the GPU were not seen.")
         if files := sorted({note["path"] for note in self.notes if note["code"] == "overwrite"}):
             remarks.append(
                 f"The script writes {' and '.join(files)}, which the current folder has already. If it reads them, the runs "
@@ -156,7 +190,12 @@ class ProveReport:
             )
         if "loop_cut" in codes:
             remarks.append("The loop could not be shortened and was ended, so the code after it did not run.")
-        if not any("killed" in row.name for row in self.rows):
+        for allowed in self.allowed:
+            where = f"differs in {', '.join(allowed.runs)}" if allowed.runs else "differs in no run. Remove it"
+            remarks.append(f"Allowed: {allowed.name} ({allowed.reason}) {where}.")
+        if self.is_fast:
+            remarks.append("A fast proof compares no metrics, resumes, strategies or microbatch sizes.")
+        elif not any("killed" in row.name for row in self.rows):
             remarks.append(
                 "No checkpoint was saved before the last step, so no resume was checked. "
                 + (
@@ -175,17 +214,8 @@ class ProveReport:
             numbers = f" ({', '.join(str(number + 1) for number in row.findings)})" if row.findings else ""
             size = f", {row.largest:.0e} of the norm" if row.verdict == "tolerance" and row.largest else ""
             lines.append(f"{row.name:{width}}  {_WORDS[row.verdict]}{size}{numbers}{': ' + row.text if row.text else ''}")
-        for number, finding in enumerate(self.findings, start=1):
-            difference = finding.difference
-            ranks = f" (ranks {', '.join(map(str, difference.ranks))})" if difference.ranks else ""
-            against = f" against {finding.against}" if finding.against else ""
-            lines += [
-                "",
-                f"{number}. {finding.run}{against}: {finding.subject} {difference.text}{ranks}",
-                f"   {finding.cause.advice}",
-                *[f"   {finding.cause.evidence}"] * bool(finding.cause.evidence),
-                f'   See the page "{finding.cause.page}" of the documentation ({finding.cause.code}).',
-            ]
+        for number in range(len(self.findings)):
+            lines += ["", *self._finding_lines(number)]
         if remarks := self.remarks():
             lines += ["", *remarks]
         if self.keep_precision:
@@ -197,6 +227,35 @@ class ProveReport:
         verdict = "all runs agree" if self.passed else ", ".join(counts)
         lines += ["", f"prove: {verdict} ({format_count(len(self.rows), 'run')} of {self.steps} steps, {self.seconds:.0f} s)"]
         return "\n".join(lines)
+
+    def junit(self) -> str:
+        """Return the report as JUnit XML: a test case for each run, with the text of its findings as its failure."""
+        bad = [row.verdict in ("differs", "failed", "nothing") for row in self.rows]
+        counts = {"tests": str(len(self.rows)), "failures": str(sum(bad)), "time": f"{self.seconds:.1f}"}
+        suite = ElementTree.Element("testsuite", name=f"prove {self.script}", **counts)
+        for row, is_bad in zip(self.rows, bad, strict=True):
+            case = ElementTree.SubElement(suite, "testcase", classname=self.script, name=row.name)
+            if is_bad:
+                text = "\n".join(line for number in row.findings for line in self._finding_lines(number))
+                message = row.text or self.findings[row.findings[0]].subject
+                ElementTree.SubElement(case, "failure", type=row.verdict, message=message).text = text or row.text
+            elif row.verdict == "not run":
+                ElementTree.SubElement(case, "skipped", message=row.text)
+        ElementTree.indent(suite)
+        return ElementTree.tostring(suite, encoding="unicode", xml_declaration=True) + "\n"
+
+    def _finding_lines(self, number: int) -> list[str]:
+        finding = self.findings[number]
+        difference = finding.difference
+        ranks = f" (ranks {', '.join(map(str, difference.ranks))})" if difference.ranks else ""
+        against = f" against {finding.against}" if finding.against else ""
+        line = f", at {finding.line}" if finding.line else ""
+        return [
+            f"{number + 1}. {finding.run}{against}: {finding.subject} {difference.text}{ranks}{line}",
+            f"   {finding.cause.advice}",
+            *[f"   {finding.cause.evidence}"] * bool(finding.cause.evidence),
+            f'   See the page "{finding.cause.page}" of the documentation ({finding.cause.code}).',
+        ]
 
     def _module_lines(self) -> list[str]:
         """Return the table of modules, the largest error first, and the first module that rounding does not explain."""
@@ -252,5 +311,6 @@ class ProveReport:
                 for module in self.modules
             ],
             "rounding": self.rounding,
+            "allowed": [asdict(allowed) for allowed in self.allowed],
             "remarks": self.remarks(),
         }

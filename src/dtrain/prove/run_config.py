@@ -111,6 +111,11 @@ SERVING = (EVEN, FLOAT32, ROUNDED, ROUNDED_AGAIN)
 _STRATEGIES = ("full_shard", "shard_grad_op", "replicate")
 
 
+def many_ranks(ranks: int) -> str:
+    """Return the name of the run on several ranks that changes nothing else."""
+    return f"{ranks} ranks"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedRun:
     """A run, and the run that it is compared with.
@@ -167,7 +172,7 @@ def next_runs(base: RunConfig, record: RunRecord, world_sizes: Sequence[int], se
     written = record.note("sharding")
     for position, ranks in enumerate(world_sizes):
         layout = {"ranks": ranks, "even_random": draws}
-        plan(f"{ranks} ranks", f"ranks-{ranks}", layout, reference)
+        plan(many_ranks(ranks), f"ranks-{ranks}", layout, reference)
         if position == 0 and written is not None and written["strategy"] in (*_STRATEGIES, "no_shard"):
             for strategy in _STRATEGIES:
                 if strategy != written["strategy"].replace("no_shard", "replicate"):

@@ -18,14 +18,15 @@ import hashlib
 import json
 import os
 import random
+import sys
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
-from types import FrameType
-from typing import IO, Any
+from types import FrameType, MappingProxyType
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -36,6 +37,7 @@ from dtrain.dist.dtensor import full_tensor, to_local
 from dtrain.prove.run_config import SKETCH_SIZE
 
 _DIGEST_BYTES = 8
+_PACKAGE = Path(__file__).resolve().parents[1]
 # Padding of the usual collate functions. A sample has other numbers of them in another layout.
 _PADDING = (0, -100, -1)
 # Limits of the search for variables: depth of containers, number of values, elements of a tensor.
@@ -177,6 +179,16 @@ def sample_hashes(batch: Any) -> list[str]:
     return ["/".join(pair) for pair in _hash_rows([tensor for tensor in tensors if tensor.ndim], count, whole=False)]
 
 
+def field_digests(batch: Any) -> dict[str, int]:
+    """Return a digest of each tensor of a batch, by its name as in ``"batch[1]"``. The order of the rows does not count.
+
+    The digest of a batch is the sum of those of its parts, modulo 2**64.
+    """
+    fields = {name: tensor.detach() for name, tensor in iter_named_tensors(batch, "batch") if tensor.ndim}
+    rows = {name: _hash_rows([tensor], len(tensor), whole=False) for name, tensor in fields.items()}
+    return {name: sum(int(word, 16) for pair in pairs for word in pair) % 2**64 for name, pairs in rows.items()}
+
+
 def _hash_rows(tensors: Sequence[Tensor], count: int, *, whole: bool) -> list[tuple[str, str]]:
     hashes = [(hashlib.blake2b(digest_size=_DIGEST_BYTES), hashlib.blake2b(digest_size=_DIGEST_BYTES)) for _ in range(count)]
     for tensor in tensors:
@@ -247,12 +259,23 @@ def to_number(value: Any) -> float:
     return float(full_tensor(value.detach())) if isinstance(value, Tensor) else float(value)
 
 
+@lru_cache(maxsize=4096)
+def is_of_script(file: str, script: str) -> bool:
+    """Return True for the script and modules in its folder, but not for packages that are installed there."""
+    path, folder = Path(os.path.realpath(file)), Path(os.path.realpath(script)).parent
+    is_installed = {"site-packages", "dist-packages"} & set(path.parts) or path.is_relative_to(_PACKAGE)
+    return path.is_relative_to(folder) and not is_installed
+
+
 def script_frames(frame: FrameType | None, script: str) -> list[FrameType]:
     """Return the frames of the script, and of modules in its folder, that called the current function."""
-    folder = os.path.dirname(os.path.realpath(script)) + os.sep
-    return [
-        caller for caller, _ in traceback.walk_stack(frame) if os.path.realpath(caller.f_code.co_filename).startswith(folder)
-    ]
+    return [caller for caller, _ in traceback.walk_stack(frame) if is_of_script(caller.f_code.co_filename, script)]
+
+
+def script_line(script: str) -> str:
+    """Return the line of the script that called the current function, as in ``"loop.py:31"``; "" if no line did."""
+    frame = next(iter(script_frames(sys._getframe(1), script)), None)
+    return "" if frame is None else f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
 
 
 def script_variables(frames: Sequence[FrameType], models: Sequence[nn.Module]) -> Iterator[dict[str, Any]]:
@@ -262,27 +285,34 @@ def script_variables(frames: Sequence[FrameType], models: Sequence[nn.Module]) -
     """
     seen, owned = set[int](), _owned_by(models)
     values = (
-        row
+        row | {"line": _assignments(frame.f_code.co_filename).lines.get(name, "")}
         for frame in frames
         for name, value in list(frame.f_locals.items())
-        if not name.startswith("__") and name not in _counters(frame.f_code.co_filename)
+        if not name.startswith("__") and name not in _assignments(frame.f_code.co_filename).counters
         for row in _values(name, value, 0, seen, owned)
     )
     yield from islice(values, _MAX_VALUES)
 
 
+class _Assignments(NamedTuple):
+    """Names that only ``for`` loops of a file assign, and the line that assigns each name last, as in ``"loop.py:31"``."""
+
+    counters: frozenset[str] = frozenset()
+    lines: Mapping[str, str] = MappingProxyType({})
+
+
 @lru_cache(maxsize=64)
-def _counters(file: str) -> frozenset[str]:
-    """Return the names that ``for`` loops of a file assign, and nothing else does."""
+def _assignments(file: str) -> _Assignments:
     try:
         tree = ast.parse(Path(file).read_text(encoding="utf-8"))
     except (OSError, ValueError, SyntaxError):
-        return frozenset()
+        return _Assignments()
     loops = [node.target for node in ast.walk(tree) if isinstance(node, ast.For | ast.AsyncFor)]
     of_loops = [name for target in loops for name in ast.walk(target) if isinstance(name, ast.Name)]
     assigned = [node for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
     others = {node.id for node in assigned if not any(node is name for name in of_loops)}
-    return frozenset(name.id for name in of_loops) - others
+    lines = {node.id: f"{os.path.basename(file)}:{node.lineno}" for node in sorted(assigned, key=lambda node: node.lineno)}
+    return _Assignments(frozenset(name.id for name in of_loops) - others, lines)
 
 
 def model_values(models: Sequence[nn.Module]) -> Iterator[dict[str, Any]]:

@@ -93,6 +93,8 @@ class Fact:
         value: ``TensorFact``, ``LossFact``, number, text or counter of samples.
         by_rank: value of each rank, if ranks have values of their own.
         order: place among facts of the same kind and step.
+        line: line of the script that the fact comes from, as in ``"loop.py:31"``; "" if none is known.
+        fields: digests of the tensors of the samples by name.
     """
 
     step: int
@@ -102,6 +104,8 @@ class Fact:
     value: Any
     by_rank: tuple[Any, ...] = ()
     order: int = 0
+    line: str = ""
+    fields: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def key(self) -> tuple[int, int, str, str]:
@@ -199,7 +203,7 @@ def read_record(name: str, folder: Path) -> RunRecord:
     return RunRecord(name=name, ranks=ranks, facts={fact.key: fact for fact in facts}, notes=notes, numbers=numbers)
 
 
-def _fact(row: Row, kind: str, name: str, value: Any, *, by_rank: Iterable[Any] = (), order: int = 0) -> Fact:
+def _fact(row: Row, kind: str, name: str, value: Any, *, by_rank: Iterable[Any] = (), **more: Any) -> Fact:
     return Fact(
         step=row["step"],
         optimizer_index=row["optimizer_index"],
@@ -207,8 +211,15 @@ def _fact(row: Row, kind: str, name: str, value: Any, *, by_rank: Iterable[Any] 
         name=name,
         value=value,
         by_rank=tuple(by_rank),
-        order=order,
+        **{"line": row.get("line", ""), **more},
     )
+
+
+def _line_of_step(row: Row | None, kind: str) -> str:
+    """Return the line of the script that makes a fact of a step: reads the samples, computes the loss, or updates."""
+    lines = {} if row is None else row.get("lines", {})
+    places = {"samples": ("read", "forward"), "loss": ("backward", "forward")}.get(kind, ("update",))
+    return next((lines[place] for place in places if lines.get(place)), "")
 
 
 def _facts_of_rank_0(ranks: list[list[Row]], numbers: Any) -> Iterator[Fact]:
@@ -219,6 +230,7 @@ def _facts_of_rank_0(ranks: list[list[Row]], numbers: Any) -> Iterator[Fact]:
             if row["kind"] in TENSORS:
                 digests.setdefault((row["kind"], row["step"], row["optimizer_index"], row["name"]), {})[rank] = row["digest"]
     seen: Counter[tuple[int, int, str]] = Counter()
+    steps = {(row["step"], row["optimizer_index"]): row for row in ranks[0] if row["kind"] == "step"}
     for place, row in enumerate(ranks[0]):
         kind = row["kind"]
         if kind in TENSORS and row["sketch"] is not None:
@@ -236,11 +248,13 @@ def _facts_of_rank_0(ranks: list[list[Row]], numbers: Any) -> Iterator[Fact]:
             by_rank = digests[kind, row["step"], row["optimizer_index"], row["name"]]
             # Backward reaches the last parameters first.
             order = -row["order"] if kind == "gradient" else place
-            yield _fact(row, kind, row["name"], tensor, by_rank=map(by_rank.get, range(len(ranks))), order=order)
+            line = "" if kind == "initial" else _line_of_step(steps.get((row["step"], row["optimizer_index"])), kind)
+            yield _fact(row, kind, row["name"], tensor, by_rank=map(by_rank.get, range(len(ranks))), order=order, line=line)
         elif kind == "variable":
             yield _fact(row, "generator" if row["type"] == "generator" else "variable", row["name"], row, order=place)
         elif kind == "optimizer_state":
-            yield _fact(row, kind, "", (row["tensors"], float(row["norm"])))
+            line = _line_of_step(steps.get((row["step"], row["optimizer_index"])), kind)
+            yield _fact(row, kind, "", (row["tensors"], float(row["norm"])), line=line)
         for name, value in _read_metrics(row):
             key = row["step"], row["optimizer_index"], name
             seen[key] += 1
@@ -277,10 +291,14 @@ def _facts_of_steps(ranks: list[list[Row]]) -> Iterator[Fact]:
             count=len(losses),
         )
         samples = [tuple(row["samples"]) for row in rows]
-        yield _fact(first, "samples", "", Counter(chain.from_iterable(samples)), by_rank=samples)
+        fields = {name: sum(row["fields"].get(name, 0) for row in rows) % 2**64 for row in rows for name in row["fields"]}
+        line = {kind: _line_of_step(first, kind) for kind in ("samples", "loss", "lr")}
+        of_samples = {"line": line["samples"], "fields": fields}
+        yield _fact(first, "samples", "", Counter(chain.from_iterable(samples)), by_rank=samples, **of_samples)
         yield _fact(first, "rng", "", first["rng"], by_rank=(row["rng"] for row in rows))
-        yield _fact(first, "loss", "", loss, by_rank=(sum(total for total, _ in row["losses"]) for row in rows))
-        yield _fact(first, "lr", "", tuple(first["lr"]), by_rank=(tuple(row["lr"]) for row in rows))
+        by_rank = (sum(total for total, _ in row["losses"]) for row in rows)
+        yield _fact(first, "loss", "", loss, by_rank=by_rank, line=line["loss"])
+        yield _fact(first, "lr", "", tuple(first["lr"]), by_rank=(tuple(row["lr"]) for row in rows), line=line["lr"])
         yield _fact(first, "ties", "", tuple(first["ties"]))
         for kind, name in (("frozen", "frozen"), ("mode", "evaluating")):
             yield _fact(first, kind, "", tuple(first.get(name, ())), by_rank=(tuple(row.get(name, ())) for row in rows))

@@ -1,7 +1,8 @@
 """Start the ranks of a proof's runs, several runs at a time if there are cores: ``run_all``.
 
-Ranks are forks of one process that has imported torch, so a start takes tenths of a second. A rank that waits for a lost peer
-is ended with the run. Every run has a current folder of its own, which is a copy of the script's current folder.
+Ranks are forks of one process that has imported torch and the script's packages, so a start takes tenths of a second. A rank
+that waits for a lost peer is ended with the run. Every run has a current folder of its own, which is a copy of the script's
+current folder.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from multiprocessing.forkserver import ForkServer
 from multiprocessing.util import Finalize
 from pathlib import Path
@@ -34,6 +35,7 @@ from dtrain.launch.launch_plan import FLIGHT_RECORDER_ENTRIES
 from dtrain.launch.local_ranks import PRELOADED, LocalRanks, enter_rank, wait_for_exits
 from dtrain.launch.processes import die_with_parent
 from dtrain.launch.rank_records import RankEvidence, RankProgress, collect_evidence
+from dtrain.prove import preload
 from dtrain.prove.run_config import RunConfig
 
 # Time for the other ranks to end after one has failed, so that the first error is recorded. Seconds.
@@ -44,7 +46,8 @@ _ANSWER_S = 10.0
 _REQUEST_PIPE = "request"
 # Files above this size are links into the original folder instead of copies. Bytes.
 _MAX_COPY_BYTES = 1 << 20
-_HOOKS = ("dtrain.prove.dtrain_hooks", "dtrain.prove.torch_hooks")
+_NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
+_HOOKS = ("dtrain.prove.devices", "dtrain.prove.dtrain_hooks", "dtrain.prove.torch_hooks")
 _OUTPUT_FOLDERS = ("ckpt", "checkpoints", "runs", "out", "output", "outputs")
 _SKIPPED_FOLDERS = (".git", ".venv", "__pycache__", "node_modules", ".nox", ".mypy_cache", ".ruff_cache", ".pytest_cache")
 
@@ -148,34 +151,38 @@ def _start(config: RunConfig, timeout_s: float) -> _Running:
         launch_protocol.OMP_THREADS: "1",
         # Compilation takes longer than the run, and changes rounding. torch.compile reads the variable at each call.
         "TORCHDYNAMO_DISABLE": "1",
-        "CUDA_VISIBLE_DEVICES": "",
+        **_NO_GPU,
         "PYTHONDONTWRITEBYTECODE": "1",
         **dict.fromkeys(launch_protocol.FLIGHT_RECORDER, FLIGHT_RECORDER_ENTRIES),
     }
+    imports = preload.script_imports(Path(config.script))
     for rank in range(config.ranks):
         ranks.fork_from_server(
-            run_rank, str(path), ranks.environment(rank, inherited), server=_fork_server(int(config.vary_machine))
+            run_rank, str(path), ranks.environment(rank, inherited), server=_fork_server(int(config.vary_machine), imports)
         )
     now = time.monotonic()
     return _Running(config=config, ranks=ranks, started=now, deadline=now + timeout_s, timeout_s=timeout_s)
 
 
 @cache
-def _fork_server(hash_seed: int) -> ForkServer:
-    """Return the server of this process whose forks are the ranks of all proofs. It imports what most scripts import.
+def _fork_server(hash_seed: int, imports: tuple[str, ...]) -> ForkServer:
+    """Return the server of this process whose forks are the ranks of proofs.
 
     Args:
         hash_seed: seed of ``hash``, and so of the order of sets, in all its forks.
+        imports: what the server imports besides what most scripts import; see ``script_imports``.
     """
     server = ForkServer()
-    server.set_forkserver_preload([*PRELOADED, *_HOOKS])
-    before = os.environ.get("PYTHONHASHSEED")
-    os.environ["PYTHONHASHSEED"] = str(hash_seed)
+    server.set_forkserver_preload([*PRELOADED, *_HOOKS, preload.__name__])
+    changed = {"PYTHONHASHSEED": str(hash_seed), preload.IMPORTS: " ".join(imports), **_NO_GPU}
+    before = {name: os.environ[name] for name in changed if name in os.environ}
+    os.environ.update(changed)
     try:
         server.ensure_running()
     finally:
-        del os.environ["PYTHONHASHSEED"]
-        os.environ.update({} if before is None else {"PYTHONHASHSEED": before})
+        for name in changed:
+            del os.environ[name]
+        os.environ.update(before)
     Finalize(None, server._stop, exitpriority=10)  # type: ignore[attr-defined]
     return server
 
@@ -302,6 +309,7 @@ def _run_script(config: RunConfig, rank: int) -> int:
     import numpy as np
     import torch
 
+    from dtrain.prove.devices import keep_on_cpu
     from dtrain.prove.dtrain_hooks import observe_dtrain
     from dtrain.prove.overrides import Seeds, take_out, vary_machine
     from dtrain.prove.recording import RankRecorder
@@ -310,15 +318,17 @@ def _run_script(config: RunConfig, rank: int) -> int:
     # All ranks are forks of one process, whose generators would be equal. A script without a seed must show as one.
     torch.default_generator.seed()
     np.random.seed()
-    recorder = RankRecorder(config, rank)
-    observe_dtrain(recorder)
-    observe_torch(recorder)
-    Seeds(config, recorder.log)
-    if config.experiment is not None:
-        take_out(config.experiment)
     path = os.path.abspath(config.script)
-    # Held until the end of the process.
-    memory = vary_machine(path) if config.vary_machine else None  # noqa: F841
+    with preload.replaced_functions():
+        recorder = RankRecorder(config, rank)
+        keep_on_cpu(partial(recorder.note, "gpu"))
+        observe_dtrain(recorder)
+        observe_torch(recorder)
+        Seeds(config, recorder.log)
+        if config.experiment is not None:
+            take_out(config.experiment)
+        # Held until the end of the process.
+        memory = vary_machine(path) if config.vary_machine else None  # noqa: F841
     sys.argv = [config.script, *config.args]
     sys.path.insert(0, os.path.dirname(os.path.realpath(path)))
     main = ModuleType("__main__")

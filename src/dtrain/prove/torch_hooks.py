@@ -30,7 +30,7 @@ from dtrain.data.batch import list_tensors
 from dtrain.dist import collectives
 from dtrain.prove.overrides import cast_floats, observe_recompute
 from dtrain.prove.recording import EndOfProof, RankRecorder, StepFacts, UpdateObserver
-from dtrain.prove.run_log import count_items, count_samples, sample_hashes, script_frames
+from dtrain.prove.run_log import count_items, count_samples, script_frames, script_line
 
 # Passes of a training loader without a batch, after which the script waits for steps that never come.
 _MAX_EMPTY_PASSES = 1000
@@ -82,6 +82,8 @@ class _Forwards:
             args, kwargs = cast_floats(args, recorder.dtype), cast_floats(kwargs, recorder.dtype)
         recorder.models.add(module)
         inputs = [tensor for tensor in list_tensors([list(args), kwargs]) if isinstance(tensor, Tensor)]
+        if torch.is_grad_enabled() and "forward" not in recorder.facts.lines:
+            recorder.facts.lines["forward"] = script_line(recorder.config.script)
         if self._exports is not None:
             self._exports.hold(module, args, kwargs)
         alone, of_cache = not recorder.in_step, module is recorder.cached_model
@@ -227,7 +229,7 @@ class _Loaders:
             if self._loop.is_over(key):
                 return
             self._loop.batch_loaded(key, number, batch)
-            recorder.random.batch_loaded(recorder.log.step, count_samples(batch))
+            recorder.batch_read(batch)
             yield cast_floats(batch, recorder.dtype) if recorder.dtype is not None else batch
 
 
@@ -361,7 +363,7 @@ class PlainLoop(UpdateObserver):
         facts.forwards += 1
         # A model may get a part of each sample that depends on the padding, such as all tokens but the last.
         is_whole = bool(inputs) and count_samples(self._batch) == count_samples(inputs)
-        facts.samples += sample_hashes(self._batch if is_whole else inputs)
+        facts.add_batch(self._batch if is_whole else inputs)
         facts.counts.append(count_items(self._batch if is_whole else inputs))
         facts.shapes += [list(tensor.shape[1:]) for tensor in inputs[:1]]
         if self._number is not None:
@@ -371,6 +373,7 @@ class PlainLoop(UpdateObserver):
         """Observe a backward."""
         facts = self._recorder.facts
         facts.backwards += 1
+        facts.lines["backward"] = script_line(self._recorder.config.script)
         if loss.numel() == 1:
             facts.losses.append((float(loss.detach()), None))
 
