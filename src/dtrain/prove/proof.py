@@ -308,7 +308,8 @@ class _Proof:
             )
             for config in (self._outcomes[name].config for name in names)
         ]
-        self._execute([PlannedRun(config=config) for config in changed])
+        # The experiment may have tested the cause of another difference of these runs.
+        self._execute([PlannedRun(config=config) for config in changed if config.name not in self._outcomes])
         reference, record = (self._complete(config.name) for config in changed)
         if reference is None or record is None:
             return None
