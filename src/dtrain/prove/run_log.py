@@ -371,6 +371,10 @@ def _values(path: str, value: Any, depth: int, seen: set[int], owned: _Owned) ->
                 if not tensor.is_meta and id(tensor) not in owned.parameters:
                     yield of_tensor(tensor, f"{path}.{name}")
     elif isinstance(value, Mapping):
+        # The optimizer has the numbers of its groups of parameters.
+        params = value.get("params")
+        if isinstance(params, list) and any(isinstance(item, nn.Parameter) for item in params):
+            return
         items = [(f"[{key!r}]", item) for key, item in list(value.items())[:_MAX_VALUES] if isinstance(key, str | int)]
     elif type(value) in (list, tuple):
         items = [(f"[{index}]", item) for index, item in enumerate(value)] if len(value) <= _MAX_VALUES else []
