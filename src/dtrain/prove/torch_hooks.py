@@ -23,11 +23,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, RandomSampler
 
 from dtrain.checkpoint.conversion import convert as conversion
 from dtrain.data.batch import list_tensors
 from dtrain.dist import collectives
+from dtrain.dist.rng import derive_seed
 from dtrain.prove.overrides import cast_floats, observe_recompute
 from dtrain.prove.recording import EndOfProof, RankRecorder, StepFacts, UpdateObserver
 from dtrain.prove.run_log import count_items, count_samples, sample_hashes, script_frames
@@ -180,6 +181,9 @@ class _Loaders:
             key = self._key_of(loader, sys._getframe(1))
             if loop.is_over(key):
                 return self._empty_pass()
+            if _is_of_accelerate(sys._getframe(1)):
+                _observe_gather_for_metrics(recorder)
+                self._order_alike(loader, self._passes.get(key, -1) + 1)
             return self._batches(loader, key, iterate(loader))
 
         DataLoader.__iter__ = observed  # type: ignore[method-assign]
@@ -200,11 +204,22 @@ class _Loaders:
             others[index : index + 1] = [weakref.ref(loader)]
         return *key, index
 
+    def _order_alike(self, loader: Any, number: int) -> None:
+        """Order a pass alike on all numbers of ranks: Accelerate's default sampler has another generator on one rank."""
+        batch_sampler = loader.batch_sampler
+        while hasattr(batch_sampler, "batch_sampler"):
+            batch_sampler = batch_sampler.batch_sampler
+        sampler = getattr(batch_sampler, "sampler", None)
+        if type(sampler) is RandomSampler:
+            self._recorder.note("draws")
+            if self._recorder.config.even_random:
+                sampler.generator = torch.Generator("cpu").manual_seed(derive_seed("prove order", number))
+
     def _empty_pass(self) -> Iterator[Any]:
         self._empty_passes += 1
         reader = sys._getframe(1)
-        # After a loop the script goes on, and after ``next`` it fails.
-        in_loop = "next(" not in linecache.getline(reader.f_code.co_filename, reader.f_lineno)
+        # After a loop the script goes on, and after ``next`` it fails. Accelerate knows the end of its loaders.
+        in_loop = _is_of_accelerate(reader) or "next(" not in linecache.getline(reader.f_code.co_filename, reader.f_lineno)
         if not in_loop or self._empty_passes > _MAX_EMPTY_PASSES:
             self._recorder.note("loop_cut")
             raise EndOfProof(0)
@@ -229,6 +244,25 @@ class _Loaders:
             self._loop.batch_loaded(key, number, batch)
             recorder.random.batch_loaded(recorder.log.step, count_samples(batch))
             yield cast_floats(batch, recorder.dtype) if recorder.dtype is not None else batch
+
+
+def _is_of_accelerate(frame: FrameType) -> bool:
+    return bool(frame.f_globals.get("__name__") == "accelerate.data_loader")
+
+
+def _observe_gather_for_metrics(recorder: RankRecorder) -> None:
+    """Observe that Accelerate drops the samples that it repeats to fill the last batch of an evaluation."""
+    accelerator = sys.modules["accelerate"].Accelerator
+    gather = accelerator.gather_for_metrics
+    if hasattr(gather, "__wrapped__"):
+        return
+
+    @functools.wraps(gather)
+    def gathered(*args: Any, **kwargs: Any) -> Any:
+        recorder.note("gather_for_metrics")
+        return gather(*args, **kwargs)
+
+    accelerator.gather_for_metrics = gathered
 
 
 def _observe_events(recorder: RankRecorder) -> None:
