@@ -21,6 +21,7 @@ from typing import Any
 import safetensors.torch
 import torch
 import torch.distributed as dist
+import torch.distributed.tensor.parallel as tensor_parallel
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader, RandomSampler
@@ -45,6 +46,7 @@ def observe_torch(recorder: RankRecorder) -> None:
     _observe_updates(recorder, loop)
     _Loaders(recorder, loop)
     _observe_events(recorder)
+    _observe_tensor_parallelism(recorder)
     _observe_files(recorder)
     _observe_print(recorder)
     observe_recompute(partial(recorder.note, "recompute"), active=recorder.config.recompute)
@@ -299,6 +301,19 @@ def _observe_events(recorder: RankRecorder) -> None:
         return result
 
     torch.amp.GradScaler.step = scaled_step  # type: ignore[method-assign, assignment]
+
+
+def _observe_tensor_parallelism(recorder: RankRecorder) -> None:
+    """Observe which ranks share a batch, because a loop by hand shards layers over them."""
+    parallelize = tensor_parallel.parallelize_module
+
+    @functools.wraps(parallelize)
+    def parallelized(module: nn.Module, device_mesh: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if device_mesh is not None:
+            recorder.log.write("shared_batch", data_rank=int(device_mesh.mesh.min()))
+        return parallelize(module, device_mesh, *args, **kwargs)
+
+    tensor_parallel.parallelize_module = parallelized
 
 
 def _observe_print(recorder: RankRecorder) -> None:
