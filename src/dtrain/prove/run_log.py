@@ -117,9 +117,12 @@ class RunLog:
 
     def write_optimizer_state(self, optimizer: Any) -> None:
         """Write the number of tensors in the optimizer's state on this rank, and their norm."""
+        # An optimizer that runs another one, as ``ZeroRedundancyOptimizer`` does, keeps no state of its own.
+        inner = [value for value in vars(optimizer).values() if isinstance(value, torch.optim.Optimizer)]
         tensors = [
             value
-            for state in optimizer.state.values()
+            for owner in inner or [optimizer]
+            for state in owner.state.values()
             if isinstance(state, Mapping)
             for value in state.values()
             if isinstance(value, Tensor) and value.numel() > 1

@@ -439,13 +439,35 @@ class PlainLoop(UpdateObserver):
             return False
         return loader in self._training_loaders and self._recorder.updates_done() >= self._recorder.config.steps
 
-    def _update_begins(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+    def _update_begins(self, optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         recorder = self._recorder
+        if _is_update_of_torch():
+            return None
         recorder.note("update_by_hand", optimizer=type(optimizer).__name__)
         if recorder.steps_of_dtrain:
-            return
+            return None
         optimizer_index = recorder.log.optimizer_index = recorder.index_of(optimizer)
         recorder.log.step = recorder.updates.setdefault(optimizer_index, recorder.config.first_step)
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if closure is None:
+            self._write_update(optimizer)
+            return None
+        is_first = True
+
+        @functools.wraps(closure)
+        def observed() -> Any:
+            nonlocal is_first
+            loss = closure()
+            if is_first:
+                self._write_update(optimizer)
+            is_first = False
+            return loss
+
+        # The forwards of the step run in the closure, the first one before the parameters change.
+        return (args[0], observed, *args[2:]), {name: value for name, value in kwargs.items() if name != "closure"}
+
+    def _write_update(self, optimizer: Any) -> None:
+        recorder = self._recorder
         self._training_loaders |= self._of_step
         self._of_step = set()
         if recorder.records_updates():
@@ -456,9 +478,27 @@ class PlainLoop(UpdateObserver):
 
     def _update_ends(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         recorder = self._recorder
-        if recorder.steps_of_dtrain:
+        if recorder.steps_of_dtrain or _is_update_of_torch():
             return
+        # Further forwards of a closure are not those of the next update.
+        recorder.facts = StepFacts()
         optimizer_index = recorder.log.optimizer_index = recorder.index_of(optimizer)
         if recorder.records_updates():
             recorder.write_parameters()
         recorder.update_ends(recorder.updates[optimizer_index] + 1)
+
+
+def _is_update_of_torch() -> bool:
+    """Return True in a step that the script did not ask for.
+
+    ``ZeroRedundancyOptimizer`` runs another optimizer in its own step, and ``get_state_dict`` makes a state by a step without
+    gradients.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    steps = 0
+    while frame is not None and steps < 2:
+        module = frame.f_globals.get("__name__")
+        steps += module == "torch.optim.optimizer" and frame.f_code.co_name == "wrapper"
+        steps += 2 * (module == "torch.distributed.checkpoint.state_dict")
+        frame = frame.f_back
+    return steps > 1
