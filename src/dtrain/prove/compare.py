@@ -117,6 +117,7 @@ def compare_records(
     differences, sizes, is_bitwise = list[Difference](), list[tuple[Fact, float]](), True
     scales, unit, coarse = _scales(reference), _unit(reference), list[Fact]()
     last = dict[tuple[int, str, str], bool]()
+    drops_repeats = other.note("gather_for_metrics") is not None
     of_layout = frozenset[str]() if same_layout else _metrics_of_layout(reference, other)
     pairs = _comparable_facts(reference, other, same_layout=same_layout, first_steps=first_steps)
     for fact, partner in pairs:
@@ -130,7 +131,7 @@ def compare_records(
         scale = scales.get((fact.kind, fact.step if fact.kind in TENSORS else metric_name(fact)), 0.0)
         if fact.kind not in TENSORS:
             scale = max(scale, _CANCELLED * unit / tolerance)
-        result = _COMPARE.get(fact.kind, _compare_plain)(fact, partner, _Options(same_layout, tolerance, scale))
+        result = _COMPARE.get(fact.kind, _compare_plain)(fact, partner, _Options(same_layout, tolerance, scale, drops_repeats))
         last[fact.optimizer_index, fact.kind, fact.name] = bool(result.text)
         is_bitwise &= result == _EQUAL
         sizes.append((fact, result.relative if result.is_certain else 0.0))
@@ -298,11 +299,15 @@ def _unit(record: RunRecord) -> float:
 
 
 class _Options(NamedTuple):
-    """Options of one comparison: layout, relative difference that is rounding, and least size for a relative difference."""
+    """Options of one comparison: layout, relative difference that is rounding, and least size for a relative difference.
+
+    ``drops_repeats`` is True if the script drops samples that an evaluation repeats before it counts.
+    """
 
     same_layout: bool
     tolerance: float
     scale: float
+    drops_repeats: bool
 
 
 class _Result(NamedTuple):
@@ -365,6 +370,8 @@ def _compare_samples(fact: Fact, partner: Fact, options: _Options) -> _Result:
         # Equal batches on all ranks repeat an evaluation, unless all samples are equal, as with even random numbers.
         everything = Counter(sample for samples in partner.by_rank for sample in samples)
         if all(a[sample] in (b[sample], everything[sample]) for sample in a | everything):
+            return _EQUAL
+        if options.drops_repeats and a.keys() == b.keys() and a <= b:
             return _EQUAL
     missing, extra = sum((a - b).values()), sum((b - a).values())
     if missing == extra:

@@ -107,7 +107,8 @@ class RankRecorder:
         self.in_step = self._in_update = False
         self.steps_of_dtrain = False
         self._has_dtrain_loop = config.has_dtrain_loop or config.may_have_dtrain_loop
-        self._indices: dict[int, int] = {}
+        # By number. They are kept, so that no other optimizer gets the address of one.
+        self._optimizers: list[list[Any]] = []
         self.updates: dict[int, int] = {}
         self._initial: set[int] = set()
         self._names: dict[int, str] = {}
@@ -211,14 +212,25 @@ class RankRecorder:
     # ---- optimizers ----
 
     def index_of(self, optimizer: Any) -> int:
-        """Return the number of an optimizer, in the order of the first use."""
-        return self._indices.setdefault(id(optimizer), len(self._indices))
+        """Return the number of an optimizer, in the order of the first use.
+
+        An optimizer with a parameter of an earlier one goes on with its number, as after layers are unfrozen.
+        """
+        for index, others in enumerate(self._optimizers):
+            if any(optimizer is other for other in others):
+                return index
+        own = _params_of(optimizer)
+        index = next((index for index, others in enumerate(self._optimizers) if own & _params_of(others[-1])), None)
+        if index is None:
+            self._optimizers.append([])
+        self._optimizers[-1 if index is None else index].append(optimizer)
+        return self.index_of(optimizer)
 
     def _start_dtrain_loop(self) -> None:
         """Forget a loop by hand that prepares the training, such as that of a codec on rank 0: other ranks may not run it."""
         if not self.steps_of_dtrain:
             self.steps_of_dtrain, self.log.optimizer_index, self.log.step = True, 0, self.config.first_step
-            for seen in (self._indices, self.updates, self._initial):
+            for seen in (self._optimizers, self.updates, self._initial):
                 seen.clear()
             self.log.write("loop_starts")
 
@@ -433,6 +445,10 @@ class RankRecorder:
         self.log.write("printed", text=text[:2000], events=list(self.facts.events), line=line)
 
 
+def _params_of(optimizer: Any) -> set[int]:
+    return {id(param) for group in optimizer.param_groups for param in group["params"]}
+
+
 def modes_of(models: Sequence[nn.Module]) -> dict[str, list[str]]:
     """Return the names of the modules in evaluation mode, and of the parameters that do not train.
 
@@ -497,7 +513,7 @@ class ScriptModels:
 
     def trained_by(self, optimizer: Any) -> list[nn.Module]:
         """Return the models of which an optimizer has a parameter."""
-        own = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        own = _params_of(optimizer)
         return [model for model in self.modules if any(id(param) in own for param in model.parameters())]
 
     def name_of(self, module: nn.Module) -> str | None:

@@ -119,9 +119,12 @@ class RunLog:
 
     def write_optimizer_state(self, optimizer: Any) -> None:
         """Write the number of tensors in the optimizer's state on this rank, and their norm."""
+        # An optimizer that runs another one, as ``ZeroRedundancyOptimizer`` does, keeps no state of its own.
+        inner = [value for value in vars(optimizer).values() if isinstance(value, torch.optim.Optimizer)]
         tensors = [
             value
-            for state in optimizer.state.values()
+            for owner in inner or [optimizer]
+            for state in owner.state.values()
             if isinstance(state, Mapping)
             for value in state.values()
             if isinstance(value, Tensor) and value.numel() > 1
@@ -401,6 +404,10 @@ def _values(path: str, value: Any, depth: int, seen: set[int], owned: _Owned) ->
                 if not tensor.is_meta and id(tensor) not in owned.parameters:
                     yield of_tensor(tensor, f"{path}.{name}")
     elif isinstance(value, Mapping):
+        # The optimizer has the numbers of its groups of parameters.
+        params = value.get("params")
+        if isinstance(params, list) and any(isinstance(item, nn.Parameter) for item in params):
+            return
         items = [(f"[{key!r}]", item) for key, item in list(value.items())[:_MAX_VALUES] if isinstance(key, str | int)]
     elif type(value) in (list, tuple):
         items = [(f"[{index}]", item) for index, item in enumerate(value)] if len(value) <= _MAX_VALUES else []

@@ -275,7 +275,10 @@ def _read_metrics(row: Row) -> Iterator[tuple[str, Any]]:
 def _facts_of_steps(ranks: list[list[Row]]) -> Iterator[Fact]:
     """Yield samples, random state, loss, rates and tied parameters, joined over ranks."""
     by_step: dict[tuple[int, int], list[Row]] = {}
-    data_ranks = [next((row["data_rank"] for row in rows if row["kind"] == "layout"), None) for rows in ranks]
+    data_ranks = [
+        next((row["data_rank"] for kind in ("layout", "shared_batch") for row in rows if row["kind"] == kind), None)
+        for rows in ranks
+    ]
     for rank, rows in enumerate(ranks):
         # Ranks that share a batch have its samples and losses once.
         if data_ranks[rank] is None or data_ranks[rank] not in data_ranks[:rank]:

@@ -21,13 +21,15 @@ from typing import Any
 import safetensors.torch
 import torch
 import torch.distributed as dist
+import torch.distributed.tensor.parallel as tensor_parallel
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, RandomSampler
 
 from dtrain.checkpoint.conversion import convert as conversion
 from dtrain.data.batch import list_tensors
 from dtrain.dist import collectives
+from dtrain.dist.rng import derive_seed
 from dtrain.prove.overrides import cast_floats, observe_recompute
 from dtrain.prove.recording import EndOfProof, RankRecorder, StepFacts, UpdateObserver
 from dtrain.prove.run_log import count_items, count_samples, script_frames, script_line
@@ -44,6 +46,7 @@ def observe_torch(recorder: RankRecorder) -> None:
     _observe_updates(recorder, loop)
     _Loaders(recorder, loop)
     _observe_events(recorder)
+    _observe_tensor_parallelism(recorder)
     _observe_files(recorder)
     _observe_print(recorder)
     observe_recompute(partial(recorder.note, "recompute"), active=recorder.config.recompute)
@@ -182,6 +185,9 @@ class _Loaders:
             key = self._key_of(loader, sys._getframe(1))
             if loop.is_over(key):
                 return self._empty_pass()
+            if _is_of_accelerate(sys._getframe(1)):
+                _observe_gather_for_metrics(recorder)
+                self._order_alike(loader, self._passes.get(key, -1) + 1)
             return self._batches(loader, key, iterate(loader))
 
         DataLoader.__iter__ = observed  # type: ignore[method-assign]
@@ -202,11 +208,22 @@ class _Loaders:
             others[index : index + 1] = [weakref.ref(loader)]
         return *key, index
 
+    def _order_alike(self, loader: Any, number: int) -> None:
+        """Order a pass alike on all numbers of ranks: Accelerate's default sampler has another generator on one rank."""
+        batch_sampler = loader.batch_sampler
+        while hasattr(batch_sampler, "batch_sampler"):
+            batch_sampler = batch_sampler.batch_sampler
+        sampler = getattr(batch_sampler, "sampler", None)
+        if type(sampler) is RandomSampler:
+            self._recorder.note("draws")
+            if self._recorder.config.even_random:
+                sampler.generator = torch.Generator("cpu").manual_seed(derive_seed("prove order", number))
+
     def _empty_pass(self) -> Iterator[Any]:
         self._empty_passes += 1
         reader = sys._getframe(1)
-        # After a loop the script goes on, and after ``next`` it fails.
-        in_loop = "next(" not in linecache.getline(reader.f_code.co_filename, reader.f_lineno)
+        # After a loop the script goes on, and after ``next`` it fails. Accelerate knows the end of its loaders.
+        in_loop = _is_of_accelerate(reader) or "next(" not in linecache.getline(reader.f_code.co_filename, reader.f_lineno)
         if not in_loop or self._empty_passes > _MAX_EMPTY_PASSES:
             self._recorder.note("loop_cut")
             raise EndOfProof(0)
@@ -231,6 +248,25 @@ class _Loaders:
             self._loop.batch_loaded(key, number, batch)
             recorder.batch_read(batch)
             yield cast_floats(batch, recorder.dtype) if recorder.dtype is not None else batch
+
+
+def _is_of_accelerate(frame: FrameType) -> bool:
+    return bool(frame.f_globals.get("__name__") == "accelerate.data_loader")
+
+
+def _observe_gather_for_metrics(recorder: RankRecorder) -> None:
+    """Observe that Accelerate drops the samples that it repeats to fill the last batch of an evaluation."""
+    accelerator = sys.modules["accelerate"].Accelerator
+    gather = accelerator.gather_for_metrics
+    if hasattr(gather, "__wrapped__"):
+        return
+
+    @functools.wraps(gather)
+    def gathered(*args: Any, **kwargs: Any) -> Any:
+        recorder.note("gather_for_metrics")
+        return gather(*args, **kwargs)
+
+    accelerator.gather_for_metrics = gathered
 
 
 def _observe_events(recorder: RankRecorder) -> None:
@@ -267,6 +303,19 @@ def _observe_events(recorder: RankRecorder) -> None:
         return result
 
     torch.amp.GradScaler.step = scaled_step  # type: ignore[method-assign, assignment]
+
+
+def _observe_tensor_parallelism(recorder: RankRecorder) -> None:
+    """Observe which ranks share a batch, because a loop by hand shards layers over them."""
+    parallelize = tensor_parallel.parallelize_module
+
+    @functools.wraps(parallelize)
+    def parallelized(module: nn.Module, device_mesh: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if device_mesh is not None:
+            recorder.log.write("shared_batch", data_rank=int(device_mesh.mesh.min()))
+        return parallelize(module, device_mesh, *args, **kwargs)
+
+    tensor_parallel.parallelize_module = parallelized
 
 
 def _observe_print(recorder: RankRecorder) -> None:
@@ -393,13 +442,35 @@ class PlainLoop(UpdateObserver):
             return False
         return loader in self._training_loaders and self._recorder.updates_done() >= self._recorder.config.steps
 
-    def _update_begins(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+    def _update_begins(self, optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         recorder = self._recorder
+        if _is_update_of_torch():
+            return None
         recorder.note("update_by_hand", optimizer=type(optimizer).__name__)
         if recorder.steps_of_dtrain:
-            return
+            return None
         optimizer_index = recorder.log.optimizer_index = recorder.index_of(optimizer)
         recorder.log.step = recorder.updates.setdefault(optimizer_index, recorder.config.first_step)
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if closure is None:
+            self._write_update(optimizer)
+            return None
+        is_first = True
+
+        @functools.wraps(closure)
+        def observed() -> Any:
+            nonlocal is_first
+            loss = closure()
+            if is_first:
+                self._write_update(optimizer)
+            is_first = False
+            return loss
+
+        # The forwards of the step run in the closure, the first one before the parameters change.
+        return (args[0], observed, *args[2:]), {name: value for name, value in kwargs.items() if name != "closure"}
+
+    def _write_update(self, optimizer: Any) -> None:
+        recorder = self._recorder
         self._training_loaders |= self._of_step
         self._of_step = set()
         if recorder.records_updates():
@@ -410,9 +481,27 @@ class PlainLoop(UpdateObserver):
 
     def _update_ends(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         recorder = self._recorder
-        if recorder.steps_of_dtrain:
+        if recorder.steps_of_dtrain or _is_update_of_torch():
             return
+        # Further forwards of a closure are not those of the next update.
+        recorder.facts = StepFacts()
         optimizer_index = recorder.log.optimizer_index = recorder.index_of(optimizer)
         if recorder.records_updates():
             recorder.write_parameters()
         recorder.update_ends(recorder.updates[optimizer_index] + 1)
+
+
+def _is_update_of_torch() -> bool:
+    """Return True in a step that the script did not ask for.
+
+    ``ZeroRedundancyOptimizer`` runs another optimizer in its own step, and ``get_state_dict`` makes a state by a step without
+    gradients.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    steps = 0
+    while frame is not None and steps < 2:
+        module = frame.f_globals.get("__name__")
+        steps += module == "torch.optim.optimizer" and frame.f_code.co_name == "wrapper"
+        steps += 2 * (module == "torch.distributed.checkpoint.state_dict")
+        frame = frame.f_back
+    return steps > 1
