@@ -1,9 +1,9 @@
 """Choose the tests of a quick run: costly families of tests run a few of their rows for each change, by turn.
 
-A parametrized test that runs on real ranks keeps a third of its rows, and at least two. ``@pytest.mark.sample(3)`` says another
+A parametrized test that runs on real ranks keeps a fifth of its rows, and at least two. ``@pytest.mark.sample(3)`` says another
 number. ``sample(3, by="name")`` groups the tests of a file by the value of a parameter instead of by the function, and keeps
-three tests of each value. Of the tests of a file that start jobs of the launcher (fixture ``start``) half run, and of the files
-that train an example half. Of all tests with ``@pytest.mark.costly``, which take seconds of a core, a third runs.
+three tests of each value. Of the tests of a file that start jobs of the launcher (fixture ``start``) a quarter runs, and of the
+files that train an example a quarter. Of all tests with ``@pytest.mark.costly``, which take seconds of a core, a fifth runs.
 
 The rows rotate with the number of commits, so that a few changes run all of them. A row with ``source("transforms/ema.py")``
 stays as long as this module has changed, and all rows stay if the test's own file has changed.
@@ -115,20 +115,20 @@ def row_of(item: pytest.Item) -> Row | None:
         return None
     path = item.path.relative_to(ROOT).as_posix()
     if (script := EXAMPLES / item.path.name.removeprefix("test_")).exists() and room_of(item) == "examples":
-        return Row(name=path, group="examples", keep=0.5, sources=(path, script.relative_to(ROOT).as_posix()))
+        return Row(name=path, group="examples", keep=1 / 4, sources=(path, script.relative_to(ROOT).as_posix()))
     callspec, fixtures = getattr(item, "callspec", None), getattr(item, "fixturenames", ())
     mark = item.get_closest_marker("sample")
     sources = (path, *(f"src/dtrain/{source}" for mark in item.iter_markers("source") for source in mark.args))
     if item.get_closest_marker("costly") is not None:
-        return Row(name=item.nodeid, group="costly", keep=1 / 3, sources=sources)
+        return Row(name=item.nodeid, group="costly", keep=1 / 5, sources=sources)
     if mark is not None and callspec is not None:
         by = mark.kwargs.get("by")
         group = item.originalname if by is None else callspec.params.get(by)
         return Row(name=item.nodeid, group=f"{path} {group}", keep=mark.args[0], sources=sources)
     if "start" in fixtures and room_of(item) == "launch":
-        return Row(name=item.nodeid, group=f"{path} jobs", keep=0.5, sources=sources)
+        return Row(name=item.nodeid, group=f"{path} jobs", keep=1 / 4, sources=sources)
     if "ranks" in fixtures and callspec is not None:
-        return Row(name=item.nodeid, group=f"{path} {item.originalname}", keep=1 / 3, sources=sources)
+        return Row(name=item.nodeid, group=f"{path} {item.originalname}", keep=1 / 5, sources=sources)
     return None
 
 

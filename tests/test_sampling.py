@@ -37,7 +37,7 @@ def test_costly_test_is_one_of_a_group_of_which_a_third_runs(request):
     assert row_of(request.node) is None
     request.node.add_marker(pytest.mark.costly)
     assert row_of(request.node) == Row(
-        name=request.node.nodeid, group="costly", keep=1 / 3, sources=("tests/test_sampling.py",)
+        name=request.node.nodeid, group="costly", keep=1 / 5, sources=("tests/test_sampling.py",)
     )
 
 

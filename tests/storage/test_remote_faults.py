@@ -82,6 +82,7 @@ def fault_of(place, what, kind, *, times=None):
     )
 
 
+@pytest.mark.sample(24)
 @pytest.mark.parametrize(("place", "what", "kind"), CASES, ids=["-".join(case) for case in CASES])
 def test_transient_fault_is_retried(place, what, kind, reach, small):
     server = reach(place)
