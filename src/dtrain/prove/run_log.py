@@ -51,6 +51,8 @@ _LIBRARIES = (
     "pathlib",
     "argparse",
     "transformers",
+    "accelerate",
+    "torchdata",
     "collections",
     "functools",
 )

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader, RandomSampler
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from dtrain.checkpoint.conversion import convert as conversion
 from dtrain.data.batch import list_tensors
@@ -195,7 +196,7 @@ class _Loaders:
         self._passes: dict[Hashable, int] = {}
         self._loaders: dict[Hashable, list[weakref.ref[Any]]] = {}
         self._empty_passes = 0
-        for kind in (DataLoader,):
+        for kind in (DataLoader, StatefulDataLoader):
             kind.__iter__ = self._observed(kind.__iter__)  # type: ignore[method-assign]
 
     def _observed(self, iterate: Any) -> Any:
