@@ -10,7 +10,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset
-from torchmetrics.classification import MulticlassAccuracy
 
 BATCH, EPOCHS = 12, 8
 
@@ -42,19 +41,22 @@ def train(model, loader, optimizer, scheduler, epoch):
             scheduler.step()
 
 
-def test(model, loader, accuracy):
+def test(model, loader):
     model.eval()
-    total = torch.zeros(2)
+    total = torch.zeros(3)
     with torch.no_grad():
         for data, target in loader:
             output = model(data)
-            total += torch.tensor([F.nll_loss(output, target, reduction="sum").item(), len(target)])
-            accuracy.update(output, target)
+            loss = F.nll_loss(output, target, reduction="sum")
+            total += torch.tensor([loss.item(), (output.argmax(1) == target).sum().item(), len(target)])
+            if accuracy is not None:
+                accuracy.update(output, target)
     dist.all_reduce(total)
-    correct = accuracy.compute().item()
-    accuracy.reset()
-    loss = (total[0] / total[1]).item()
-    if dist.get_rank() == 0:
+    loss, correct = (total[:2] / total[2]).tolist()
+    if accuracy is not None:
+        correct = accuracy.compute().item()
+        accuracy.reset()
+    if rank == 0:
         print(f"Test set: average loss: {loss:.4f}, accuracy: {100 * correct:.1f}%")
     return loss
 
@@ -79,6 +81,11 @@ elif "--sequence" in sys.argv:
     scheduler = lr_scheduler.SequentialLR(optimizer, [warmup, lr_scheduler.ExponentialLR(optimizer, 0.9)], milestones=[2])
 else:
     scheduler = lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.7)
+accuracy = None
+if "--torchmetrics" in sys.argv:
+    from torchmetrics.classification import MulticlassAccuracy
+
+    accuracy = MulticlassAccuracy(10, average="micro")
 start, best, bad = 0, float("inf"), 0
 if os.path.exists("checkpoint.pth"):
     saved = torch.load("checkpoint.pth")
@@ -88,7 +95,7 @@ if os.path.exists("checkpoint.pth"):
     start, best, bad = saved["epoch"], saved["best"], saved["bad"]
 for epoch in range(start, EPOCHS):
     train(model, train_loader, optimizer, scheduler, epoch)
-    loss = test(model, test_loader, MulticlassAccuracy(10, average="micro"))
+    loss = test(model, test_loader)
     if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau):
         scheduler.step(loss)
     elif not isinstance(scheduler, (lr_scheduler.OneCycleLR, lr_scheduler.CosineAnnealingWarmRestarts)):
