@@ -54,6 +54,44 @@ def test_loop_of_steps_by_hand_that_exports_an_average_agrees(tmp_path, monkeypa
 
 
 STYLES = Path(__file__).parent / "styles"
+ROWS = {
+    "classify.py": ("", "--one-cycle", "--plateau --early-stop", "--restarts", "--sequence", "--torchmetrics"),
+    "closures.py": ("", "--lbfgs", "--sam"),
+    "data.py": ("--buckets", "--iterable", "--stateful", "--streaming", "--weighted", "--workers"),
+    "ddp.py": ("", "--accumulate", "--autocast", "--compile", "--reduce", "--zero"),
+    "fsdp.py": ("", "--accumulate", "--broadcast --own-checkpoint", "--own-checkpoint", "--tensor-parallel"),
+    "gan.py": ("", "--penalty"),
+    "gpt.py": ("", "--compile"),
+    "maml.py": ("",),
+    "noise.py": ("", "--generator", "--vae"),
+    "policy.py": ("", "--dqn", "--grpo"),
+    "teacher.py": ("", "--clip", "--momentum", "--phases"),
+    "with_accelerate.py": ("", "--accumulate", "--dispatch", "--seedable --split-batches"),
+    "with_fabric.py": ("", "--accumulate"),
+    "with_trainer.py": ("", "--accumulate", "--lora"),
+    "with_trl.py": ("",),
+}
+"""Correct scripts by file, with their arguments. None has dtrain's step. Each trains alike on 1, 2 and 3 ranks and resumed."""
+
+QUICK = ("closures.py --lbfgs", "data.py --stateful", "ddp.py --zero", "fsdp.py --tensor-parallel", "teacher.py --phases")
+NOT_INSTALLED = {"with_fabric.py": "lightning", "with_trl.py": "trl"}
+
+
+def by_row():
+    for script, variants in ROWS.items():
+        for arguments in variants:
+            row = f"{script} {arguments}".strip()
+            yield pytest.param(script, arguments.split(), id=row, marks=() if row in QUICK else pytest.mark.slow)
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize(("script", "arguments"), by_row())
+def test_correct_script_of_another_style_agrees(tmp_path, monkeypatch, script, arguments):
+    if script in NOT_INSTALLED:
+        pytest.importorskip(NOT_INSTALLED[script], reason="no dependency of the tests")
+    monkeypatch.chdir(tmp_path)
+    report = dt.prove.prove(STYLES / script, arguments, world_sizes=(2,), timeout_s=900.0)
+    assert report.passed, report.text()
 
 
 @pytest.mark.costly

@@ -53,6 +53,8 @@ _LIBRARIES = (
     "pathlib",
     "argparse",
     "transformers",
+    "accelerate",
+    "torchdata",
     "collections",
     "functools",
 )

@@ -23,8 +23,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed.tensor.parallel as tensor_parallel
 from torch import Tensor, nn
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader, RandomSampler
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from dtrain.checkpoint.conversion import convert as conversion
 from dtrain.data.batch import list_tensors
@@ -83,6 +85,8 @@ class _Forwards:
             return call(module, *args, **kwargs)
         if recorder.dtype is not None:
             args, kwargs = cast_floats(args, recorder.dtype), cast_floats(kwargs, recorder.dtype)
+        if _is_transformed():
+            return self._transformed(call, module, args, kwargs)
         recorder.models.add(module)
         inputs = [tensor for tensor in list_tensors([list(args), kwargs]) if isinstance(tensor, Tensor)]
         if torch.is_grad_enabled() and "forward" not in recorder.facts.lines:
@@ -103,6 +107,20 @@ class _Forwards:
                 recorder.random.end()
         return self._after(module, output)
 
+    def _transformed(self, call: Any, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Run a forward within ``torch.func.grad`` or ``vmap``. Its parameters are not those of the module."""
+        recorder = self._recorder
+        if not (recorder.in_step or recorder.steps_of_dtrain):
+            is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+            self._loop.functional.append(module)
+            with temporarily_clear_interpreter_stack():
+                self._loop.forward([tensor for tensor in list_tensors([list(args), kwargs]) if not is_wrapped(tensor)])
+        self._depth += 1
+        try:
+            return call(module, *args, **kwargs)
+        finally:
+            self._depth -= 1
+
     def _observe(self, module: nn.Module, inputs: list[Tensor]) -> None:
         recorder = self._recorder
         is_data = bool(inputs) and not any(tensor.requires_grad for tensor in inputs)
@@ -120,7 +138,7 @@ class _Forwards:
 
     def _after(self, module: nn.Module, output: Any) -> Any:
         recorder = self._recorder
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or _is_transformed():
             return output
         if id(module) not in self._names:
             self._names[id(module)] = recorder.models.name_of(module)
@@ -131,6 +149,10 @@ class _Forwards:
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training and not recorder.averages_statistics:
             recorder.note("batch_norm")
         return recorder.outputs.after(module, name, output, forwards=recorder.facts.forwards)
+
+
+def _is_transformed() -> bool:
+    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def called_from(module: str, *, depth: int = 12) -> bool:
@@ -176,7 +198,11 @@ class _Loaders:
         self._passes: dict[Hashable, int] = {}
         self._loaders: dict[Hashable, list[weakref.ref[Any]]] = {}
         self._empty_passes = 0
-        iterate = DataLoader.__iter__
+        for kind in (DataLoader, StatefulDataLoader):
+            kind.__iter__ = self._observed(kind.__iter__)  # type: ignore[method-assign]
+
+    def _observed(self, iterate: Any) -> Any:
+        recorder, loop = self._recorder, self._loop
 
         @functools.wraps(iterate)
         def observed(loader: Any) -> Any:
@@ -190,7 +216,7 @@ class _Loaders:
                 self._order_alike(loader, self._passes.get(key, -1) + 1)
             return self._batches(loader, key, iterate(loader))
 
-        DataLoader.__iter__ = observed  # type: ignore[method-assign]
+        return observed
 
     def _key_of(self, loader: Any, frame: FrameType) -> Hashable:
         """Return what is equal for all passes over a loader, also if the script makes the loader anew for each epoch.
@@ -394,6 +420,8 @@ class PlainLoop(UpdateObserver):
         self._evaluated: dict[Hashable, bool] = {}
         self._of_step: set[Hashable] = set()
         self._training_loaders: set[Hashable] = set()
+        # Models whose parameters are theirs again once the forward has ended.
+        self.functional: list[nn.Module] = []
         register_optimizer_step_pre_hook(self._update_begins)
         register_optimizer_step_post_hook(self._update_ends)
 
@@ -471,6 +499,9 @@ class PlainLoop(UpdateObserver):
 
     def _write_update(self, optimizer: Any) -> None:
         recorder = self._recorder
+        for module in self.functional:
+            recorder.models.add(module)
+        self.functional.clear()
         self._training_loaders |= self._of_step
         self._of_step = set()
         if recorder.records_updates():
