@@ -28,7 +28,7 @@ from dtrain.data.batch import FailedBatch, copy_batch_info, get_batch_infos, lis
 from dtrain.errors import ConfigError
 from dtrain.fqn import buffers_by_fqn, modules_by_fqn, parameters_by_fqn, unwrap_module
 from dtrain.prove.evaluations import Evaluations, reshard
-from dtrain.prove.overrides import EvenRandom, FrozenStatistics, cast_floats, use_one_dtype
+from dtrain.prove.overrides import EvenRandom, FrozenStatistics, Replay, cast_floats, use_one_dtype
 from dtrain.prove.run_config import RECORDED_LENGTHS, SAVE_INTERVAL, RunConfig
 from dtrain.prove.run_log import (
     RunLog,
@@ -79,6 +79,7 @@ class StepFacts:
     counts: list[dict[str, int]] = field(default_factory=list)
     fields: dict[str, int] = field(default_factory=dict)
     lines: dict[str, str] = field(default_factory=dict)
+    loaders: list[int] = field(default_factory=list)
 
     def add_batch(self, batch: Any) -> None:
         """Add the samples of a batch, and the digests of its tensors."""
@@ -118,7 +119,10 @@ class RankRecorder:
         self.dtype = use_one_dtype(config.dtype, self._on_low)
         self.models = ScriptModels(self.dtype)
         self.random = EvenRandom(self._on_draw, active=config.even_random)
+        self.replay = Replay(config, rank)
         self.averages_statistics = False
+        if config.experiment == "local_batch_norm":
+            self.note("frozen_statistics")
         # Model whose calls are forwards of the step in progress, because the loss sees the whole batch.
         self.cached_model: nn.Module | None = None
         self.outputs = ModuleOutputs(config, self.log)
@@ -187,10 +191,12 @@ class RankRecorder:
         self.note("microbatches", size=size)
         return self.config.microbatch_size or size
 
-    def batch_loaded(self, batch: Any) -> Any:
-        """Return the batch of a dtrain loader in the dtype of the run, with its position."""
+    def batch_loaded(self, batch: Any, loader: str = "") -> Any:
+        """Return the batch of a dtrain loader in the dtype of the run, with its position. A loader of training has a name."""
         if isinstance(batch, FailedBatch):
             return batch
+        if loader:
+            batch = copy_batch_info(batch, self.replay.exchange(loader, batch))
         self.batch_read(batch)
         if self.dtype is None:
             return batch

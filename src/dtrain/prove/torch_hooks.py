@@ -12,6 +12,7 @@ import linecache
 import os
 import sys
 import weakref
+from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -173,7 +174,8 @@ class _Loaders:
 
     def __init__(self, recorder: RankRecorder, loop: PlainLoop) -> None:
         self._recorder, self._loop = recorder, loop
-        self._passes: dict[Hashable, int] = {}
+        self._passes = Counter[int]()
+        self._numbers: dict[Hashable, int] = {}
         self._loaders: dict[Hashable, list[weakref.ref[Any]]] = {}
         self._empty_passes = 0
         iterate = DataLoader.__iter__
@@ -182,18 +184,18 @@ class _Loaders:
         def observed(loader: Any) -> Any:
             if sys._getframe(1).f_globals.get("__name__", "").startswith(("dtrain.", "torch.")):
                 return iterate(loader)
-            key = self._key_of(loader, sys._getframe(1))
+            key = self._number_of(loader, sys._getframe(1))
             if loop.is_over(key):
                 return self._empty_pass()
             if _is_of_accelerate(sys._getframe(1)):
                 _observe_gather_for_metrics(recorder)
-                self._order_alike(loader, self._passes.get(key, -1) + 1)
+                self._order_alike(loader, self._passes[key])
             return self._batches(loader, key, iterate(loader))
 
         DataLoader.__iter__ = observed  # type: ignore[method-assign]
 
-    def _key_of(self, loader: Any, frame: FrameType) -> Hashable:
-        """Return what is equal for all passes over a loader, also if the script makes the loader anew for each epoch.
+    def _number_of(self, loader: Any, frame: FrameType) -> int:
+        """Return a number that is equal for all passes over a loader, also if the script makes the loader anew for each epoch.
 
         Loaders of one loop and size are different if they live at the same time.
         """
@@ -206,7 +208,7 @@ class _Loaders:
         if index is None:
             index = alive.index(None) if None in alive else len(alive)
             others[index : index + 1] = [weakref.ref(loader)]
-        return *key, index
+        return self._numbers.setdefault((*key, index), len(self._numbers))
 
     def _order_alike(self, loader: Any, number: int) -> None:
         """Order a pass alike on all numbers of ranks: Accelerate's default sampler has another generator on one rank."""
@@ -229,12 +231,13 @@ class _Loaders:
             raise EndOfProof(0)
         yield from ()
 
-    def _batches(self, loader: Any, key: Hashable, batches: Iterator[Any]) -> Iterator[Any]:
+    def _batches(self, loader: Any, key: int, batches: Iterator[Any]) -> Iterator[Any]:
         recorder, sampler = self._recorder, loader.sampler
-        number = self._passes[key] = self._passes.get(key, -1) + 1
+        number = self._passes[key]
+        self._passes[key] += 1
         recorder.log.write(
             "pass",
-            loader=list(self._passes).index(key),
+            loader=key,
             number=number,
             sampler=type(sampler).__name__,
             epoch=getattr(sampler, "epoch", None),
@@ -245,6 +248,8 @@ class _Loaders:
         for batch in batches:
             if self._loop.is_over(key):
                 return
+            if key in recorder.config.loaders:
+                batch = recorder.replay.exchange(f"loader-{key}", batch)
             self._loop.batch_loaded(key, number, batch)
             recorder.batch_read(batch)
             yield cast_floats(batch, recorder.dtype) if recorder.dtype is not None else batch
@@ -391,9 +396,9 @@ class PlainLoop(UpdateObserver):
         self._number: int | None = None
         self._batch: Any = None
         # Loaders since the last forward with gradient, the last batch last; True if a forward without gradient came after it.
-        self._evaluated: dict[Hashable, bool] = {}
-        self._of_step: set[Hashable] = set()
-        self._training_loaders: set[Hashable] = set()
+        self._evaluated: dict[int, bool] = {}
+        self._of_step: set[int] = set()
+        self._training_loaders: set[int] = set()
         register_optimizer_step_pre_hook(self._update_begins)
         register_optimizer_step_post_hook(self._update_ends)
 
@@ -426,7 +431,7 @@ class PlainLoop(UpdateObserver):
         if loss.numel() == 1:
             facts.losses.append((float(loss.detach()), None))
 
-    def batch_loaded(self, loader: Hashable, number: int, batch: Any) -> None:
+    def batch_loaded(self, loader: int, number: int, batch: Any) -> None:
         """Observe a batch of a loader of torch, in its pass ``number``."""
         self._evaluated.pop(loader, None)
         self._evaluated[loader] = False
@@ -436,7 +441,7 @@ class PlainLoop(UpdateObserver):
         """Observe a forward without gradient, as of an evaluation."""
         self._evaluated = dict.fromkeys(self._evaluated, True)
 
-    def is_over(self, loader: Hashable) -> bool:
+    def is_over(self, loader: int) -> bool:
         """Return True if a loader of training batches must end, because the run has all its steps."""
         if self._recorder.steps_of_dtrain:
             return False
@@ -472,6 +477,7 @@ class PlainLoop(UpdateObserver):
     def _write_update(self, optimizer: Any) -> None:
         recorder = self._recorder
         self._training_loaders |= self._of_step
+        recorder.facts.loaders = sorted(self._of_step)
         self._of_step = set()
         if recorder.records_updates():
             recorder.write_initial(optimizer)
