@@ -150,6 +150,34 @@ def test_batches_of_one_rank_are_dealt_to_ranks(tmp_path):
     assert shares_of_batches(str(tmp_path), [6, 7, 2]) == [[[0, 2, 4], [-1] * 3, [0]], [[1, 3, 5], [1, 3, 5], [1]]]
 
 
+def lost_sums(dtype, terms):
+    """Return the sums that lose terms: one in place, one of new tensors, and one that begins again, each of ``terms``."""
+    from dtrain.prove.overrides import LowSums
+
+    lost = []
+    with LowSums(lambda value, total, count: lost.append((float(value), total, count))):
+        total, sums = torch.zeros((), dtype=dtype), torch.zeros(1, dtype=dtype)
+        for _ in range(terms):
+            total += 1.0
+            sums = sums + torch.ones(1, dtype=dtype)
+        for _ in range(terms):
+            total.fill_(3.0)
+            total.add_(-3.0)
+    return lost
+
+
+@pytest.mark.parametrize(
+    ("dtype", "terms", "lost"),
+    [
+        (torch.bfloat16, 265, [(256.0, 265.0, 265)] * 2),
+        (torch.bfloat16, 264, []),
+        (torch.float32, 1000, []),
+    ],
+)
+def test_sum_that_loses_terms_is_followed_in_float64(dtype, terms, lost):
+    assert lost_sums(dtype, terms) == lost
+
+
 def clipped_and_recomputed():
     from torch.utils.checkpoint import checkpoint
 

@@ -30,6 +30,7 @@ import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
 
 from dtrain.data.batch import _map_leaves, select_samples
 from dtrain.data.fetcher import Fetcher
@@ -42,6 +43,8 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _CASTS = {Tensor.float, Tensor.half, Tensor.bfloat16, Tensor.double}
 # These functions read the bits of a tensor or of foreign memory in another dtype.
 _REINTERPRETS = {Tensor.view, torch.frombuffer}
+_ADDITIONS = {Tensor.add, Tensor.add_, Tensor.__add__, Tensor.__iadd__, Tensor.__radd__, torch.add}
+_MAX_ROUNDINGS = 8
 # These modules store and send tensors in the dtype that they name.
 _UNCHANGED = (
     "dtrain.checkpoint",
@@ -147,6 +150,40 @@ def _replace_mixed_precision(dtype: torch.dtype, on_low: Callable[[torch.dtype],
                 object.__setattr__(self, field, dtype)
 
     MixedPrecisionPolicy.__init__ = with_one_dtype  # type: ignore[method-assign]
+
+
+class LowSums(TorchFunctionMode):
+    """Follow in float64 the sums that a script keeps in one number of low precision, such as the loss of an epoch.
+
+    Args:
+        on_lost: called with the sum, the sum in float64 and the number of terms, if the error is more than 8 roundings of the
+            sum of the terms' sizes, as few terms have.
+    """
+
+    def __init__(self, on_lost: Callable[[Tensor, float, int], None]) -> None:
+        super().__init__()
+        self._on_lost = on_lost
+        # Value, sum, sum of sizes and number of terms. A value that the script sets anew begins a sum.
+        self._sums: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in _ADDITIONS or kwargs or not _is_low_number(args[0]):
+            return func(*args, **(kwargs or {}))
+        first, term = float(args[0]), float(args[1])
+        value, total, size, terms = self._sums.get(args[0], (None, 0.0, 0.0, 0))
+        if value != first:
+            total, size, terms = first, abs(first), 0
+        result = func(*args)
+        if _is_low_number(result):
+            total, size, terms = total + term, size + abs(term), terms + 1
+            self._sums[result] = float(result), total, size, terms
+            if abs(float(result) - total) > _MAX_ROUNDINGS * torch.finfo(result.dtype).eps / 2 * size:
+                self._on_lost(result, total, terms)
+        return result
+
+
+def _is_low_number(value: Any) -> bool:
+    return type(value) is Tensor and value.numel() == 1 and value.is_floating_point() and value.dtype.itemsize < 4
 
 
 class EvenRandom:

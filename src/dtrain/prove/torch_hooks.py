@@ -31,6 +31,7 @@ from dtrain.checkpoint.conversion import convert as conversion
 from dtrain.data.batch import list_tensors
 from dtrain.dist import collectives
 from dtrain.dist.rng import derive_seed
+from dtrain.prove.evaluations import list_random_modules
 from dtrain.prove.overrides import cast_floats, observe_recompute
 from dtrain.prove.recording import EndOfProof, RankRecorder, StepFacts, UpdateObserver
 from dtrain.prove.run_log import count_items, count_samples, script_frames, script_line
@@ -64,6 +65,7 @@ class _Forwards:
         self._depth = 0
         self._names: dict[int, str | None] = {}
         self._exports = recorder.evaluations.exports
+        self._teachers = set[int]()
         call = nn.Module.__call__
 
         def observed(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -85,6 +87,7 @@ class _Forwards:
         if recorder.dtype is not None:
             args, kwargs = cast_floats(args, recorder.dtype), cast_floats(kwargs, recorder.dtype)
         recorder.models.add(module)
+        self._note_teacher(module)
         inputs = [tensor for tensor in list_tensors([list(args), kwargs]) if isinstance(tensor, Tensor)]
         if torch.is_grad_enabled() and "forward" not in recorder.facts.lines:
             recorder.facts.lines["forward"] = script_line(recorder.config.script)
@@ -103,6 +106,19 @@ class _Forwards:
             if of_cache or (alone and not called_from("dtrain.step.evaluate")):
                 recorder.random.end()
         return self._after(module, output)
+
+    def _note_teacher(self, module: nn.Module) -> None:
+        """Note a model of no optimizer that runs with dropout, or that updates statistics."""
+        params = list(module.parameters())
+        trains = any(param.requires_grad for param in params)
+        is_noted = id(module) in self._teachers or any(id(param) in self._recorder.optimized for param in params)
+        if is_noted or (trains and torch.is_grad_enabled()):
+            return
+        # The statistics of frozen batch norm are checked in all models.
+        modules = list_random_modules(module, statistics=trains)
+        if modules:
+            self._teachers.add(id(module))
+            self._recorder.note("teacher", modules=modules, parameters=list(self._recorder.models.parameters_of(module)))
 
     def _observe(self, module: nn.Module, inputs: list[Tensor]) -> None:
         recorder = self._recorder
@@ -145,7 +161,8 @@ def called_from(module: str, *, depth: int = 12) -> bool:
 
 
 def _observe_updates(recorder: RankRecorder, loop: PlainLoop) -> None:
-    """Observe backwards that dtrain does not run, and steps of schedulers."""
+    """Observe backwards that dtrain does not run, steps of schedulers, and the parameters of new optimizers."""
+    add = torch.optim.Optimizer.add_param_group
     backward, step = Tensor.backward, torch.optim.lr_scheduler.LRScheduler.step
     is_observed = False
 
@@ -165,6 +182,12 @@ def _observe_updates(recorder: RankRecorder, loop: PlainLoop) -> None:
         recorder.facts.events.append("schedule")
         return step(scheduler, *args, **kwargs)
 
+    @functools.wraps(add)
+    def added(optimizer: Any, group: Any) -> None:
+        add(optimizer, group)
+        recorder.optimized.update(id(param) for param in optimizer.param_groups[-1]["params"])
+
+    torch.optim.Optimizer.add_param_group = added  # type: ignore[method-assign]
     Tensor.backward = observed  # type: ignore[method-assign, assignment]
     torch.optim.lr_scheduler.LRScheduler.step = scheduled  # type: ignore[method-assign, assignment]
 
@@ -301,6 +324,8 @@ def _observe_events(recorder: RankRecorder) -> None:
     @functools.wraps(step)
     def scaled_step(scaler: Any, *args: Any, **kwargs: Any) -> Any:
         facts = recorder.facts
+        if not any(scaler is other for other in recorder.scalers):
+            recorder.scalers.append(scaler)
         result = step(scaler, *args, **kwargs)
         # An update begins new facts. The microbatches of a skipped step are not those of the next update.
         if recorder.facts is facts and not recorder.in_step:
@@ -426,6 +451,7 @@ class PlainLoop(UpdateObserver):
     def backward(self, loss: Tensor) -> None:
         """Observe a backward."""
         facts = self._recorder.facts
+        self._recorder.keep_averages()
         facts.backwards += 1
         facts.lines["backward"] = script_line(self._recorder.config.script)
         if loss.numel() == 1:
@@ -480,6 +506,7 @@ class PlainLoop(UpdateObserver):
         recorder.facts.loaders = sorted(self._of_step)
         self._of_step = set()
         if recorder.records_updates():
+            recorder.write_early_averages(optimizer)
             recorder.write_initial(optimizer)
             recorder.write_step(optimizer)
             recorder.write_gradients(optimizer)
