@@ -17,8 +17,8 @@ from dtrain.prove.checks import (
 from dtrain.prove.compare import compare_records, unstable_keys
 from dtrain.prove.evaluations import ExportCheck
 from dtrain.prove.explain import explain, seeds_of_rank_0
-from dtrain.prove.recording import ScriptModels
-from dtrain.prove.run_config import RunConfig
+from dtrain.prove.recording import ScriptModels, moves_toward
+from dtrain.prove.run_config import BASE, RunConfig
 from dtrain.prove.run_log import RunLog, digest, field_digests, flatten, sample_hashes, sketch
 from dtrain.prove.run_records import RunRecord, read_record
 
@@ -667,3 +667,55 @@ def test_evaluation_with_dropout_is_found_unless_it_is_a_pass_of_the_step(tmp_pa
     differences = check_record(record)
     assert [difference.code for difference in differences] == found
     assert all(difference.text == "run with dropout in drop and 1 more" for difference in differences)
+
+
+@pytest.mark.parametrize(
+    ("after", "moves"),
+    [([0.2, 0.4, 0.8], True), ([0.2, 0.4, 0.7], False), ([1.0, 2.0, 4.0], False), ([-0.1, -0.2, -0.4], False), ([0.2], False)],
+    ids=["a share of the way", "another way", "all of the way", "away", "one number"],
+)
+def test_average_moves_by_a_share_of_the_way_to_the_weights(after, moves):
+    before, target = torch.zeros(len(after)), torch.tensor([1.0, 2.0, 4.0][: len(after)])
+    assert moves_toward(before, torch.tensor(after, dtype=torch.float64), target) is moves
+
+
+@pytest.mark.parametrize(
+    ("changes", "codes"),
+    [
+        ({}, ["teacher_in_training_mode"]),
+        ({"parameters": ["head.weight", "Teacher.weight"]}, []),
+        ({"last": 3.0}, []),
+        ({"first": 1.0, "last": 1.0}, []),
+    ],
+    ids=["teacher", "model that trains", "average", "copy of the model"],
+)
+def test_model_that_nothing_trains_must_not_drop_values(tmp_path, changes, codes):
+    options = {"parameters": ["Teacher.weight"], "first": 5.0, "last": 5.0} | changes
+    place = {"step": 0, "optimizer_index": 0}
+    note = {"kind": "note", "code": "teacher", "modules": ["1"], "parameters": options["parameters"], **place}
+    optimizer = {"kind": "optimizer", "optimizer": "SGD", "params": 1, "unknown": [], "names": ["head.weight"], **place}
+    tensors = [("initial", "head.weight", [1.0]), ("parameter", "head.weight", [2.0])]
+    tensors += [("initial", "Teacher.weight", [options["first"]]), ("parameter", "Teacher.weight", [options["last"]])]
+    assert codes_of_checks(write_run(tmp_path / "run", [{}], tensors=tensors, rows=[note, optimizer])) == codes
+
+
+def test_loss_scale_that_begins_again_is_named(tmp_path):
+    row = {"kind": "variable", "optimizer_index": 0, "name": "scale", "type": "number", "weights": False, "scaler": True}
+    scales = {"a": (4.0, 8.0), "b": (4.0, 4.0)}
+    runs = [
+        write_run(
+            tmp_path / name,
+            [{}],
+            rows=[row | {"step": step, "value": value, "digest": str(value)} for step, value in enumerate(values)],
+        )
+        for name, values in scales.items()
+    ]
+    assert first_cause(*runs, resumed=True, same_layout=True) == "scaler_not_saved"
+
+
+@pytest.mark.parametrize(("draws", "codes"), [(1, ["random_numbers_repeat"]), (0, [])], ids=["dropout", "no draws"])
+def test_random_state_must_not_repeat_in_a_step_that_draws(tmp_path, draws, codes):
+    rows = [STEP | {"step": step, "rng": state, "draws": draws} for step, state in enumerate("aba")]
+    record = write_run(tmp_path / BASE, [{"step": 3, "rng": "c", "draws": draws}], rows=rows)
+    assert codes_of_checks(record) == codes
+    assert all(difference.text.startswith("is that of step 0") for difference in check_record(record))

@@ -130,6 +130,54 @@ def test_samples_are_cut_to_the_shortest_of_the_dataset():
     assert own == [[2, 3], [2, 3]]
 
 
+def shares_of_batches(folder, sizes):
+    """Return the shares that two ranks get of batches of ``sizes``, if they have read batches of -1."""
+    from dtrain.prove.overrides import Replay
+    from dtrain.prove.run_config import RunConfig
+
+    configs = [RunConfig(name="run", folder="", script="", ranks=ranks, batches=folder) for ranks in (1, 2)]
+    wholes = [{"x": torch.arange(size), "names": [str(number) for number in range(size)]} for size in sizes]
+    writer, readers = Replay(configs[0], 0), [Replay(configs[1], rank) for rank in range(2)]
+    assert [writer.exchange("loader", whole) for whole in wholes] == wholes
+    own = {"x": torch.full((3,), -1), "names": ["-1"] * 3}
+    shares = [[reader.exchange("loader", own) for _ in sizes] for reader in readers]
+    assert all([str(number) for number in share["x"].tolist()] == share["names"] for rank in shares for share in rank)
+    return [[share["x"].tolist() for share in rank] for rank in shares]
+
+
+def test_batches_of_one_rank_are_dealt_to_ranks(tmp_path):
+    # A rank that reads 3 samples cannot have 4 of 7, unless all ranks can have equal shares.
+    assert shares_of_batches(str(tmp_path), [6, 7, 2]) == [[[0, 2, 4], [-1] * 3, [0]], [[1, 3, 5], [1, 3, 5], [1]]]
+
+
+def lost_sums(dtype, terms):
+    """Return the sums that lose terms: one in place, one of new tensors, and one that begins again, each of ``terms``."""
+    from dtrain.prove.overrides import LowSums
+
+    lost = []
+    with LowSums(lambda value, total, count: lost.append((float(value), total, count))):
+        total, sums = torch.zeros((), dtype=dtype), torch.zeros(1, dtype=dtype)
+        for _ in range(terms):
+            total += 1.0
+            sums = sums + torch.ones(1, dtype=dtype)
+        for _ in range(terms):
+            total.fill_(3.0)
+            total.add_(-3.0)
+    return lost
+
+
+@pytest.mark.parametrize(
+    ("dtype", "terms", "lost"),
+    [
+        (torch.bfloat16, 265, [(256.0, 265.0, 265)] * 2),
+        (torch.bfloat16, 264, []),
+        (torch.float32, 1000, []),
+    ],
+)
+def test_sum_that_loses_terms_is_followed_in_float64(dtype, terms, lost):
+    assert lost_sums(dtype, terms) == lost
+
+
 def clipped_and_recomputed():
     from torch.utils.checkpoint import checkpoint
 
@@ -161,6 +209,41 @@ def test_cause_that_an_experiment_refutes_is_not_named(tmp_path, monkeypatch):
     report = dt.prove.prove("loop.py", steps=2, world_sizes=(2,), timeout_s=600.0)
     assert report.findings, report.text()
     assert {finding.cause.code for finding in report.findings} & {"local_batch_norm"} == set(), report.text()
+
+
+TWO_BUGS = """
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
+import dtrain as dt
+
+with dt.init_dist() as info:
+    torch.manual_seed(0)
+    model = nn.Linear(8, 4) if info.world_size == 1 else DistributedDataParallel(nn.Linear(8, 4))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    x = torch.randn(48, 8, generator=torch.Generator().manual_seed(1))
+    # The first mistake: all ranks read the same samples.
+    generator = torch.Generator().manual_seed(0)
+    loader = DataLoader(TensorDataset(x), batch_size=12 // info.world_size, shuffle=True, generator=generator)
+    for number, (inputs,) in zip(range(4), loader, strict=False):
+        loss = model(inputs).square().mean()
+        optimizer.zero_grad()
+        # The second: DDP averages over ranks.
+        (loss / info.world_size).backward()
+        optimizer.step()
+"""
+
+
+@pytest.mark.costly
+def test_mistake_behind_other_samples_is_found_with_equal_batches(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("loop.py").write_text(TWO_BUGS)
+    report = dt.prove.prove("loop.py", world_sizes=(2,), timeout_s=600.0)
+    codes = [finding.cause.code for finding in report.findings]
+    assert codes == ["sampler_without_rank", "gradient_scaled_by_ranks"], report.text()
+    assert [row.findings for row in report.rows if row.name == "2 ranks"] == [(0, 1)]
+    assert report.findings[1].run == "2 ranks, with equal batches"
 
 
 @pytest.mark.costly

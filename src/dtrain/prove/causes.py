@@ -40,6 +40,10 @@ _SENTENCES: Mapping[str, Mapping[str, str]] = {
         "shared_random_per_rank": (
             "Ranks draw a random choice that all of them must share. Seed its generator without the rank."
         ),
+        "random_numbers_repeat": (
+            "A seed is set again during the training, so its random numbers repeat. Draw for an evaluation from a generator of "
+            "its own."
+        ),
         "same_dropout_on_ranks": (
             "All ranks draw the same random numbers for different samples. Seed with the rank: dt.seed_all(seed, rank)."
         ),
@@ -110,6 +114,7 @@ _SENTENCES: Mapping[str, Mapping[str, str]] = {
             "A table of positions is computed in low precision. Compute frequencies and angles in float32, and round the "
             "result."
         ),
+        "sum_rounded": "A sum of many numbers loses terms in low precision. Add in float32, or call item() on each term.",
         "gradient_lost": (
             "The gradient is not that of float32: a count or a sum overflows or is rounded, or values underflow. Keep counts "
             "and sums in float32, and scale a loss in float16."
@@ -133,6 +138,7 @@ _SENTENCES: Mapping[str, Mapping[str, str]] = {
         ),
         "ema_not_saved": "A resume begins an average of the weights again. Pass it to step.init(stateful={...}).",
         "rng_not_saved": "A resume begins a random generator again. Save its state with the checkpoint.",
+        "scaler_not_saved": "A resume begins the loss scale again. Save scaler.state_dict() with the checkpoint.",
         "optimizer_not_saved": "A resume begins the state of the optimizer again. Save it with the checkpoint.",
         "parameters_not_saved": (
             "A resume begins with other parameters or buffers than the run had. Save all that train, and all buffers."
@@ -175,6 +181,11 @@ _SENTENCES: Mapping[str, Mapping[str, str]] = {
             "A module is in training mode in one place and in evaluation mode in the other. Call model.train() on all ranks "
             "after an evaluation, and after a load."
         ),
+        "teacher_in_training_mode": (
+            "A model that only gives targets or rewards drops values or updates its statistics. Call eval() on it, after each "
+            "train() of a module that holds it."
+        ),
+        "average_before_update": ("The average of the weights lacks the last update. Update it after optimizer.step()."),
         "evaluation_with_dropout": "An evaluation runs with dropout. Call model.eval() before it, and model.train() after it.",
         "evaluation_drops_tail": "The evaluation leaves samples out. Use dt.evaluate, or a loader with drop_last=False.",
         "evaluation_counts_twice": (

@@ -25,6 +25,7 @@ from dtrain.prove.compare import (
     describe_names,
     metric_name,
 )
+from dtrain.prove.run_config import BASE
 from dtrain.prove.run_records import BITS, TENSORS, Fact, Row, RunRecord, matching_name
 
 FAR = 8.0
@@ -49,8 +50,11 @@ def check_record(record: RunRecord) -> list[Difference]:
         *_check_steps(record),
         *_check_frozen(record),
         *_check_frozen_statistics(record),
-        *_check_dropout(record),
+        # A teacher may run on samples of its own.
+        *(list(_check_teachers(record)) or _check_dropout(record)),
+        *_check_averages(record),
         *_check_epochs(record),
+        *_check_random_state(record),
         *exports,
     )
     return sorted(_first_of_each_kind(contradictions), key=lambda difference: difference.step)
@@ -181,6 +185,33 @@ def _check_dropout(record: RunRecord) -> Iterator[Difference]:
             yield _contradiction("evaluation_with_dropout", row["step"], "evaluation", "an evaluation", text)
 
 
+def _check_averages(record: RunRecord) -> Iterator[Difference]:
+    """An average of the weights must not move between the backward of a step and its update."""
+    for row in record.rows("early_average"):
+        text = f"moves toward {row['parameter']} after the backward, before the optimizer changes it"
+        yield _contradiction("average_before_update", row["step"], "average", row["name"], text)
+
+
+def _check_teachers(record: RunRecord) -> Iterator[Difference]:
+    """A model that nothing changes, beside models that train, must be in evaluation mode.
+
+    A copy of a model may be an average that a later step updates, and averages may run with dropout on purpose.
+    """
+    trained = {name for row in record.rows("optimizer") for name in row.get("names", ())}
+    digests: dict[str, set[str]] = {}
+    for fact in (*record.of_kind("initial"), *record.of_kind("parameter")):
+        digests.setdefault(fact.name, set()).add(fact.value.digest)
+    of_trained = {digest for name in trained for digest in digests.get(name, ())}
+    for note in record.notes:
+        names = note["parameters"] if note["code"] == "teacher" else ()
+        values = [digests.get(name, set()) for name in names]
+        if not values or not trained or trained & set(names) or any(len(digest) != 1 for digest in values):
+            continue
+        if sum(bool(digest & of_trained) for digest in values) * 2 <= len(values):
+            text = "of a model that no optimizer trains runs in training mode"
+            yield _contradiction("teacher_in_training_mode", note["step"], "module", note["modules"][0], text)
+
+
 def _check_frozen(record: RunRecord) -> Iterator[Difference]:
     """A parameter of an optimizer with ``requires_grad=False`` must not change."""
     trained = {name for row in record.rows("optimizer") for name in row.get("names", ())}
@@ -203,6 +234,18 @@ def _check_epochs(record: RunRecord) -> Iterator[Difference]:
                 text = f"have the order of epoch {row['epoch']} in each pass of {row['sampler']}"
                 yield _contradiction("shuffle_without_epoch", row["step"], "samples", "", text)
             first[row["loader"]] = row["epoch"], row["seed"]
+
+
+def _check_random_state(record: RunRecord) -> Iterator[Difference]:
+    """Two steps that draw must not begin with the same random state, as after an evaluation that sets the seed again."""
+    if record.name != BASE:
+        # Runs on several ranks restore the state after each forward.
+        return
+    first: dict[tuple[int, str], int] = {}
+    for row in record.rows("step"):
+        if row["draws"] and (before := first.setdefault((row["optimizer_index"], row["rng"]), row["step"])) < row["step"]:
+            text = f"is that of step {before}, so the step draws the same numbers"
+            yield _contradiction("random_numbers_repeat", row["step"], "rng", "", text)
 
 
 def _check_evaluated_exports(record: RunRecord) -> Iterator[Difference]:
@@ -283,7 +326,7 @@ def compare_precision(exact: RunRecord | None, written: RunRecord, rounded: RunR
         written: record of the run in the script's own dtypes.
         rounded: record of the run in these dtypes whose modules round in another way.
     """
-    differences = list(_rounded_exports(written))
+    differences = [*_rounded_sums(written), *_rounded_exports(written)]
     if exact is not None and rounded is not None:
         # A rounded buffer explains the errors of modules.
         modules = module_errors(exact, written, rounded)
@@ -415,6 +458,13 @@ def rounding_hides(comparison: Comparison) -> tuple[str, bool]:
     hides_gradients = any(fact.kind == "gradient" for fact in hidden) and not any(fact.kind == "gradient" for fact in shown)
     text = f"rounding hides {len(hidden)} of {len(hidden) + len(shown)} facts, which it changes by more than {MAX_ROUNDING:g}"
     return text if hidden else "", hides_gradients
+
+
+def _rounded_sums(written: RunRecord) -> Iterator[Difference]:
+    """A sum of many numbers must not lose its last terms, which are smaller than the roundings of the sum."""
+    for row in written.rows("lost_sum"):
+        text = f"in {row['dtype']} is {row['value']:g} after {row['terms']} terms, and {row['total']:g} in float64"
+        yield _contradiction("sum_rounded", row["step"], "sum", f"in {row['place']}", text)
 
 
 def _rounded_exports(written: RunRecord) -> Iterator[Difference]:

@@ -221,11 +221,13 @@ def _observe_draws(recorder: RankRecorder) -> Hook:
 
 def _observe_loaders(recorder: RankRecorder) -> None:
     """Shorten the loops over dtrain's loaders, and observe their batches. Mutates: the class of loaders."""
+    numbers: dict[int, int] = {}
     until, one_pass, one_epoch, request = Loader.until, Loader.__iter__, Loader.one_epoch, vars(batch_source)["BatchRequest"]
 
     @functools.wraps(until)
     def shortened(loader: Loader, run_length: Any, **options: Any) -> Any:
-        return recorded(until(loader, recorder.run_goal(loader, parse_length(run_length)), **options))
+        name = f"dtrain-{numbers.setdefault(id(loader), len(numbers))}"
+        return recorded(until(loader, recorder.run_goal(loader, parse_length(run_length)), **options), name)
 
     @functools.wraps(one_pass)
     def cut(loader: Loader) -> Iterator[Any]:
@@ -233,10 +235,10 @@ def _observe_loaders(recorder: RankRecorder) -> None:
             while not is_reached(recorder.last_step, loader.position) and (batch := next(batches, None)) is not None:
                 yield batch
 
-    def recorded(batches: Any) -> Any:
+    def recorded(batches: Any, name: str = "") -> Any:
         with closing(batches):
             for batch in batches:
-                yield recorder.batch_loaded(batch)
+                yield recorder.batch_loaded(batch, name)
 
     def requested(epoch: int, start: int, indices: Any, repeats: int = 1) -> Any:
         # A rank without a sample reads one that does not count.

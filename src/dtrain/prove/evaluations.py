@@ -17,6 +17,7 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
 from dtrain.data.batch import list_tensors
@@ -60,12 +61,7 @@ class Evaluations:
     def forward_begins(self, model: nn.Module) -> None:
         """Observe the modules of an evaluation that drop values, unless the model is frozen, as a teacher is."""
         if any(param.requires_grad for param in model.parameters()):
-            drops = [
-                name
-                for name, module in modules_by_fqn(model)
-                if isinstance(module, _DropoutNd) and module.training and module.p
-            ]
-            self._dropout |= dict.fromkeys(drops)
+            self._dropout |= dict.fromkeys(list_random_modules(model))
 
     def write_weights(self, model: nn.Module) -> None:
         """Write the weights of an evaluation that begins. On several ranks the gather would need the same forward on all."""
@@ -103,6 +99,19 @@ class Evaluations:
             self._note("export_not_run", path=os.path.basename(path), error=problem)
         else:
             self._log.write("export_check", **result)
+
+
+def list_random_modules(model: nn.Module, *, statistics: bool = False) -> list[str]:
+    """Return the modules that drop values in their mode; with ``statistics``, also those that update statistics."""
+    return [
+        name or "model"
+        for name, module in modules_by_fqn(model)
+        if module.training
+        and (
+            (isinstance(module, _DropoutNd) and module.p)
+            or (statistics and isinstance(module, _BatchNorm) and module.track_running_stats)
+        )
+    ]
 
 
 class ExportCheck:

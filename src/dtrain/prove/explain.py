@@ -109,6 +109,8 @@ def _of_resume(difference: Difference, record: RunRecord, reference: RunRecord) 
         return "state_begins_again"
     if kind == "variable" and fact is not None:
         row = fact.value
+        if row.get("scaler"):
+            return "scaler_not_saved"
         if row["weights"]:
             return "ema_not_saved"
         return "early_stop_not_saved" if _is_best_value(record, reference) else "state_not_saved"

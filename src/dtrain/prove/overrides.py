@@ -3,6 +3,7 @@
 The first two act on torch, because a script may create tensors, cast them and draw random numbers wherever it likes.
 
 ``take_out`` and ``Seeds`` are for experiments (``causes.EXPERIMENTS``): runs that differ run again without a supposed cause.
+``Replay`` gives them the same batches.
 """
 
 from __future__ import annotations
@@ -29,18 +30,21 @@ import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
 
-from dtrain.data.batch import _map_leaves
+from dtrain.data.batch import _map_leaves, select_samples
 from dtrain.data.fetcher import Fetcher
 from dtrain.dist.rng import derive_seed
 from dtrain.prove.run_config import Dtype, RunConfig
-from dtrain.prove.run_log import RunLog, is_of_script, script_frames
+from dtrain.prove.run_log import RunLog, count_samples, is_of_script, script_frames
 
 _DTYPES = {"fp64": torch.float64, "fp32": torch.float32}
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _CASTS = {Tensor.float, Tensor.half, Tensor.bfloat16, Tensor.double}
 # These functions read the bits of a tensor or of foreign memory in another dtype.
 _REINTERPRETS = {Tensor.view, torch.frombuffer}
+_ADDITIONS = {Tensor.add, Tensor.add_, Tensor.__add__, Tensor.__iadd__, Tensor.__radd__, torch.add}
+_MAX_ROUNDINGS = 8
 # These modules store and send tensors in the dtype that they name.
 _UNCHANGED = (
     "dtrain.checkpoint",
@@ -146,6 +150,40 @@ def _replace_mixed_precision(dtype: torch.dtype, on_low: Callable[[torch.dtype],
                 object.__setattr__(self, field, dtype)
 
     MixedPrecisionPolicy.__init__ = with_one_dtype  # type: ignore[method-assign]
+
+
+class LowSums(TorchFunctionMode):
+    """Follow in float64 the sums that a script keeps in one number of low precision, such as the loss of an epoch.
+
+    Args:
+        on_lost: called with the sum, the sum in float64 and the number of terms, if the error is more than 8 roundings of the
+            sum of the terms' sizes, as few terms have.
+    """
+
+    def __init__(self, on_lost: Callable[[Tensor, float, int], None]) -> None:
+        super().__init__()
+        self._on_lost = on_lost
+        # Value, sum, sum of sizes and number of terms. A value that the script sets anew begins a sum.
+        self._sums: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in _ADDITIONS or kwargs or not _is_low_number(args[0]):
+            return func(*args, **(kwargs or {}))
+        first, term = float(args[0]), float(args[1])
+        value, total, size, terms = self._sums.get(args[0], (None, 0.0, 0.0, 0))
+        if value != first:
+            total, size, terms = first, abs(first), 0
+        result = func(*args)
+        if _is_low_number(result):
+            total, size, terms = total + term, size + abs(term), terms + 1
+            self._sums[result] = float(result), total, size, terms
+            if abs(float(result) - total) > _MAX_ROUNDINGS * torch.finfo(result.dtype).eps / 2 * size:
+                self._on_lost(result, total, terms)
+        return result
+
+
+def _is_low_number(value: Any) -> bool:
+    return type(value) is Tensor and value.numel() == 1 and value.is_floating_point() and value.dtype.itemsize < 4
 
 
 class EvenRandom:
@@ -385,6 +423,57 @@ def vary_machine(script: str) -> object:
         setattr(Path, name, reverse(functools.wraps(function)(lambda *args, _list=function: list(_list(*args)))))
     # Pages of zeros take no memory.
     return b"1" * _MORE_MEMORY
+
+
+# Hooks take the place of these functions.
+_save, _load = torch.save, torch.load
+
+
+class Replay:
+    """Batches that a run on one rank has read, in the place of those that the ranks of another run read.
+
+    The first batch of a loader on one rank is dealt to the ranks for their first batch, and so on.
+
+    Args:
+        config: the run. On one rank, batches are written.
+        rank: this rank.
+    """
+
+    def __init__(self, config: RunConfig, rank: int) -> None:
+        self._config, self._rank = config, rank
+        self._numbers = Counter[str]()
+
+    def exchange(self, loader: str, batch: Any) -> Any:
+        """Return this rank's samples for the next batch of a loader, which has read ``batch``.
+
+        If the ranks cannot share the batch equally, a rank keeps its own, and the samples still differ.
+        """
+        if not self._config.batches:
+            return batch
+        path = Path(self._config.batches, f"{loader}-{self._numbers[loader]}.pt")
+        self._numbers[loader] += 1
+        if self._config.ranks == 1:
+            _write_batch(path, batch)
+        elif path.exists():
+            whole = _load(path, weights_only=False)
+            samples, ranks = count_samples(whole), self._config.ranks
+            own = torch.arange(self._rank, samples, ranks)
+            if samples % ranks == 0 or len(own) == count_samples(batch):
+                return select_samples(whole, own)
+        return batch
+
+
+def _write_batch(path: Path, batch: Any) -> None:
+    # An experiment runs with the batches that are there.
+    if path.exists():
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_suffix(".part")
+    # Not every object of a script is a batch with rows, or can be written.
+    with contextlib.suppress(Exception):
+        # A copy does not have the position in the loader.
+        _save(select_samples(batch, torch.arange(count_samples(batch))), unfinished)
+        unfinished.rename(path)
 
 
 # Samples of a dataset whose lengths are read.

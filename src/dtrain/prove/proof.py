@@ -7,8 +7,8 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -49,6 +49,8 @@ from dtrain.prove.runs import RunOutcome, copy_work_folder, run_all
 
 # Facts that do not depend on the random numbers of a step.
 _DATA_KINDS = ("initial", "ties", "samples", "lr", "evaluation")
+# Facts that follow from the length of a loader, which stays that of the script if its batches are replaced.
+_OF_LOADERS = ("samples", "lr", "steps")
 
 
 def prove(
@@ -120,6 +122,15 @@ def prove(
             shutil.rmtree(folder, ignore_errors=True)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Repetition:
+    """Two runs that were repeated with the same changes, and their comparison; ``shown`` if an experiment shows its cause."""
+
+    run: PlannedRun
+    comparison: Comparison
+    shown: bool = False
+
+
 class _Proof:
     """Runs of one proof, their records and findings."""
 
@@ -133,8 +144,8 @@ class _Proof:
         self._unstable: set[FactKey] = set()
         self._rounding: Mapping[FactKey, float] = {}
         self._of_layout: set[str] = set()
-        # By cause and kind of difference: True if the experiment showed the cause, None if it could not.
-        self._experiments: dict[tuple[str, str], bool | None] = {}
+        # By cause and kind of difference; None if the experiment says nothing.
+        self._experiments: dict[tuple[str, str], _Repetition | None] = {}
 
     def run(self, first: Sequence[PlannedRun], plan: Callable[[RunConfig, RunRecord], list[PlannedRun]]) -> None:
         """Run and compare everything: the first runs, and those that ``plan`` chooses from the first run and its record."""
@@ -262,21 +273,43 @@ class _Proof:
         return outcome.error or f"ended with the exit codes {outcome.codes}" if outcome.failed else ""
 
     def _explain(self, run: PlannedRun, checks: Sequence[Difference], comparison: Comparison | None) -> tuple[int, ...]:
-        """Add the findings of a run, and return their numbers. A cause that was found already is not reported twice."""
-        record, reference = self._records[run.config.name], self._records.get(run.against)
-        first = [] if comparison is None else comparison.differences[:1]
+        """Add the findings of a run, and return their numbers. A cause that was found already is not reported twice.
+
+        After a first difference that can be taken out of both runs, the first difference that is left is a finding, too.
+        """
         numbers: dict[int, None] = {}
-        for difference in (*checks, *first):
-            causes = explain(difference, record, reference, run.config, run.after is not None)
-            likely = self._first_that_holds(causes, run, difference)
-            if self._allow(run, likely.code):
-                continue
-            codes = [finding.cause.code for finding in self._findings]
-            if likely.code not in codes:
-                codes.append(likely.code)
-                self._findings.append(Finding(run=run.config.name, against=run.against, difference=difference, cause=likely))
-            numbers[codes.index(likely.code)] = None
+        for difference in checks:
+            likely = self._cause(run, difference)
+            if not self._allow(run, likely.code):
+                numbers[self._find(run, difference, likely)] = None
+        corrected: tuple[str, ...] = ()
+        while comparison is not None and comparison.differences:
+            difference = comparison.differences[0]
+            if run.config.batches and difference.kind in _OF_LOADERS:
+                break
+            likely = self._cause(run, difference, corrected)
+            if (corrected and likely.code == "unknown") or self._allow(run, likely.code):
+                break
+            count = len(self._findings)
+            numbers[self._find(run, difference, likely)] = None
+            if len(self._findings) == count or (changed := self._corrected(run, difference, likely)) is None:
+                break
+            run, comparison, corrected = changed.run, changed.comparison, (*corrected, likely.code)
         return tuple(numbers)
+
+    def _cause(self, run: PlannedRun, difference: Difference, corrected: Collection[str] = ()) -> Cause:
+        """Return the likely cause of a difference, which is not one that both runs are without."""
+        record, reference = self._records[run.config.name], self._records.get(run.against)
+        causes = explain(difference, record, reference, run.config, run.after is not None)
+        return self._first_that_holds([likely for likely in causes if likely.code not in corrected], run, difference)
+
+    def _find(self, run: PlannedRun, difference: Difference, likely: Cause) -> int:
+        """Return the number of the finding with a cause, which is added if it is new."""
+        codes = [finding.cause.code for finding in self._findings]
+        if likely.code not in codes:
+            self._findings.append(Finding(run=run.config.name, against=run.against, difference=difference, cause=likely))
+            return len(codes)
+        return codes.index(likely.code)
 
     def _first_that_holds(self, causes: Sequence[Cause], run: PlannedRun, difference: Difference) -> Cause:
         """Return the first cause that the records or an experiment show; without one, the first that was not refuted."""
@@ -286,38 +319,55 @@ class _Proof:
                 return candidate
             key = candidate.code, difference.kind
             if key not in self._experiments and candidate.code in EXPERIMENTS and not run.after:
-                self._experiments[key] = self._goes_without(candidate.code, run, difference)
-            if self._experiments.get(key):
-                evidence = f"Shown by an experiment: {EXPERIMENTS[candidate.code]}, the runs agree."
-                return replace(candidate, shown=True, evidence=evidence)
-            if self._experiments.get(key) is None:
+                self._experiments[key] = self._without(candidate.code, run, difference)
+            experiment = self._experiments.get(key)
+            if experiment is None:
                 untested.append(candidate)
+            elif experiment.shown:
+                result = "this difference goes" if experiment.comparison.differences else "the runs agree"
+                evidence = f"Shown by an experiment: {EXPERIMENTS[candidate.code]}, {result}."
+                return replace(candidate, shown=True, evidence=evidence)
         return untested[0] if untested else cause("unknown")
 
-    def _goes_without(self, code: str, run: PlannedRun, difference: Difference) -> bool | None:
-        """Return True if a difference goes when its supposed cause is taken out of both runs; None if that cannot be tried."""
-        names = run.against, run.config.name
-        seeds = seeds_of_rank_0(self._records[run.config.name].ranks)
-        changed = [
-            replace(
-                config,
-                name=f"{config.name}, {EXPERIMENTS[code]}",
-                folder=f"{config.folder}-{code}",
-                experiment=code,
-                seeds=seeds if code in OF_SEEDS else {},
-            )
-            for config in (self._outcomes[name].config for name in names)
-        ]
-        # The experiment may have tested the cause of another difference of these runs.
-        self._execute([PlannedRun(config=config) for config in changed if config.name not in self._outcomes])
-        reference, record = (self._complete(config.name) for config in changed)
-        if reference is None or record is None:
+    def _without(self, code: str, run: PlannedRun, difference: Difference) -> _Repetition | None:
+        """Compare both runs without a supposed cause. ``shown`` if the difference goes; None if that cannot be tried."""
+        seeds = seeds_of_rank_0(self._records[run.config.name].ranks) if code in OF_SEEDS else {}
+        repetition = self._again(run, EXPERIMENTS[code], code, experiment=code, seeds=seeds)
+        if repetition is None:
             return None
-        if not any(map(_differs_in_training, (reference, record), (self._records[name] for name in names))):
+        names = (repetition.run.against, run.against), (repetition.run.config.name, run.config.name)
+        if not any(_differs_in_training(self._records[name], self._records[other]) for name, other in names):
             return None
-        order = list(KINDS).index
+        order = (*KINDS, "steps").index
         place = difference.step, order(difference.kind)
-        return all((other.step, order(other.kind)) > place for other in self._compare(run, reference, record).differences)
+        later = all((other.step, order(other.kind)) > place for other in repetition.comparison.differences)
+        return replace(repetition, shown=later)
+
+    def _corrected(self, run: PlannedRun, difference: Difference, likely: Cause) -> _Repetition | None:
+        """Return both runs again without a difference: with its cause taken out, or with equal batches; None if impossible."""
+        experiment = self._experiments.get((likely.code, difference.kind))
+        if experiment is not None and experiment.shown:
+            return experiment
+        if difference.kind != "samples" or run.after or run.config.batches or run.config.ranks == 1:
+            return None
+        loaders = {loader for row in self._records[run.against].rows("step") for loader in row.get("loaders", ())}
+        folder = Path(self._outcomes[BASE].config.folder).with_name("batches")
+        return self._again(run, "with equal batches", "replay", batches=str(folder), loaders=tuple(sorted(loaders)))
+
+    def _again(self, run: PlannedRun, words: str, place: str, **changes: Any) -> _Repetition | None:
+        """Repeat a run and the run that it is compared with, both with changes, and compare them; None if one of them fails."""
+        reference, other = (
+            replace(config, name=f"{config.name}, {words}", folder=f"{config.folder}-{place}", **changes)
+            for config in (self._outcomes[name].config for name in (run.against, run.config.name))
+        )
+        # The second run reads the batches of the first. The experiment may have tested the cause of another difference.
+        for configs in ((reference,), (other,)) if other.batches else ((reference, other),):
+            self._execute([PlannedRun(config=config) for config in configs if config.name not in self._outcomes])
+        records = self._complete(reference.name), self._complete(other.name)
+        if records[0] is None or records[1] is None:
+            return None
+        again = replace(run, config=other, against=reference.name)
+        return _Repetition(run=again, comparison=self._compare(run, records[0], records[1]))
 
     @property
     def _written_name(self) -> str:

@@ -25,13 +25,15 @@ from torch import Tensor, nn
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from dtrain.data.batch import FailedBatch, copy_batch_info, get_batch_infos, list_tensors
+from dtrain.dist.dtensor import to_local
 from dtrain.errors import ConfigError
 from dtrain.fqn import buffers_by_fqn, modules_by_fqn, parameters_by_fqn, unwrap_module
 from dtrain.prove.evaluations import Evaluations, reshard
-from dtrain.prove.overrides import EvenRandom, FrozenStatistics, cast_floats, use_one_dtype
+from dtrain.prove.overrides import EvenRandom, FrozenStatistics, LowSums, Replay, cast_floats, use_one_dtype
 from dtrain.prove.run_config import RECORDED_LENGTHS, SAVE_INTERVAL, RunConfig
 from dtrain.prove.run_log import (
     RunLog,
+    copies_of_weights,
     count_items,
     count_samples,
     digest,
@@ -42,6 +44,7 @@ from dtrain.prove.run_log import (
     model_values,
     named_tensors,
     sample_hashes,
+    scaler_values,
     script_frames,
     script_line,
     script_variables,
@@ -55,6 +58,8 @@ from dtrain.typing import LossSum
 
 # Updates of a loop that prepares the loop of dtrain's step, such as that of a codec.
 _MAX_PREPARATION = 2000
+# Part of the change of an average that is rounding.
+_ON_WAY = 1e-6
 _STEP_HOOKS: tuple[dict[Any, Any], dict[Any, Any]] = (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)
 
 
@@ -79,6 +84,7 @@ class StepFacts:
     counts: list[dict[str, int]] = field(default_factory=list)
     fields: dict[str, int] = field(default_factory=dict)
     lines: dict[str, str] = field(default_factory=dict)
+    loaders: list[int] = field(default_factory=list)
 
     def add_batch(self, batch: Any) -> None:
         """Add the samples of a batch, and the digests of its tensors."""
@@ -113,12 +119,22 @@ class RankRecorder:
         self._initial: set[int] = set()
         self._names: dict[int, str] = {}
         self._trained: dict[int, list[nn.Module]] = {}
+        # Parameters of all optimizers, also of those that have not run yet.
+        self.optimized = set[int]()
+        self._averages: dict[str, Tensor] = {}
         self._notes: set[str] = set()
         self._read_line = ""
+        self._lost_sums: set[str] = set()
         self.dtype = use_one_dtype(config.dtype, self._on_low)
+        if self.dtype is None and config.ranks == 1:
+            LowSums(self._on_lost_sum).__enter__()
         self.models = ScriptModels(self.dtype)
         self.random = EvenRandom(self._on_draw, active=config.even_random)
+        self.replay = Replay(config, rank)
         self.averages_statistics = False
+        self.scalers: list[torch.amp.GradScaler] = []
+        if config.experiment == "local_batch_norm":
+            self.note("frozen_statistics")
         # Model whose calls are forwards of the step in progress, because the loss sees the whole batch.
         self.cached_model: nn.Module | None = None
         self.outputs = ModuleOutputs(config, self.log)
@@ -135,6 +151,13 @@ class RankRecorder:
 
     def _on_low(self, dtype: torch.dtype) -> None:
         self.note("low_precision", dtype=str(dtype).removeprefix("torch."))
+
+    def _on_lost_sum(self, value: Tensor, total: float, terms: int) -> None:
+        place = script_line(self.config.script)
+        if place and place not in self._lost_sums:
+            self._lost_sums.add(place)
+            dtype = str(value.dtype).removeprefix("torch.")
+            self.log.write("lost_sum", place=place, dtype=dtype, value=float(value), total=total, terms=terms)
 
     def _on_draw(self) -> None:
         self.note("draws")
@@ -187,10 +210,12 @@ class RankRecorder:
         self.note("microbatches", size=size)
         return self.config.microbatch_size or size
 
-    def batch_loaded(self, batch: Any) -> Any:
-        """Return the batch of a dtrain loader in the dtype of the run, with its position."""
+    def batch_loaded(self, batch: Any, loader: str = "") -> Any:
+        """Return the batch of a dtrain loader in the dtype of the run, with its position. A loader of training has a name."""
         if isinstance(batch, FailedBatch):
             return batch
+        if loader:
+            batch = copy_batch_info(batch, self.replay.exchange(loader, batch))
         self.batch_read(batch)
         if self.dtype is None:
             return batch
@@ -304,9 +329,34 @@ class RankRecorder:
 
     def _write_variables(self) -> None:
         frames = script_frames(sys._getframe(1), self.config.script)
-        values = model_values(self.models.modules), script_variables(frames, self.models.modules), global_generators()
-        for variable in chain.from_iterable(values):
+        values = model_values(self.models.modules), script_variables(frames, self.models.modules)
+        for variable in chain(*values, global_generators(), scaler_values(self.scalers)):
             self.log.write("variable", **variable)
+
+    def keep_averages(self) -> None:
+        """Keep copies of the tensors that may be averages of weights, until the update of the step."""
+        self._averages = {name: tensor.clone() for name, tensor in self._find_averages().items()}
+
+    def _find_averages(self) -> dict[str, Tensor]:
+        # On several ranks a copy may be a shard.
+        if not self.optimized or self.config.ranks > 1 or not self.records_updates():
+            return {}
+        others = {name: param for name, param in self.models.parameters().items() if id(param) not in self.optimized}
+        copies = copies_of_weights(script_frames(sys._getframe(1), self.config.script), self.models.modules)
+        return {name: to_local(tensor.detach()) for name, tensor in (others | copies).items() if not tensor.is_meta}
+
+    def write_early_averages(self, optimizer: Any) -> None:
+        """Write which tensors have moved toward the weights that ``optimizer`` is about to change, since the last backward."""
+        names = {id(param): name for name, param in self.models.parameters().items()}
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        for name, tensor in self._find_averages().items() if self._averages else ():
+            before = self._averages.get(name)
+            if before is None or before.shape != tensor.shape or torch.equal(before, tensor):
+                continue
+            for param in params:
+                if param.shape == tensor.shape and moves_toward(before, tensor, to_local(param.detach())):
+                    self.log.write("early_average", name=name, parameter=names.get(id(param), "the weights"))
+        self._averages = {}
 
     def update_ends(self, updates: int) -> None:
         """Count the updates of the optimizer in progress. After the last one, variables show what the step has overwritten."""
@@ -449,6 +499,15 @@ def _params_of(optimizer: Any) -> set[int]:
     return {id(param) for group in optimizer.param_groups for param in group["params"]}
 
 
+def moves_toward(before: Tensor, after: Tensor, target: Tensor) -> bool:
+    """Return True if ``after`` lies on the way from ``before`` to ``target``, as an average does that moves by a share."""
+    way, moved = (flatten(tensor) - flatten(before) for tensor in (target, after))
+    share = float(moved @ way / (way @ way)) if way.any() else 0.0
+    is_on_way = torch.linalg.vector_norm(moved - share * way) <= _ON_WAY * torch.linalg.vector_norm(moved)
+    # Any two numbers have a share, and a copy moves by all of the way.
+    return len(way) > 2 and 0 < share < 1 - _ON_WAY and bool(is_on_way)
+
+
 def modes_of(models: Sequence[nn.Module]) -> dict[str, list[str]]:
     """Return the names of the modules in evaluation mode, and of the parameters that do not train.
 
@@ -510,6 +569,17 @@ class ScriptModels:
             for prefix, model in self._named()
             for name, first in parameters_by_fqn(model)[1].items()
         ]
+
+    def parameters_of(self, model: nn.Module) -> dict[str, Tensor]:
+        """Return the parameters of one of the models by name; none for another module."""
+        return next(
+            (
+                {prefix + name: param for name, param in parameters_by_fqn(inner)[0].items()}
+                for prefix, inner in self._named()
+                if inner is unwrap_module(model)
+            ),
+            {},
+        )
 
     def trained_by(self, optimizer: Any) -> list[nn.Module]:
         """Return the models of which an optimizer has a parameter."""

@@ -45,6 +45,9 @@ class RunConfig:
         vary_machine: if True, the clock runs faster and the process has more memory, so that numbers about the machine differ.
         experiment: cause that the run takes out of the script, a key of ``EXPERIMENTS``; None takes out none.
         seeds: seeds of the places of the script where ranks have different seeds, for the experiment that makes them equal.
+        batches: folder for the batches of training, which a run on one rank writes, and in which other runs find theirs; "" if
+            the script reads its own.
+        loaders: numbers of torch's loaders whose batches these are.
     """
 
     name: str
@@ -69,6 +72,8 @@ class RunConfig:
     vary_machine: bool = False
     experiment: str | None = None
     seeds: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    batches: str = ""
+    loaders: tuple[int, ...] = ()
 
     @property
     def may_have_dtrain_loop(self) -> bool:

@@ -20,7 +20,7 @@ import os
 import random
 import sys
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
@@ -288,15 +288,29 @@ def script_variables(frames: Sequence[FrameType], models: Sequence[nn.Module]) -
 
     Variables that only ``for`` assigns are left out: after a resume a loop may count from another number.
     """
-    seen, owned = set[int](), _owned_by(models)
-    values = (
-        row | {"line": _assignments(frame.f_code.co_filename).lines.get(name, "")}
+    owned = _owned_by(models)
+    for file, name, path, value in _script_leaves(frames, owned):
+        yield _row(path, value, owned) | {"line": _assignments(file).lines.get(name, "")}
+
+
+def copies_of_weights(frames: Sequence[FrameType], models: Sequence[nn.Module]) -> dict[str, Tensor]:
+    """Return the tensors of the frames' variables that have the shape of a parameter and are none, such as averages."""
+    owned = _owned_by(models)
+    tensors = {path: value for _, _, path, value in _script_leaves(frames, owned) if isinstance(value, Tensor)}
+    return {path: tensor for path, tensor in tensors.items() if tuple(tensor.shape) in owned.shapes}
+
+
+def _script_leaves(frames: Sequence[FrameType], owned: _Owned) -> Iterator[tuple[str, str, str, Any]]:
+    """Yield the file, the variable, the path and the value of the numbers, tensors and generators of the frames."""
+    seen = set[int]()
+    leaves = (
+        (frame.f_code.co_filename, name, path, leaf)
         for frame in frames
         for name, value in list(frame.f_locals.items())
         if not name.startswith("__") and name not in _assignments(frame.f_code.co_filename).counters
-        for row in _values(name, value, 0, seen, owned)
+        for path, leaf in _leaves(name, value, 0, seen, owned)
     )
-    yield from islice(values, _MAX_VALUES)
+    return islice(leaves, _MAX_VALUES)
 
 
 class _Assignments(NamedTuple):
@@ -332,8 +346,8 @@ def model_values(models: Sequence[nn.Module]) -> Iterator[dict[str, Any]]:
                     continue
                 path = f"model{number or ''}.{name + '.' if name else ''}{key}"
                 if type(value) in (list, tuple) or isinstance(value, bool | int | float):
-                    for row in _values(path, value, _DEPTH, set(), owned):
-                        yield row | {"of_model": True}
+                    for place, leaf in _leaves(path, value, _DEPTH, set(), owned):
+                        yield _row(place, leaf, owned) | {"of_model": True}
 
 
 def global_generators() -> Iterator[dict[str, Any]]:
@@ -342,6 +356,17 @@ def global_generators() -> Iterator[dict[str, Any]]:
     state = np.random.get_state(legacy=False)["state"]
     words = hashlib.blake2b(state["key"].tobytes(), digest_size=_DIGEST_BYTES).hexdigest()
     yield {"name": "of NumPy", "type": "generator", "digest": f"{words}/{state['pos']}", "is_global": True}
+
+
+def scaler_values(scalers: Iterable[torch.amp.GradScaler]) -> Iterator[dict[str, Any]]:
+    """Yield the loss scale of each scaler, and the number of steps since the scale changed, as rows of variables."""
+    for number, scaler in enumerate(scalers):
+        state, name = scaler.state_dict(), f"loss scaler {number + 1}" if number else "the loss scaler"
+        for key, label in (("scale", "the scale"), ("_growth_tracker", "the steps without an overflow")):
+            # A scaler that is off has no state.
+            if key in state:
+                row = {"name": f"{label} of {name}", "type": "number", "digest": repr(state[key]), "value": float(state[key])}
+                yield {**row, "weights": False, "scaler": True}
 
 
 def _digest_text(value: object) -> str:
@@ -374,15 +399,25 @@ def _address(tensor: Tensor) -> int:
     return to_local(tensor.detach()).data_ptr()
 
 
-def _values(path: str, value: Any, depth: int, seen: set[int], owned: _Owned) -> Iterator[dict[str, Any]]:
-    def row(kind: str, content: str, *, name: str = path, number: float | None = None, weights: bool = False) -> dict[str, Any]:
-        return {"name": name, "type": kind, "digest": content, "value": number, "weights": weights}
-
-    def of_tensor(tensor: Tensor, name: str) -> dict[str, Any]:
-        return row("tensor", digest(flatten(to_local(tensor))), name=name, weights=tuple(tensor.shape) in owned.shapes)
-
+def _row(path: str, value: Any, owned: _Owned) -> dict[str, Any]:
+    """Return the row of a number, a tensor or a generator."""
+    number, weights = None, False
     if isinstance(value, bool | int | float):
-        yield row("number", repr(value), number=float(value))
+        kind, content, number = "number", repr(value), float(value)
+    elif isinstance(value, Tensor):
+        kind, content, weights = "tensor", digest(flatten(to_local(value))), tuple(value.shape) in owned.shapes
+    elif isinstance(value, torch.Generator):
+        kind, content = "generator", digest(flatten(value.get_state()))
+    else:
+        kind = "generator"
+        content = _digest_text(value.getstate()) if isinstance(value, random.Random) else str(value.bit_generator.state)
+    return {"name": path, "type": kind, "digest": content, "value": number, "weights": weights}
+
+
+def _leaves(path: str, value: Any, depth: int, seen: set[int], owned: _Owned) -> Iterator[tuple[str, Any]]:
+    """Yield the numbers, tensors and generators in a value by path, without those of the models."""
+    if isinstance(value, bool | int | float):
+        yield path, value
         return
     if id(value) in seen or depth > _DEPTH:
         return
@@ -393,18 +428,14 @@ def _values(path: str, value: Any, depth: int, seen: set[int], owned: _Owned) ->
         small = value.numel() <= _MAX_ELEMENTS or tuple(value.shape) in owned.shapes
         # A tensor of a state dict is the memory of a parameter or buffer.
         if small and not value.is_meta and not isinstance(value, nn.Parameter) and _address(value) not in owned.addresses:
-            yield of_tensor(value, path)
-    elif isinstance(value, torch.Generator):
-        yield row("generator", digest(flatten(value.get_state())))
-    elif isinstance(value, random.Random):
-        yield row("generator", _digest_text(value.getstate()))
-    elif isinstance(value, np.random.Generator):
-        yield row("generator", str(value.bit_generator.state))
+            yield path, value
+    elif isinstance(value, torch.Generator | random.Random | np.random.Generator):
+        yield path, value
     elif isinstance(value, nn.Module):
         if id(value) not in owned.modules:
             for name, tensor in (*value.named_parameters(), *value.named_buffers()):
                 if not tensor.is_meta and id(tensor) not in owned.parameters:
-                    yield of_tensor(tensor, f"{path}.{name}")
+                    yield f"{path}.{name}", tensor
     elif isinstance(value, Mapping):
         # The optimizer has the numbers of its groups of parameters.
         params = value.get("params")
@@ -419,7 +450,7 @@ def _values(path: str, value: Any, depth: int, seen: set[int], owned: _Owned) ->
     elif type(value).__module__.startswith("dtrain.monitors") and hasattr(value, "state_dict"):
         items = [(f".{key}", item) for key, item in value.state_dict().items()]
     for suffix, item in items:
-        yield from _values(path + suffix, item, depth + 1, seen, owned)
+        yield from _leaves(path + suffix, item, depth + 1, seen, owned)
 
 
 def _is_of_script(value: Any) -> bool:

@@ -12,6 +12,7 @@ import linecache
 import os
 import sys
 import weakref
+from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -32,6 +33,7 @@ from dtrain.checkpoint.conversion import convert as conversion
 from dtrain.data.batch import list_tensors
 from dtrain.dist import collectives
 from dtrain.dist.rng import derive_seed
+from dtrain.prove.evaluations import list_random_modules
 from dtrain.prove.overrides import cast_floats, observe_recompute
 from dtrain.prove.recording import EndOfProof, RankRecorder, StepFacts, UpdateObserver
 from dtrain.prove.run_log import count_items, count_samples, script_frames, script_line
@@ -65,6 +67,7 @@ class _Forwards:
         self._depth = 0
         self._names: dict[int, str | None] = {}
         self._exports = recorder.evaluations.exports
+        self._teachers = set[int]()
         call = nn.Module.__call__
 
         def observed(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -88,6 +91,7 @@ class _Forwards:
         if _is_transformed():
             return self._transformed(call, module, args, kwargs)
         recorder.models.add(module)
+        self._note_teacher(module)
         inputs = [tensor for tensor in list_tensors([list(args), kwargs]) if isinstance(tensor, Tensor)]
         if torch.is_grad_enabled() and "forward" not in recorder.facts.lines:
             recorder.facts.lines["forward"] = script_line(recorder.config.script)
@@ -120,6 +124,19 @@ class _Forwards:
             return call(module, *args, **kwargs)
         finally:
             self._depth -= 1
+
+    def _note_teacher(self, module: nn.Module) -> None:
+        """Note a model of no optimizer that runs with dropout, or that updates statistics."""
+        params = list(module.parameters())
+        trains = any(param.requires_grad for param in params)
+        is_noted = id(module) in self._teachers or any(id(param) in self._recorder.optimized for param in params)
+        if is_noted or (trains and torch.is_grad_enabled()):
+            return
+        # The statistics of frozen batch norm are checked in all models.
+        modules = list_random_modules(module, statistics=trains)
+        if modules:
+            self._teachers.add(id(module))
+            self._recorder.note("teacher", modules=modules, parameters=list(self._recorder.models.parameters_of(module)))
 
     def _observe(self, module: nn.Module, inputs: list[Tensor]) -> None:
         recorder = self._recorder
@@ -166,7 +183,8 @@ def called_from(module: str, *, depth: int = 12) -> bool:
 
 
 def _observe_updates(recorder: RankRecorder, loop: PlainLoop) -> None:
-    """Observe backwards that dtrain does not run, and steps of schedulers."""
+    """Observe backwards that dtrain does not run, steps of schedulers, and the parameters of new optimizers."""
+    add = torch.optim.Optimizer.add_param_group
     backward, step = Tensor.backward, torch.optim.lr_scheduler.LRScheduler.step
     is_observed = False
 
@@ -186,6 +204,12 @@ def _observe_updates(recorder: RankRecorder, loop: PlainLoop) -> None:
         recorder.facts.events.append("schedule")
         return step(scheduler, *args, **kwargs)
 
+    @functools.wraps(add)
+    def added(optimizer: Any, group: Any) -> None:
+        add(optimizer, group)
+        recorder.optimized.update(id(param) for param in optimizer.param_groups[-1]["params"])
+
+    torch.optim.Optimizer.add_param_group = added  # type: ignore[method-assign]
     Tensor.backward = observed  # type: ignore[method-assign, assignment]
     torch.optim.lr_scheduler.LRScheduler.step = scheduled  # type: ignore[method-assign, assignment]
 
@@ -195,7 +219,8 @@ class _Loaders:
 
     def __init__(self, recorder: RankRecorder, loop: PlainLoop) -> None:
         self._recorder, self._loop = recorder, loop
-        self._passes: dict[Hashable, int] = {}
+        self._passes = Counter[int]()
+        self._numbers: dict[Hashable, int] = {}
         self._loaders: dict[Hashable, list[weakref.ref[Any]]] = {}
         self._empty_passes = 0
         for kind in (DataLoader, StatefulDataLoader):
@@ -208,18 +233,18 @@ class _Loaders:
         def observed(loader: Any) -> Any:
             if sys._getframe(1).f_globals.get("__name__", "").startswith(("dtrain.", "torch.")):
                 return iterate(loader)
-            key = self._key_of(loader, sys._getframe(1))
+            key = self._number_of(loader, sys._getframe(1))
             if loop.is_over(key):
                 return self._empty_pass()
             if _is_of_accelerate(sys._getframe(1)):
                 _observe_gather_for_metrics(recorder)
-                self._order_alike(loader, self._passes.get(key, -1) + 1)
+                self._order_alike(loader, self._passes[key])
             return self._batches(loader, key, iterate(loader))
 
         return observed
 
-    def _key_of(self, loader: Any, frame: FrameType) -> Hashable:
-        """Return what is equal for all passes over a loader, also if the script makes the loader anew for each epoch.
+    def _number_of(self, loader: Any, frame: FrameType) -> int:
+        """Return a number that is equal for all passes over a loader, also if the script makes the loader anew for each epoch.
 
         Loaders of one loop and size are different if they live at the same time.
         """
@@ -232,7 +257,7 @@ class _Loaders:
         if index is None:
             index = alive.index(None) if None in alive else len(alive)
             others[index : index + 1] = [weakref.ref(loader)]
-        return *key, index
+        return self._numbers.setdefault((*key, index), len(self._numbers))
 
     def _order_alike(self, loader: Any, number: int) -> None:
         """Order a pass alike on all numbers of ranks: Accelerate's default sampler has another generator on one rank."""
@@ -255,12 +280,13 @@ class _Loaders:
             raise EndOfProof(0)
         yield from ()
 
-    def _batches(self, loader: Any, key: Hashable, batches: Iterator[Any]) -> Iterator[Any]:
+    def _batches(self, loader: Any, key: int, batches: Iterator[Any]) -> Iterator[Any]:
         recorder, sampler = self._recorder, loader.sampler
-        number = self._passes[key] = self._passes.get(key, -1) + 1
+        number = self._passes[key]
+        self._passes[key] += 1
         recorder.log.write(
             "pass",
-            loader=list(self._passes).index(key),
+            loader=key,
             number=number,
             sampler=type(sampler).__name__,
             epoch=getattr(sampler, "epoch", None),
@@ -271,6 +297,8 @@ class _Loaders:
         for batch in batches:
             if self._loop.is_over(key):
                 return
+            if key in recorder.config.loaders:
+                batch = recorder.replay.exchange(f"loader-{key}", batch)
             self._loop.batch_loaded(key, number, batch)
             recorder.batch_read(batch)
             yield cast_floats(batch, recorder.dtype) if recorder.dtype is not None else batch
@@ -322,6 +350,8 @@ def _observe_events(recorder: RankRecorder) -> None:
     @functools.wraps(step)
     def scaled_step(scaler: Any, *args: Any, **kwargs: Any) -> Any:
         facts = recorder.facts
+        if not any(scaler is other for other in recorder.scalers):
+            recorder.scalers.append(scaler)
         result = step(scaler, *args, **kwargs)
         # An update begins new facts. The microbatches of a skipped step are not those of the next update.
         if recorder.facts is facts and not recorder.in_step:
@@ -417,9 +447,9 @@ class PlainLoop(UpdateObserver):
         self._number: int | None = None
         self._batch: Any = None
         # Loaders since the last forward with gradient, the last batch last; True if a forward without gradient came after it.
-        self._evaluated: dict[Hashable, bool] = {}
-        self._of_step: set[Hashable] = set()
-        self._training_loaders: set[Hashable] = set()
+        self._evaluated: dict[int, bool] = {}
+        self._of_step: set[int] = set()
+        self._training_loaders: set[int] = set()
         # Models whose parameters are theirs again once the forward has ended.
         self.functional: list[nn.Module] = []
         register_optimizer_step_pre_hook(self._update_begins)
@@ -449,12 +479,13 @@ class PlainLoop(UpdateObserver):
     def backward(self, loss: Tensor) -> None:
         """Observe a backward."""
         facts = self._recorder.facts
+        self._recorder.keep_averages()
         facts.backwards += 1
         facts.lines["backward"] = script_line(self._recorder.config.script)
         if loss.numel() == 1:
             facts.losses.append((float(loss.detach()), None))
 
-    def batch_loaded(self, loader: Hashable, number: int, batch: Any) -> None:
+    def batch_loaded(self, loader: int, number: int, batch: Any) -> None:
         """Observe a batch of a loader of torch, in its pass ``number``."""
         self._evaluated.pop(loader, None)
         self._evaluated[loader] = False
@@ -464,7 +495,7 @@ class PlainLoop(UpdateObserver):
         """Observe a forward without gradient, as of an evaluation."""
         self._evaluated = dict.fromkeys(self._evaluated, True)
 
-    def is_over(self, loader: Hashable) -> bool:
+    def is_over(self, loader: int) -> bool:
         """Return True if a loader of training batches must end, because the run has all its steps."""
         if self._recorder.steps_of_dtrain:
             return False
@@ -503,8 +534,10 @@ class PlainLoop(UpdateObserver):
             recorder.models.add(module)
         self.functional.clear()
         self._training_loaders |= self._of_step
+        recorder.facts.loaders = sorted(self._of_step)
         self._of_step = set()
         if recorder.records_updates():
+            recorder.write_early_averages(optimizer)
             recorder.write_initial(optimizer)
             recorder.write_step(optimizer)
             recorder.write_gradients(optimizer)
