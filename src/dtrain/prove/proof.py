@@ -27,7 +27,7 @@ from dtrain.prove.checks import (
 )
 from dtrain.prove.compare import MAX_ROUNDING, Comparison, Difference, FactKey, compare_records, metric_name, unstable_keys
 from dtrain.prove.explain import explain, seeds_of_rank_0
-from dtrain.prove.report import Allowed, Finding, ProveReport, RunRow, fact_name
+from dtrain.prove.report import Allowed, Finding, ProveReport, RowVerdict, RunRow, fact_name
 from dtrain.prove.run_config import (
     AGAIN,
     BASE,
@@ -218,15 +218,23 @@ class _Proof:
             return
         findings = self._explain(run, differences, comparison)
         if run.config.kill_after is None and name not in SERVING:
-            text, is_hidden = rounding_hides(comparison) if comparison else ("", False)
-            # A resume may have one step, in which not all models are seen twice. It is compared with a run that trains.
-            if gap := "" if findings or run.after else check_training(record):
-                text, is_hidden = gap, True
-            verdict = "differs" if findings else "nothing" if is_hidden else comparison.verdict if comparison else "ran"
-            if verdict != "nothing" and (names := [allowed.name for allowed in self._allowed.values() if name in allowed.runs]):
-                verdict, text = verdict if findings else "allowed", f"allowed: {', '.join(names)}"
-            row = RunRow(name=name, against=run.against, verdict=verdict, findings=findings, text=text)
-            self._rows.append(row if comparison is None else replace(row, largest=comparison.largest))
+            self._rows.append(self._row(run, findings, comparison))
+
+    def _row(self, run: PlannedRun, findings: tuple[int, ...], comparison: Comparison | None) -> RunRow:
+        """Return the row of a run that did not fail."""
+        name = run.config.name
+        text, is_hidden = rounding_hides(comparison) if comparison else ("", False)
+        # A resume may have one step, in which not all models are seen twice. It is compared with a run that trains.
+        if gap := "" if findings or run.after else check_training(self._records[name]):
+            text, is_hidden = gap, True
+        verdict: RowVerdict = comparison.verdict if comparison else "ran"
+        allowed = [entry.name for entry in self._allowed.values() if name in entry.runs]
+        if findings or is_hidden:
+            verdict = "differs" if findings else "nothing"
+        elif allowed:
+            verdict, text = "allowed", f"allowed: {', '.join(allowed)}"
+        largest = None if comparison is None else comparison.largest
+        return RunRow(name=name, against=run.against, verdict=verdict, findings=findings, text=text, largest=largest)
 
     def _world_sizes(self, run: PlannedRun) -> set[int]:
         """Return the numbers of ranks of a run, and of the killed run that it continues."""

@@ -127,7 +127,7 @@ class RankRecorder:
         self._lost_sums: set[str] = set()
         self.dtype = use_one_dtype(config.dtype, self._on_low)
         if self.dtype is None and config.ranks == 1:
-            LowSums(self._on_lost_sum).__enter__()
+            LowSums(self._on_lost_sum).__enter__()  # type: ignore[no-untyped-call]
         self.models = ScriptModels(self.dtype)
         self.random = EvenRandom(self._on_draw, active=config.even_random)
         self.replay = Replay(config, rank)
@@ -245,11 +245,12 @@ class RankRecorder:
             if any(optimizer is other for other in others):
                 return index
         own = _params_of(optimizer)
-        index = next((index for index, others in enumerate(self._optimizers) if own & _params_of(others[-1])), None)
-        if index is None:
+        earlier = [index for index, others in enumerate(self._optimizers) if own & _params_of(others[-1])]
+        if not earlier:
             self._optimizers.append([])
-        self._optimizers[-1 if index is None else index].append(optimizer)
-        return self.index_of(optimizer)
+        index = earlier[0] if earlier else len(self._optimizers) - 1
+        self._optimizers[index].append(optimizer)
+        return index
 
     def _start_dtrain_loop(self) -> None:
         """Forget a loop by hand that prepares the training, such as that of a codec on rank 0: other ranks may not run it."""

@@ -18,6 +18,7 @@ _MAX_METRICS = 10
 
 RowVerdict = Literal["bitwise", "tolerance", "allowed", "differs", "failed", "nothing", "ran", "not run"]
 
+_BAD = ("differs", "failed", "nothing")
 _WORDS: Mapping[str, str] = {
     "bitwise": "equal bit for bit",
     "tolerance": "equal within rounding",
@@ -147,8 +148,7 @@ class ProveReport:
     @property
     def passed(self) -> bool:
         """True if no run differs, failed, or shows nothing."""
-        bad = ("differs", "failed", "nothing")
-        return bool(self.rows) and not self.findings and not any(row.verdict in bad for row in self.rows)
+        return bool(self.rows) and not self.findings and not any(row.verdict in _BAD for row in self.rows)
 
     def remarks(self) -> list[str]:
         """Return what was changed, and what was not seen, in sentences."""
@@ -230,9 +230,9 @@ class ProveReport:
 
     def junit(self) -> str:
         """Return the report as JUnit XML: a test case for each run, with the text of its findings as its failure."""
-        bad = [row.verdict in ("differs", "failed", "nothing") for row in self.rows]
+        bad = [row.verdict in _BAD for row in self.rows]
         counts = {"tests": str(len(self.rows)), "failures": str(sum(bad)), "time": f"{self.seconds:.1f}"}
-        suite = ElementTree.Element("testsuite", name=f"prove {self.script}", **counts)
+        suite = ElementTree.Element("testsuite", {"name": f"prove {self.script}", **counts})
         for row, is_bad in zip(self.rows, bad, strict=True):
             case = ElementTree.SubElement(suite, "testcase", classname=self.script, name=row.name)
             if is_bad:

@@ -209,7 +209,7 @@ def _observe_updates(recorder: RankRecorder, loop: PlainLoop) -> None:
         add(optimizer, group)
         recorder.optimized.update(id(param) for param in optimizer.param_groups[-1]["params"])
 
-    torch.optim.Optimizer.add_param_group = added  # type: ignore[method-assign]
+    torch.optim.Optimizer.add_param_group = added  # type: ignore[method-assign, assignment]
     Tensor.backward = observed  # type: ignore[method-assign, assignment]
     torch.optim.lr_scheduler.LRScheduler.step = scheduled  # type: ignore[method-assign, assignment]
 
