@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch
@@ -19,18 +21,25 @@ _WITHOUT_GPU = {"set_device": None, "synchronize": None, "reset_peak_memory_stat
 
 
 def keep_on_cpu(on_gpu: Callable[[], None]) -> None:
-    """Replace each GPU that the script names by the CPU, from now on. ``on_gpu`` is called each time.
+    """Replace each GPU by the CPU, from now on. ``on_gpu`` is called each time that code outside of torch and dtrain names one.
 
     Mutates: torch's functions in this thread, and functions and classes of ``torch.cuda``, ``torch.amp`` and
     ``torch.distributed``.
     """
 
+    def gpu_named() -> None:
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and str(frame.f_globals.get("__name__")).startswith(("torch.", "dtrain.prove.")):
+            frame = frame.f_back
+        if frame is not None and not str(frame.f_globals.get("__name__")).startswith("dtrain."):
+            on_gpu()
+
     def cpu_for(value: Any) -> Any:
         if type(value) is torch.device and value.type == "cuda":
-            on_gpu()
+            gpu_named()
             return _CPU
         if type(value) is str and (value == "nccl" or (value.partition(":")[0] in ("cuda", "cpu") and "cuda" in value)):
-            on_gpu()
+            gpu_named()
             return "gloo" if "nccl" in value else "cpu"
         return value
 
@@ -44,7 +53,7 @@ def keep_on_cpu(on_gpu: Callable[[], None]) -> None:
 
     def without_gpu(result: Any) -> Any:
         def answered(*args: Any, **kwargs: Any) -> Any:
-            on_gpu()
+            gpu_named()
             return result
 
         return answered
@@ -62,7 +71,7 @@ def keep_on_cpu(on_gpu: Callable[[], None]) -> None:
     def scaled_on_cpu(self: Any, device: str = "cuda", *args: Any, **kwargs: Any) -> None:
         scaler(self, cpu_for(device), *args, **kwargs)
 
-    _CpuMode(cpu_for, on_gpu).__enter__()  # type: ignore[no-untyped-call]
+    _CpuMode(cpu_for, gpu_named).__enter__()  # type: ignore[no-untyped-call]
     for name, result in _WITHOUT_GPU.items():
         setattr(torch.cuda, name, without_gpu(result))
     dist.init_process_group = with_cpu(dist.init_process_group, device_id=None)
