@@ -261,6 +261,8 @@ def run_rank(config_path: str, environment: Mapping[str, str]) -> None:
     os.setsid()
     die_with_parent(os.getppid())
     enter_rank(environment)
+    # The fork of a server has the start method of servers, with which loader workers would run the script again.
+    multiprocessing.set_start_method(None, force=True)
     rank, config = int(os.environ["RANK"]), RunConfig.read(Path(config_path))
     for stream, name in ((1, "out"), (2, "err")):
         fd = os.open(Path(config.folder, f"rank-{rank}.{name}"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
