@@ -13,7 +13,7 @@ from typing import Any
 
 from dtrain.arguments import check_int
 from dtrain.errors import ConfigError
-from dtrain.prove.causes import EXPERIMENTS, OF_SEEDS, Cause, cause
+from dtrain.prove.causes import EXPERIMENTS, OF_REACH, OF_SEEDS, Cause, cause
 from dtrain.prove.checks import (
     check_record,
     check_training,
@@ -228,6 +228,8 @@ class _Proof:
         """Add the findings of a run, and return their numbers. A cause that was found already is not reported twice."""
         record, reference = self._records[run.config.name], self._records.get(run.against)
         first = [] if comparison is None else comparison.differences[:1]
+        known = {(check.step, check.kind, check.name) for check in checks}
+        first = [difference for difference in first if (difference.step, difference.kind, difference.name) not in known]
         numbers: dict[int, None] = {}
         for difference in (*checks, *first):
             causes = explain(difference, record, reference, run.config, run.after is not None)
@@ -249,7 +251,8 @@ class _Proof:
             if key not in self._experiments and candidate.code in EXPERIMENTS and not run.after:
                 self._experiments[key] = self._goes_without(candidate.code, run, difference)
             if self._experiments.get(key):
-                evidence = f"Shown by an experiment: {EXPERIMENTS[candidate.code]}, the runs agree."
+                result = "other places of the output change" if candidate.code in OF_REACH else "the runs agree"
+                evidence = f"Shown by an experiment: {EXPERIMENTS[candidate.code]}, {result}."
                 return replace(candidate, shown=True, evidence=evidence)
             if self._experiments.get(key) is None:
                 untested.append(candidate)
@@ -273,6 +276,8 @@ class _Proof:
         reference, record = (self._complete(config.name) for config in changed)
         if reference is None or record is None:
             return None
+        if code in OF_REACH:
+            return _reaches(reference, record, too_far=code == "sequence_mask_lost")
         if not any(map(_differs_in_training, (reference, record), (self._records[name] for name in names))):
             return None
         order = list(KINDS).index
@@ -313,6 +318,16 @@ class _Proof:
             seconds=seconds,
             cpu_seconds=sum(row["cpu_s"] for rows in ranks for row in rows if row["kind"] == "end"),
         )
+
+
+def _reaches(reference: RunRecord, record: RunRecord, *, too_far: bool) -> bool | None:
+    """Return True if a change of one input reaches more outputs than in the reference, or fewer; None if nobody counted."""
+    expected, reached = (
+        [row["reached"] for rows in run.ranks for row in rows if row["kind"] == "reach"] for run in (reference, record)
+    )
+    if not expected or not reached:
+        return None
+    return sum(reached) > sum(expected) if too_far else sum(reached) < sum(expected)
 
 
 def _differs_in_training(record: RunRecord, other: RunRecord) -> bool:

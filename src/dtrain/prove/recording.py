@@ -75,6 +75,8 @@ class StepFacts:
     epochs: list[int] = field(default_factory=list)
     shapes: list[list[int]] = field(default_factory=list)
     counts: list[dict[str, int]] = field(default_factory=list)
+    parts: list[str] = field(default_factory=list)
+    targets: int = 0
 
 
 class UpdateObserver:
@@ -94,7 +96,7 @@ class RankRecorder:
         self.log = RunLog(Path(config.folder), rank)
         self.log.step = config.first_step
         self.facts = StepFacts()
-        self.in_step = self._in_update = False
+        self.in_step = self._in_update = self.in_forward = False
         self.steps_of_dtrain = False
         self._has_dtrain_loop = config.has_dtrain_loop or config.may_have_dtrain_loop
         self._indices: dict[int, int] = {}

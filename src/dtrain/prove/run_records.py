@@ -276,7 +276,8 @@ def _facts_of_steps(ranks: list[list[Row]]) -> Iterator[Fact]:
             weight=None if not weights or None in weights else float(sum(weights)),
             count=len(losses),
         )
-        samples = [tuple(row["samples"]) for row in rows]
+        own = [row for place, row in enumerate(rows) if not any(_share_batch(row, other) for other in rows[:place])]
+        samples = [tuple(row["samples"]) for row in own]
         yield _fact(first, "samples", "", Counter(chain.from_iterable(samples)), by_rank=samples)
         yield _fact(first, "rng", "", first["rng"], by_rank=(row["rng"] for row in rows))
         yield _fact(first, "loss", "", loss, by_rank=(sum(total for total, _ in row["losses"]) for row in rows))
@@ -284,6 +285,14 @@ def _facts_of_steps(ranks: list[list[Row]]) -> Iterator[Fact]:
         yield _fact(first, "ties", "", tuple(first["ties"]))
         for kind, name in (("frozen", "frozen"), ("mode", "evaluating")):
             yield _fact(first, kind, "", tuple(first.get(name, ())), by_rank=(tuple(row.get(name, ())) for row in rows))
+
+
+def _share_batch(row: Row, other: Row) -> bool:
+    """Return True if two ranks of a loop by hand compute parts of the same samples, or of the model."""
+    if not row["samples"] or row["samples"] != other["samples"]:
+        return False
+    parts = row.get("parts", ()), other.get("parts", ())
+    return (all(parts) and parts[0] != parts[1]) or any(":forward" in event for event in row.get("events", ()))
 
 
 def _facts_of_evaluations(ranks: list[list[Row]]) -> Iterator[Fact]:
