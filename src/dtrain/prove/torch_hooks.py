@@ -22,7 +22,9 @@ from typing import Any
 import safetensors.torch
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional as collectives_with_grad
 import torch.distributed.tensor.parallel as tensor_parallel
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -33,10 +35,11 @@ from dtrain.checkpoint.conversion import convert as conversion
 from dtrain.data.batch import list_tensors
 from dtrain.dist import collectives
 from dtrain.dist.rng import derive_seed
+from dtrain.prove.causes import OF_REACH
 from dtrain.prove.evaluations import list_random_modules
 from dtrain.prove.overrides import cast_floats, observe_recompute
 from dtrain.prove.recording import EndOfProof, RankRecorder, StepFacts, UpdateObserver
-from dtrain.prove.run_log import count_items, count_samples, script_frames, script_line
+from dtrain.prove.run_log import count_items, count_samples, sample_hashes, script_frames, script_line
 
 # Passes of a training loader without a batch, after which the script waits for steps that never come.
 _MAX_EMPTY_PASSES = 1000
@@ -51,6 +54,7 @@ def observe_torch(recorder: RankRecorder) -> None:
     _Loaders(recorder, loop)
     _observe_events(recorder)
     _observe_tensor_parallelism(recorder)
+    _observe_targets(recorder)
     _observe_files(recorder)
     _observe_print(recorder)
     observe_recompute(partial(recorder.note, "recompute"), active=recorder.config.recompute)
@@ -65,6 +69,7 @@ class _Forwards:
     def __init__(self, recorder: RankRecorder, loop: PlainLoop) -> None:
         self._recorder, self._loop = recorder, loop
         self._depth = 0
+        self._has_reach = False
         self._names: dict[int, str | None] = {}
         self._exports = recorder.evaluations.exports
         self._teachers = set[int]()
@@ -98,15 +103,18 @@ class _Forwards:
         if self._exports is not None:
             self._exports.hold(module, args, kwargs)
         alone, of_cache = not recorder.in_step, module is recorder.cached_model
+        self._measure_reach(call, module, args, kwargs)
         if alone:
             self._observe(module, inputs)
         elif of_cache:
             recorder.forward_begins([args, kwargs])
         self._depth += 1
+        recorder.in_forward = True
         try:
             output = call(module, *args, **kwargs)
         finally:
             self._depth -= 1
+            recorder.in_forward = False
             if of_cache or (alone and not called_from("dtrain.step.evaluate")):
                 recorder.random.end()
         return self._after(module, output)
@@ -137,6 +145,27 @@ class _Forwards:
         if modules:
             self._teachers.add(id(module))
             self._recorder.note("teacher", modules=modules, parameters=list(self._recorder.models.parameters_of(module)))
+
+    def _measure_reach(self, call: Any, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Write how many positions of the first sample a change of its first element reaches, once, for an experiment."""
+        has_rows = bool(args) and isinstance(args[0], Tensor) and args[0].ndim > 1 and torch.is_grad_enabled()
+        if self._recorder.config.experiment not in OF_REACH or self._has_reach or not has_rows:
+            return
+        self._has_reach = True
+        self._depth += 1
+        with torch.no_grad():
+            outputs = [list_tensors([call(module, *inputs, **kwargs)])[0][0] for inputs in (args, self._changed(args))]
+        self._depth -= 1
+        reached = (outputs[0] != outputs[1]).reshape(len(outputs[0]), -1).any(1)
+        self._recorder.log.write("reach", reached=int(reached.sum()))
+
+    def _changed(self, args: Any) -> Any:
+        """Return the inputs with another first element of the first sample, on rank 0, which has the begin of a sequence."""
+        first = args[0].clone()
+        others = first[first != first[0, 0]]
+        if not self._recorder.log.rank and len(others):
+            first[0, 0] = others[0]
+        return first, *args[1:]
 
     def _observe(self, module: nn.Module, inputs: list[Tensor]) -> None:
         recorder = self._recorder
@@ -333,13 +362,16 @@ def _observe_events(recorder: RankRecorder) -> None:
         def observed(*args: Any, **kwargs: Any) -> Any:
             if not of_script or script_frames(sys._getframe(1), recorder.config.script)[:1] == [sys._getframe(1)]:
                 wanted = any(isinstance(value, Tensor) and value.requires_grad for value in args)
-                recorder.facts.events.append(f"{event}:grad" if wanted else event)
+                inside = ":forward" if recorder.in_forward else ""
+                recorder.facts.events.append(f"{event}{inside}:grad" if wanted else f"{event}{inside}")
             return function(*args, **kwargs)
 
         setattr(owner, name, observed)
 
     for name in _COLLECTIVES:
         wrap(dist, name, name, of_script=True)
+    for name in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all"):
+        wrap(collectives_with_grad, name, f"autograd_{name}", of_script=True)
     for name in ("reduce_sum", "reduce_mean"):
         wrap(collectives, name, name)
     wrap(torch.nn.utils, "clip_grad_norm_", "clip")
@@ -372,6 +404,19 @@ def _observe_tensor_parallelism(recorder: RankRecorder) -> None:
         return parallelize(module, device_mesh, *args, **kwargs)
 
     tensor_parallel.parallelize_module = parallelized
+
+
+def _observe_targets(recorder: RankRecorder) -> None:
+    """Observe how many labels the cross entropy of a step has."""
+    compute = F.cross_entropy
+
+    @functools.wraps(compute)
+    def counted(input: Tensor, target: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if input.requires_grad:
+            recorder.facts.targets += int((target != kwargs.get("ignore_index", -100)).sum())
+        return compute(input, target, *args, **kwargs)
+
+    F.cross_entropy = counted
 
 
 def _observe_print(recorder: RankRecorder) -> None:
@@ -472,6 +517,9 @@ class PlainLoop(UpdateObserver):
         is_whole = bool(inputs) and count_samples(self._batch) == count_samples(inputs)
         facts.add_batch(self._batch if is_whole else inputs)
         facts.counts.append(count_items(self._batch if is_whole else inputs))
+        # A rank may compute a part of each sequence.
+        if is_whole and inputs[0].shape not in {tensor.shape for tensor in list_tensors(self._batch)}:
+            facts.parts += sample_hashes(inputs)
         facts.shapes += [list(tensor.shape[1:]) for tensor in inputs[:1]]
         if self._number is not None:
             facts.epochs.append(self._number)
