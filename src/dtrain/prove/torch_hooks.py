@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import builtins
 import functools
+import io
 import linecache
 import os
 import sys
@@ -382,7 +383,8 @@ def _observe_print(recorder: RankRecorder) -> None:
 
     @functools.wraps(write)
     def printed(*values: Any, **options: Any) -> None:
-        if options.get("file") in (None, sys.stdout):
+        # A library may print into a string, such as a hash of code.
+        if options.get("file") in (None, sys.stdout) and not isinstance(sys.stdout, io.StringIO):
             recorder.printed(" ".join(str(value) for value in values))
         write(*values, **options)
 
