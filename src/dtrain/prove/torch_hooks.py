@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import builtins
 import functools
+import io
 import linecache
 import os
 import sys
@@ -263,12 +264,14 @@ class _Loaders:
             if sys._getframe(1).f_globals.get("__name__", "").startswith(("dtrain.", "torch.")):
                 return iterate(loader)
             key = self._number_of(loader, sys._getframe(1))
-            if loop.is_over(key):
+            # Accelerate's loader of rank 0 sends shares of its batches. Only rank 0 would see a shorter pass.
+            is_sent = sys._getframe(1).f_code.co_qualname == "DataLoaderDispatcher.__iter__"
+            if loop.is_over(key) and not is_sent:
                 return self._empty_pass()
             if _is_of_accelerate(sys._getframe(1)):
                 _observe_gather_for_metrics(recorder)
                 self._order_alike(loader, self._passes[key])
-            return self._batches(loader, key, iterate(loader))
+            return self._batches(loader, key, iterate(loader), is_sent=is_sent)
 
         return observed
 
@@ -309,7 +312,7 @@ class _Loaders:
             raise EndOfProof(0)
         yield from ()
 
-    def _batches(self, loader: Any, key: int, batches: Iterator[Any]) -> Iterator[Any]:
+    def _batches(self, loader: Any, key: int, batches: Iterator[Any], *, is_sent: bool) -> Iterator[Any]:
         recorder, sampler = self._recorder, loader.sampler
         number = self._passes[key]
         self._passes[key] += 1
@@ -324,11 +327,11 @@ class _Loaders:
             samples=len(loader.dataset) if hasattr(loader.dataset, "__len__") else None,
         )
         for batch in batches:
-            if self._loop.is_over(key):
+            if not is_sent and self._loop.is_over(key):
                 return
             if key in recorder.config.loaders:
                 batch = recorder.replay.exchange(f"loader-{key}", batch)
-            self._loop.batch_loaded(key, number, batch)
+            self._loop.batch_loaded(key, number, None if is_sent else batch)
             recorder.batch_read(batch)
             yield cast_floats(batch, recorder.dtype) if recorder.dtype is not None else batch
 
@@ -425,7 +428,8 @@ def _observe_print(recorder: RankRecorder) -> None:
 
     @functools.wraps(write)
     def printed(*values: Any, **options: Any) -> None:
-        if options.get("file") in (None, sys.stdout):
+        # A library may print into a string, such as a hash of code.
+        if options.get("file") in (None, sys.stdout) and not isinstance(sys.stdout, io.StringIO):
             recorder.printed(" ".join(str(value) for value in values))
         write(*values, **options)
 
