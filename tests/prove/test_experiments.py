@@ -178,6 +178,22 @@ def test_sum_that_loses_terms_is_followed_in_float64(dtype, terms, lost):
     assert lost_sums(dtype, terms) == lost
 
 
+def dtypes_on_cpu():
+    """Return the dtypes of tensors for a GPU and in low precision, in a run on the CPU in float64."""
+    from dtrain.prove.devices import keep_on_cpu
+    from dtrain.prove.overrides import use_one_dtype
+
+    low = []
+    use_one_dtype("fp64", low.append)
+    keep_on_cpu(lambda: None)
+    tensors = torch.zeros(1, dtype=torch.bfloat16, device="cuda"), torch.ones(1).half(), torch.ones(1).to("cuda", torch.float32)
+    return [tensor.dtype for tensor in tensors], low
+
+
+def test_script_that_names_gpus_and_dtypes_computes_in_float64():
+    assert run_alone(dtypes_on_cpu) == "([torch.float64, torch.float64, torch.float64], [torch.bfloat16, torch.float16])"
+
+
 def clipped_and_recomputed():
     from torch.utils.checkpoint import checkpoint
 

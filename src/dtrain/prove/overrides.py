@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -97,8 +98,11 @@ class OneDtype(TorchFunctionMode):
 
 
 def _called_from_unchanged() -> bool:
-    frame = sys._getframe(2)
-    return str(frame.f_globals.get("__name__", "")).startswith(_UNCHANGED)
+    frame: FrameType | None = sys._getframe(2)
+    # Another mode passes on the calls of the script.
+    while frame is not None and frame.f_code.co_name == "__torch_function__":
+        frame = frame.f_back
+    return frame is not None and str(frame.f_globals.get("__name__", "")).startswith(_UNCHANGED)
 
 
 def cast_floats(batch: Any, dtype: torch.dtype) -> Any:
