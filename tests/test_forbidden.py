@@ -13,7 +13,7 @@ RUNS_THE_SCRIPT = {file: ["exec"] for file in ("launch/rank_main.py", "prove/run
 PICKLED_DATA = {"data/stream/formats/shard_format.py": ["import pickle"]}  # of other programs, read only with allow_pickle=True
 FROM_ITS_OWN_CHILDREN = {"data/workers.py": ["import pickle"]}  # messages of its loader workers to a rank
 EXPORT_OF_THE_SCRIPT = {"prove/evaluations.py": ["torch.load"]}  # that a proof has just made, with weights_only=True
-BATCHES_OF_THE_SCRIPT = {"prove/overrides.py": ["torch.load"]}  # that another run of the same proof has just written
+BATCHES_OF_THE_SCRIPT = {"prove/experiments.py": ["torch.load"]}  # that another run of the same proof has just written
 
 MODULES = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
 BUILTINS = {"eval", "exec"}  # as functions: ``model.eval()`` is a method

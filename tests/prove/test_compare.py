@@ -17,10 +17,10 @@ from dtrain.prove.checks import (
 from dtrain.prove.compare import compare_records, unstable_keys
 from dtrain.prove.evaluations import ExportCheck
 from dtrain.prove.explain import explain, seeds_of_rank_0
-from dtrain.prove.recording import ScriptModels, moves_toward
 from dtrain.prove.run_config import BASE, RunConfig
 from dtrain.prove.run_log import RunLog, digest, field_digests, flatten, sample_hashes, sketch
 from dtrain.prove.run_records import RunRecord, read_record
+from dtrain.prove.script_values import ScriptModels, moves_toward
 
 torch = pytest.importorskip("torch")
 
@@ -699,7 +699,7 @@ def test_seeds_that_belong_to_a_rank_differ_by_one_number():
 
 
 def test_each_experiment_is_of_a_cause_that_can_be_taken_out():
-    from dtrain.prove.overrides import CHANGES
+    from dtrain.prove.experiments import CHANGES
 
     assert set(EXPERIMENTS) == {*CHANGES, *OF_REACH, *OF_SEEDS}
 

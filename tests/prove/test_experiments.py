@@ -58,7 +58,7 @@ def run_alone(function, *args):
 
 
 def draws_with_seeds(folder, equal):
-    from dtrain.prove.overrides import Seeds
+    from dtrain.prove.experiments import Seeds
     from dtrain.prove.run_config import RunConfig
     from dtrain.prove.run_log import RunLog
 
@@ -88,7 +88,7 @@ def test_seeds_of_the_script_are_recorded_and_replaced(tmp_path, equal, seed):
 
 
 def gradient_through_gathers():
-    from dtrain.prove.overrides import take_out
+    from dtrain.prove.experiments import take_out
 
     take_out("gather_without_gradient")
     rank = dist.get_rank()
@@ -106,7 +106,7 @@ def test_gathers_return_gradients_of_all_ranks():
 
 
 def widths_of_batches():
-    from dtrain.prove.overrides import take_out
+    from dtrain.prove.experiments import take_out
 
     take_out("padding_in_loss")
     dataset = [{"x": torch.ones(length), "y": list(range(length)), "n": 3} for length in (5, 3, 7, 4)]
@@ -132,7 +132,7 @@ def test_samples_are_cut_to_the_shortest_of_the_dataset():
 
 def shares_of_batches(folder, sizes):
     """Return the shares that two ranks get of batches of ``sizes``, if they have read batches of -1."""
-    from dtrain.prove.overrides import Replay
+    from dtrain.prove.experiments import Replay
     from dtrain.prove.run_config import RunConfig
 
     configs = [RunConfig(name="run", folder="", script="", ranks=ranks, batches=folder) for ranks in (1, 2)]
@@ -197,7 +197,7 @@ def test_script_that_names_gpus_and_dtypes_computes_in_float64():
 def clipped_and_recomputed():
     from torch.utils.checkpoint import checkpoint
 
-    from dtrain.prove.overrides import take_out
+    from dtrain.prove.experiments import take_out
 
     take_out("clip_local_norm")
     take_out("recompute_draws_again")

@@ -24,8 +24,9 @@ from dtrain.data.batch import list_tensors
 from dtrain.dist.dtensor import to_local
 from dtrain.fqn import buffers_by_fqn, modules_by_fqn, parameters_by_fqn, unwrap_module
 from dtrain.prove.run_config import RunConfig
-from dtrain.prove.run_log import RunLog, sample_hashes, script_line
+from dtrain.prove.run_log import RunLog, sample_hashes
 from dtrain.prove.run_records import matching_name
+from dtrain.prove.script_values import script_line
 
 _SHARD = re.compile(r"-(\d+)-of-(\d+)\.safetensors$")
 # Evaluated weights that are kept, the last ones.

@@ -10,7 +10,6 @@ import hashlib
 import os
 import signal
 import sys
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -27,28 +26,35 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from dtrain.data.batch import FailedBatch, copy_batch_info, get_batch_infos, list_tensors
 from dtrain.dist.dtensor import to_local
 from dtrain.errors import ConfigError
-from dtrain.fqn import buffers_by_fqn, modules_by_fqn, parameters_by_fqn, unwrap_module
+from dtrain.fqn import buffers_by_fqn, modules_by_fqn
 from dtrain.prove.evaluations import Evaluations, reshard
-from dtrain.prove.overrides import EvenRandom, FrozenStatistics, LowSums, Replay, cast_floats, use_one_dtype
+from dtrain.prove.experiments import Replay
+from dtrain.prove.overrides import EvenRandom, FrozenStatistics, LowSums, cast_floats, use_one_dtype
 from dtrain.prove.run_config import RECORDED_LENGTHS, SAVE_INTERVAL, RunConfig
 from dtrain.prove.run_log import (
     RunLog,
-    copies_of_weights,
     count_items,
     count_samples,
     digest,
     field_digests,
     flatten,
-    global_generators,
     is_number,
-    model_values,
     named_tensors,
     sample_hashes,
+    to_number,
+)
+from dtrain.prove.script_values import (
+    ScriptModels,
+    copies_of_weights,
+    global_generators,
+    model_values,
+    modes_of,
+    moves_toward,
+    params_of,
     scaler_values,
     script_frames,
     script_line,
     script_variables,
-    to_number,
 )
 from dtrain.schedules.durations import Duration
 from dtrain.shard.buffers import buffer_choice
@@ -58,8 +64,6 @@ from dtrain.typing import LossSum
 
 # Updates of a loop that prepares the loop of dtrain's step, such as that of a codec.
 _MAX_PREPARATION = 2000
-# Part of the change of an average that is rounding.
-_ON_WAY = 1e-6
 _STEP_HOOKS: tuple[dict[Any, Any], dict[Any, Any]] = (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)
 
 
@@ -246,8 +250,8 @@ class RankRecorder:
         for index, others in enumerate(self._optimizers):
             if any(optimizer is other for other in others):
                 return index
-        own = _params_of(optimizer)
-        earlier = [index for index, others in enumerate(self._optimizers) if own & _params_of(others[-1])]
+        own = params_of(optimizer)
+        earlier = [index for index, others in enumerate(self._optimizers) if own & params_of(others[-1])]
         if not earlier:
             self._optimizers.append([])
         index = earlier[0] if earlier else len(self._optimizers) - 1
@@ -496,114 +500,6 @@ class RankRecorder:
         self.evaluations.number_shown()
         line = script_line(self.config.script)
         self.log.write("printed", text=text[:2000], events=list(self.facts.events), line=line)
-
-
-def _params_of(optimizer: Any) -> set[int]:
-    return {id(param) for group in optimizer.param_groups for param in group["params"]}
-
-
-def moves_toward(before: Tensor, after: Tensor, target: Tensor) -> bool:
-    """Return True if ``after`` lies on the way from ``before`` to ``target``, as an average does that moves by a share."""
-    way, moved = (flatten(tensor) - flatten(before) for tensor in (target, after))
-    share = float(moved @ way / (way @ way)) if way.any() else 0.0
-    is_on_way = torch.linalg.vector_norm(moved - share * way) <= _ON_WAY * torch.linalg.vector_norm(moved)
-    # Any two numbers have a share, and a copy moves by all of the way.
-    return len(way) > 2 and 0 < share < 1 - _ON_WAY and bool(is_on_way)
-
-
-def modes_of(models: Sequence[nn.Module]) -> dict[str, list[str]]:
-    """Return the names of the modules in evaluation mode, and of the parameters that do not train.
-
-    Ranks may have seen other models before, so names have the number of the model among ``models`` instead of its class.
-    """
-    evaluating, frozen = list[str](), list[str]()
-    for number, model in enumerate(models):
-        prefix = f"model {number + 1}: " if number else ""
-        evaluating += [prefix + (name or "model") for name, module in modules_by_fqn(model) if not module.training]
-        frozen += [prefix + name for name, param in parameters_by_fqn(model)[0].items() if not param.requires_grad]
-    return {"evaluating": evaluating, "frozen": frozen}
-
-
-class ScriptModels:
-    """Models of one rank, in the order in which they were seen. Names in further models begin with the class of the model.
-
-    Args:
-        dtype: dtype of the run, to which models are converted; None keeps their dtypes.
-    """
-
-    def __init__(self, dtype: torch.dtype | None) -> None:
-        self.modules: list[nn.Module] = []
-        # The process ends without freeing them: DDP may wait for a thread of gloo, which waits for Python's lock.
-        self._wrappers: dict[int, nn.Module] = {}
-        self._dtype = dtype
-
-    def add(self, model: nn.Module) -> None:
-        """Remember a model, unless its parameters are those of a known model. Mutates: the dtype of its parameters."""
-        inner = unwrap_module(model)
-        self._wrappers.setdefault(id(model), model)
-        if any(inner is other for other in self.modules):
-            return
-        earlier = {id(param) for other in self.modules for param in other.parameters()}
-        own = {id(param) for param in inner.parameters()}
-        if self.modules and own and own <= earlier:
-            return
-        # A module of this model was seen first.
-        self.modules = [other for other in self.modules if not any(module is other for module in inner.modules())]
-        self.modules.append(inner)
-        if self._dtype is not None and any(p.is_floating_point() and p.dtype != self._dtype for p in inner.parameters()):
-            inner.to(self._dtype)
-
-    def parameters(self) -> dict[str, Tensor]:
-        """Return the parameters of all models by name."""
-        return {prefix + name: param for prefix, model in self._named() for name, param in parameters_by_fqn(model)[0].items()}
-
-    def buffers(self, *, persistent_only: bool = False) -> dict[str, Tensor]:
-        """Return the buffers of all models by name."""
-        return {
-            prefix + name: buffer
-            for prefix, model in self._named()
-            for name, buffer in buffers_by_fqn(model, persistent_only=persistent_only).items()
-        }
-
-    def ties(self) -> list[str]:
-        """Return the tied parameters, as ``"head.weight = embed.weight"``."""
-        return [
-            f"{prefix}{name} = {prefix}{first}"
-            for prefix, model in self._named()
-            for name, first in parameters_by_fqn(model)[1].items()
-        ]
-
-    def parameters_of(self, model: nn.Module) -> dict[str, Tensor]:
-        """Return the parameters of one of the models by name; none for another module."""
-        return next(
-            (
-                {prefix + name: param for name, param in parameters_by_fqn(inner)[0].items()}
-                for prefix, inner in self._named()
-                if inner is unwrap_module(model)
-            ),
-            {},
-        )
-
-    def trained_by(self, optimizer: Any) -> list[nn.Module]:
-        """Return the models of which an optimizer has a parameter."""
-        own = _params_of(optimizer)
-        return [model for model in self.modules if any(id(param) in own for param in model.parameters())]
-
-    def name_of(self, module: nn.Module) -> str | None:
-        """Return the name of a module of a known model; None for another module."""
-        for prefix, model in self._named():
-            for name, candidate in modules_by_fqn(model):
-                if candidate is module:
-                    return prefix + name
-        return None
-
-    def _named(self) -> Iterator[tuple[str, nn.Module]]:
-        earlier = Counter[str]()
-        for number, model in enumerate(self.modules):
-            kind = type(model).__name__.removeprefix("FSDP") if number else ""
-            earlier[kind] += 1
-            # A second model of the class must not hide the first.
-            yield f"{kind}{earlier[kind] if earlier[kind] > 1 else ''}{'.' if number else ''}", model
 
 
 class ModuleOutputs:

@@ -13,51 +13,24 @@ Source of the sketch: Charikar, Chen and Farach-Colton 2002, Finding frequent it
 
 from __future__ import annotations
 
-import ast
 import hashlib
 import json
-import os
-import random
-import sys
-import traceback
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
-from itertools import islice
 from pathlib import Path
-from types import FrameType, MappingProxyType
-from typing import IO, Any, NamedTuple
+from typing import IO, Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from dtrain.data.batch import iter_named_tensors, list_tensors
 from dtrain.dist.dtensor import full_tensor, to_local
 from dtrain.prove.run_config import SKETCH_SIZE
 
-_DIGEST_BYTES = 8
-_PACKAGE = Path(__file__).resolve().parents[1]
+DIGEST_BYTES = 8
 # Padding of the usual collate functions. A sample has other numbers of them in another layout.
 _PADDING = (0, -100, -1)
-# Limits of the search for variables: depth of containers, number of values, elements of a tensor.
-_DEPTH = 3
-_MAX_VALUES = 400
-_MAX_ELEMENTS = 1 << 16
-_LIBRARIES = (
-    "torch",
-    "dtrain",
-    "numpy",
-    "builtins",
-    "tensordict",
-    "pathlib",
-    "argparse",
-    "transformers",
-    "accelerate",
-    "torchdata",
-    "collections",
-    "functools",
-)
 
 
 class RunLog:
@@ -149,7 +122,7 @@ def flatten(tensor: Tensor) -> Tensor:
 
 def digest(flat: Tensor) -> str:
     """Return a digest of all bits of float64 elements."""
-    return hashlib.blake2b(flat.numpy().tobytes(), digest_size=_DIGEST_BYTES).hexdigest()
+    return hashlib.blake2b(flat.numpy().tobytes(), digest_size=DIGEST_BYTES).hexdigest()
 
 
 def sketch(flat: Tensor) -> Any:
@@ -195,7 +168,7 @@ def field_digests(batch: Any) -> dict[str, int]:
 
 
 def _hash_rows(tensors: Sequence[Tensor], count: int, *, whole: bool) -> list[tuple[str, str]]:
-    hashes = [(hashlib.blake2b(digest_size=_DIGEST_BYTES), hashlib.blake2b(digest_size=_DIGEST_BYTES)) for _ in range(count)]
+    hashes = [(hashlib.blake2b(digest_size=DIGEST_BYTES), hashlib.blake2b(digest_size=DIGEST_BYTES)) for _ in range(count)]
     for tensor in tensors:
         plain = full_tensor(tensor).cpu()
         floating = plain.is_floating_point() or plain.is_complex()
@@ -262,198 +235,3 @@ def is_number(value: Any) -> bool:
 def to_number(value: Any) -> float:
     """Return a number, or the element of a tensor. Collective: for a DTensor, as in ``full_tensor``."""
     return float(full_tensor(value.detach())) if isinstance(value, Tensor) else float(value)
-
-
-@lru_cache(maxsize=4096)
-def is_of_script(file: str, script: str) -> bool:
-    """Return True for the script and modules in its folder, but not for packages that are installed there."""
-    path, folder = Path(os.path.realpath(file)), Path(os.path.realpath(script)).parent
-    is_installed = {"site-packages", "dist-packages"} & set(path.parts) or path.is_relative_to(_PACKAGE)
-    return path.is_relative_to(folder) and not is_installed
-
-
-def script_frames(frame: FrameType | None, script: str) -> list[FrameType]:
-    """Return the frames of the script, and of modules in its folder, that called the current function."""
-    return [caller for caller, _ in traceback.walk_stack(frame) if is_of_script(caller.f_code.co_filename, script)]
-
-
-def script_line(script: str) -> str:
-    """Return the line of the script that called the current function, as in ``"loop.py:31"``; "" if no line did."""
-    frame = next(iter(script_frames(sys._getframe(1), script)), None)
-    return "" if frame is None else f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
-
-
-def script_variables(frames: Sequence[FrameType], models: Sequence[nn.Module]) -> Iterator[dict[str, Any]]:
-    """Yield the values of the frames' variables: name, type, digest, the number if it is one, and if it has a weight's shape.
-
-    Variables that only ``for`` assigns are left out: after a resume a loop may count from another number.
-    """
-    owned = _owned_by(models)
-    for file, name, path, value in _script_leaves(frames, owned):
-        yield _row(path, value, owned) | {"line": _assignments(file).lines.get(name, "")}
-
-
-def copies_of_weights(frames: Sequence[FrameType], models: Sequence[nn.Module]) -> dict[str, Tensor]:
-    """Return the tensors of the frames' variables that have the shape of a parameter and are none, such as averages."""
-    owned = _owned_by(models)
-    tensors = {path: value for _, _, path, value in _script_leaves(frames, owned) if isinstance(value, Tensor)}
-    return {path: tensor for path, tensor in tensors.items() if tuple(tensor.shape) in owned.shapes}
-
-
-def _script_leaves(frames: Sequence[FrameType], owned: _Owned) -> Iterator[tuple[str, str, str, Any]]:
-    """Yield the file, the variable, the path and the value of the numbers, tensors and generators of the frames."""
-    seen = set[int]()
-    leaves = (
-        (frame.f_code.co_filename, name, path, leaf)
-        for frame in frames
-        for name, value in list(frame.f_locals.items())
-        if not name.startswith("__") and name not in _assignments(frame.f_code.co_filename).counters
-        for path, leaf in _leaves(name, value, 0, seen, owned)
-    )
-    return islice(leaves, _MAX_VALUES)
-
-
-class _Assignments(NamedTuple):
-    """Names that only ``for`` loops of a file assign, and the line that assigns each name last, as in ``"loop.py:31"``."""
-
-    counters: frozenset[str] = frozenset()
-    lines: Mapping[str, str] = MappingProxyType({})
-
-
-@lru_cache(maxsize=64)
-def _assignments(file: str) -> _Assignments:
-    try:
-        tree = ast.parse(Path(file).read_text(encoding="utf-8"))
-    except (OSError, ValueError, SyntaxError):
-        return _Assignments()
-    loops = [node.target for node in ast.walk(tree) if isinstance(node, ast.For | ast.AsyncFor)]
-    of_loops = [name for target in loops for name in ast.walk(target) if isinstance(name, ast.Name)]
-    assigned = [node for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
-    others = {node.id for node in assigned if not any(node is name for name in of_loops)}
-    lines = {node.id: f"{os.path.basename(file)}:{node.lineno}" for node in sorted(assigned, key=lambda node: node.lineno)}
-    return _Assignments(frozenset(name.id for name in of_loops) - others, lines)
-
-
-def model_values(models: Sequence[nn.Module]) -> Iterator[dict[str, Any]]:
-    """Yield numbers that modules of the script keep as plain attributes, such as the layers to drop in a step."""
-    owned = _owned_by(models)
-    for number, model in enumerate(models):
-        for name, module in model.named_modules():
-            if type(module).__module__.split(".")[0] in _LIBRARIES:
-                continue
-            for key, value in vars(module).items():
-                if key.startswith("_") or key == "training":
-                    continue
-                path = f"model{number or ''}.{name + '.' if name else ''}{key}"
-                if type(value) in (list, tuple) or isinstance(value, bool | int | float):
-                    for place, leaf in _leaves(path, value, _DEPTH, set(), owned):
-                        yield _row(place, leaf, owned) | {"of_model": True}
-
-
-def global_generators() -> Iterator[dict[str, Any]]:
-    """Yield the states of the global generators of Python and NumPy, as rows of variables."""
-    yield {"name": "of Python", "type": "generator", "digest": _digest_text(random.getstate()), "is_global": True}
-    state = np.random.get_state(legacy=False)["state"]
-    words = hashlib.blake2b(state["key"].tobytes(), digest_size=_DIGEST_BYTES).hexdigest()
-    yield {"name": "of NumPy", "type": "generator", "digest": f"{words}/{state['pos']}", "is_global": True}
-
-
-def scaler_values(scalers: Iterable[torch.amp.GradScaler]) -> Iterator[dict[str, Any]]:
-    """Yield the loss scale of each scaler, and the number of steps since the scale changed, as rows of variables."""
-    for number, scaler in enumerate(scalers):
-        state, name = scaler.state_dict(), f"loss scaler {number + 1}" if number else "the loss scaler"
-        for key, label in (("scale", "the scale"), ("_growth_tracker", "the steps without an overflow")):
-            # A scaler that is off has no state.
-            if key in state:
-                row = {"name": f"{label} of {name}", "type": "number", "digest": repr(state[key]), "value": float(state[key])}
-                yield {**row, "weights": False, "scaler": True}
-
-
-def _digest_text(value: object) -> str:
-    """Return a digest that is equal in all processes. That of ``hash`` depends on the process."""
-    return hashlib.blake2b(repr(value).encode(), digest_size=_DIGEST_BYTES).hexdigest()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Owned:
-    """Objects of the models of a script by ``id``, with the shapes of parameters and the addresses of tensors."""
-
-    modules: frozenset[int]
-    parameters: frozenset[int]
-    shapes: frozenset[tuple[int, ...]]
-    addresses: frozenset[int]
-
-
-def _owned_by(models: Sequence[nn.Module]) -> _Owned:
-    parameters = [param for model in models for param in model.parameters()]
-    buffers = [buffer for model in models for buffer in model.buffers()]
-    return _Owned(
-        modules=frozenset(id(module) for model in models for module in model.modules()),
-        parameters=frozenset(map(id, parameters)),
-        shapes=frozenset(tuple(param.shape) for param in parameters),
-        addresses=frozenset(map(_address, (*parameters, *buffers))),
-    )
-
-
-def _address(tensor: Tensor) -> int:
-    return to_local(tensor.detach()).data_ptr()
-
-
-def _row(path: str, value: Any, owned: _Owned) -> dict[str, Any]:
-    """Return the row of a number, a tensor or a generator."""
-    number, weights = None, False
-    if isinstance(value, bool | int | float):
-        kind, content, number = "number", repr(value), float(value)
-    elif isinstance(value, Tensor):
-        kind, content, weights = "tensor", digest(flatten(to_local(value))), tuple(value.shape) in owned.shapes
-    elif isinstance(value, torch.Generator):
-        kind, content = "generator", digest(flatten(value.get_state()))
-    else:
-        kind = "generator"
-        content = _digest_text(value.getstate()) if isinstance(value, random.Random) else str(value.bit_generator.state)
-    return {"name": path, "type": kind, "digest": content, "value": number, "weights": weights}
-
-
-def _leaves(path: str, value: Any, depth: int, seen: set[int], owned: _Owned) -> Iterator[tuple[str, Any]]:
-    """Yield the numbers, tensors and generators in a value by path, without those of the models."""
-    if isinstance(value, bool | int | float):
-        yield path, value
-        return
-    if id(value) in seen or depth > _DEPTH:
-        return
-    seen.add(id(value))
-    items: list[tuple[str, Any]] = []
-    if isinstance(value, Tensor):
-        # A larger tensor that is not a parameter is data of the script.
-        small = value.numel() <= _MAX_ELEMENTS or tuple(value.shape) in owned.shapes
-        # A tensor of a state dict is the memory of a parameter or buffer.
-        if small and not value.is_meta and not isinstance(value, nn.Parameter) and _address(value) not in owned.addresses:
-            yield path, value
-    elif isinstance(value, torch.Generator | random.Random | np.random.Generator):
-        yield path, value
-    elif isinstance(value, nn.Module):
-        if id(value) not in owned.modules:
-            for name, tensor in (*value.named_parameters(), *value.named_buffers()):
-                if not tensor.is_meta and id(tensor) not in owned.parameters:
-                    yield f"{path}.{name}", tensor
-    elif isinstance(value, Mapping):
-        # The optimizer has the numbers of its groups of parameters.
-        params = value.get("params")
-        if isinstance(params, list) and any(isinstance(item, nn.Parameter) for item in params):
-            return
-        items = [(f"[{key!r}]", item) for key, item in list(value.items())[:_MAX_VALUES] if isinstance(key, str | int)]
-    elif type(value) in (list, tuple):
-        items = [(f"[{index}]", item) for index, item in enumerate(value)] if len(value) <= _MAX_VALUES else []
-    elif _is_of_script(value):
-        items = [(f".{key}", item) for key, item in vars(value).items()]
-    # An ``early_stop``.
-    elif type(value).__module__.startswith("dtrain.monitors") and hasattr(value, "state_dict"):
-        items = [(f".{key}", item) for key, item in value.state_dict().items()]
-    for suffix, item in items:
-        yield from _leaves(path + suffix, item, depth + 1, seen, owned)
-
-
-def _is_of_script(value: Any) -> bool:
-    """Return True for an instance of a class that the script, or a module of its folder, defines."""
-    library = type(value).__module__.split(".")[0] in _LIBRARIES
-    return not library and hasattr(value, "__dict__") and not isinstance(value, type) and type(value).__name__ != "module"

@@ -313,7 +313,8 @@ def _run_script(config: RunConfig, rank: int) -> int:
 
     from dtrain.prove.devices import keep_on_cpu
     from dtrain.prove.dtrain_hooks import observe_dtrain
-    from dtrain.prove.overrides import Seeds, take_out, vary_machine
+    from dtrain.prove.experiments import Seeds, take_out
+    from dtrain.prove.overrides import vary_machine
     from dtrain.prove.recording import RankRecorder
     from dtrain.prove.torch_hooks import observe_torch
 

@@ -36,11 +36,12 @@ from dtrain.checkpoint.conversion import convert as conversion
 from dtrain.data.batch import list_tensors
 from dtrain.dist import collectives
 from dtrain.dist.rng import derive_seed
-from dtrain.prove.causes import OF_REACH
 from dtrain.prove.evaluations import list_random_modules
+from dtrain.prove.experiments import Reach
 from dtrain.prove.overrides import cast_floats, observe_recompute
 from dtrain.prove.recording import EndOfProof, RankRecorder, StepFacts, UpdateObserver
-from dtrain.prove.run_log import count_items, count_samples, sample_hashes, script_frames, script_line
+from dtrain.prove.run_log import count_items, count_samples, sample_hashes
+from dtrain.prove.script_values import script_frames, script_line
 
 # Passes of a training loader without a batch, after which the script waits for steps that never come.
 _MAX_EMPTY_PASSES = 1000
@@ -70,7 +71,7 @@ class _Forwards:
     def __init__(self, recorder: RankRecorder, loop: PlainLoop) -> None:
         self._recorder, self._loop = recorder, loop
         self._depth = 0
-        self._has_reach = False
+        self._reach = Reach(recorder.config, recorder.log)
         self._names: dict[int, str | None] = {}
         self._exports = recorder.evaluations.exports
         self._teachers = set[int]()
@@ -104,7 +105,9 @@ class _Forwards:
         if self._exports is not None:
             self._exports.hold(module, args, kwargs)
         alone, of_cache = not recorder.in_step, module is recorder.cached_model
-        self._measure_reach(call, module, args, kwargs)
+        self._depth += 1
+        self._reach.measure(partial(call, module), args, kwargs)
+        self._depth -= 1
         if alone:
             self._observe(module, inputs)
         elif of_cache:
@@ -146,27 +149,6 @@ class _Forwards:
         if modules:
             self._teachers.add(id(module))
             self._recorder.note("teacher", modules=modules, parameters=list(self._recorder.models.parameters_of(module)))
-
-    def _measure_reach(self, call: Any, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Write how many positions of the first sample a change of its first element reaches, once, for an experiment."""
-        has_rows = bool(args) and isinstance(args[0], Tensor) and args[0].ndim > 1 and torch.is_grad_enabled()
-        if self._recorder.config.experiment not in OF_REACH or self._has_reach or not has_rows:
-            return
-        self._has_reach = True
-        self._depth += 1
-        with torch.no_grad():
-            outputs = [list_tensors([call(module, *inputs, **kwargs)])[0][0] for inputs in (args, self._changed(args))]
-        self._depth -= 1
-        reached = (outputs[0] != outputs[1]).reshape(len(outputs[0]), -1).any(1)
-        self._recorder.log.write("reach", reached=int(reached.sum()))
-
-    def _changed(self, args: Any) -> Any:
-        """Return the inputs with another first element of the first sample, on rank 0, which has the begin of a sequence."""
-        first = args[0].clone()
-        others = first[first != first[0, 0]]
-        if not self._recorder.log.rank and len(others):
-            first[0, 0] = others[0]
-        return first, *args[1:]
 
     def _observe(self, module: nn.Module, inputs: list[Tensor]) -> None:
         recorder = self._recorder

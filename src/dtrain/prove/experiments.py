@@ -1,0 +1,305 @@
+"""Take a supposed cause out of a run (``take_out``), or give it other seeds (``Seeds``) or batches (``Replay``).
+
+Runs that differ run again in these ways, which shows their cause (``causes.EXPERIMENTS``), or what differs besides.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import random
+import sys
+from collections import Counter
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.distributed.nn.functional as collectives_with_grad
+import torch.utils.checkpoint
+from torch import Tensor
+
+from dtrain.data.batch import list_tensors, select_samples
+from dtrain.data.fetcher import Fetcher
+from dtrain.prove.causes import OF_REACH
+from dtrain.prove.overrides import FrozenStatistics, replace_checkpoint
+from dtrain.prove.run_config import RunConfig
+from dtrain.prove.run_log import RunLog, count_samples
+from dtrain.prove.script_values import script_frames
+
+# Hooks take the place of these functions.
+_save, _load = torch.save, torch.load
+
+
+class Replay:
+    """Batches that a run on one rank has read, in the place of those that the ranks of another run read.
+
+    The first batch of a loader on one rank is dealt to the ranks for their first batch, and so on.
+
+    Args:
+        config: the run. On one rank, batches are written.
+        rank: this rank.
+    """
+
+    def __init__(self, config: RunConfig, rank: int) -> None:
+        self._config, self._rank = config, rank
+        self._numbers = Counter[str]()
+
+    def exchange(self, loader: str, batch: Any) -> Any:
+        """Return this rank's samples for the next batch of a loader, which has read ``batch``.
+
+        If the ranks cannot share the batch equally, a rank keeps its own, and the samples still differ.
+        """
+        if not self._config.batches:
+            return batch
+        path = Path(self._config.batches, f"{loader}-{self._numbers[loader]}.pt")
+        self._numbers[loader] += 1
+        if self._config.ranks == 1:
+            _write_batch(path, batch)
+        elif path.exists():
+            whole = _load(path, weights_only=False)
+            samples, ranks = count_samples(whole), self._config.ranks
+            own = torch.arange(self._rank, samples, ranks)
+            if samples % ranks == 0 or len(own) == count_samples(batch):
+                return select_samples(whole, own)
+        return batch
+
+
+def _write_batch(path: Path, batch: Any) -> None:
+    # An experiment runs with the batches that are there.
+    if path.exists():
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_suffix(".part")
+    # Not every object of a script is a batch with rows, or can be written.
+    with contextlib.suppress(Exception):
+        # A copy does not have the position in the loader.
+        _save(select_samples(batch, torch.arange(count_samples(batch))), unfinished)
+        unfinished.rename(path)
+
+
+class Reach:
+    """Positions of an output that a change of one input reaches, for the experiments ``OF_REACH``.
+
+    Args:
+        config: the run.
+        log: files of the rank.
+    """
+
+    def __init__(self, config: RunConfig, log: RunLog) -> None:
+        self._log, self._is_due = log, config.experiment in OF_REACH
+
+    def measure(self, model: Callable[..., Any], args: Any, kwargs: Any) -> None:
+        """Write how many positions of the first sample a change of its first element reaches, in the first forward.
+
+        The change is that of rank 0, which has the begin of a sequence. The other ranks run the model twice, too, because it may
+        have collectives.
+        """
+        if not self._is_due or not args or not isinstance(args[0], Tensor) or args[0].ndim < 2 or not torch.is_grad_enabled():
+            return
+        self._is_due = False
+        changed = args[0].clone()
+        others = changed[changed != changed[0, 0]]
+        if not self._log.rank and len(others):
+            changed[0, 0] = others[0]
+        with torch.no_grad():
+            outputs = [list_tensors([model(first, *args[1:], **kwargs)])[0][0] for first in (args[0], changed)]
+        reached = (outputs[0] != outputs[1]).reshape(len(outputs[0]), -1).any(1)
+        self._log.write("reach", reached=int(reached.sum()))
+
+
+# Samples of a dataset whose lengths are read.
+_MAX_SAMPLES = 256
+
+
+class Seeds:
+    """Seeds that the script gives to generators. They are recorded, and replaced by those of ``config.seeds``.
+
+    Args:
+        config: the run.
+        log: files of the rank.
+
+    Mutates: functions and classes of torch, NumPy and ``random``.
+    """
+
+    def __init__(self, config: RunConfig, log: RunLog) -> None:
+        self._config, self._log = config, log
+        self._calls = Counter[str]()
+        torch.manual_seed = self._first_argument(torch.manual_seed)
+        random.seed = self._first_argument(random.seed)
+        np.random.seed = self._first_argument(np.random.seed)
+        np.random.default_rng = self._first_argument(np.random.default_rng)
+        random.Random = _seeded_random(self._seed)  # type: ignore[misc]
+        torch.Generator = _seeded_generator(self._seed)  # type: ignore[misc]
+
+    def _first_argument(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def seeded(*args: Any, **kwargs: Any) -> Any:
+            return function(self._seed(args[0]), *args[1:], **kwargs) if args else function(**kwargs)
+
+        return seeded
+
+    def _seed(self, seed: Any) -> Any:
+        """Return the seed that replaces ``seed``, and record it by its place in the script and the number of the call there."""
+        frames = script_frames(sys._getframe(2), self._config.script) if isinstance(seed, int) else []
+        if not frames:
+            return seed
+        place = f"{frames[0].f_code.co_filename}:{frames[0].f_lineno}"
+        number = self._calls[place]
+        self._calls[place] += 1
+        self._log.write("seed", place=place, seed=seed)
+        others = self._config.seeds.get(place, ())
+        return others[number] if number < len(others) else seed
+
+
+def _seeded_random(seed: Callable[[Any], Any]) -> type[random.Random]:
+    class Random(random.Random):
+        def seed(self, a: Any = None, version: int = 2) -> None:
+            super().seed(seed(a), version)
+
+    return Random
+
+
+def _seeded_generator(seed: Callable[[Any], Any]) -> type[torch.Generator]:
+    class OfGenerators(type(torch._C.Generator)):  # type: ignore[misc]
+        def __instancecheck__(cls, instance: object) -> bool:
+            return isinstance(instance, torch._C.Generator)
+
+    class Generator(torch._C.Generator, metaclass=OfGenerators):
+        def manual_seed(self, value: int) -> torch.Generator:
+            return super().manual_seed(seed(value))
+
+    return Generator
+
+
+def _return_gradients_through_gathers() -> None:
+    """Let ``all_gather`` and ``all_gather_into_tensor`` return gradients to the ranks whose tensors they gather."""
+    gather, gather_into = dist.all_gather, dist.all_gather_into_tensor
+
+    @functools.wraps(gather)
+    def gathered(tensor_list: list[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False) -> Any:
+        if not (tensor.requires_grad and torch.is_grad_enabled()):
+            return gather(tensor_list, tensor, group, async_op)
+        tensor_list[:] = collectives_with_grad.all_gather(tensor, group or dist.group.WORLD)
+        return None
+
+    @functools.wraps(gather_into)
+    def gathered_into(output: Tensor, tensor: Tensor, group: Any = None, async_op: bool = False) -> Any:
+        if not (tensor.requires_grad and torch.is_grad_enabled()):
+            return gather_into(output, tensor, group, async_op)
+        parts = collectives_with_grad.all_gather(tensor, group or dist.group.WORLD)
+        output.copy_(torch.cat([part.reshape(-1) for part in parts]).view_as(output))
+        return None
+
+    dist.all_gather, dist.all_gather_into_tensor = gathered, gathered_into  # type: ignore[assignment]
+
+
+def _clip_nothing() -> None:
+    clip = torch.nn.utils.clip_grad_norm_
+
+    @functools.wraps(clip)
+    def measured(parameters: Any, max_norm: float, *args: Any, **kwargs: Any) -> Tensor:
+        return clip(parameters, float("inf"), *args, **kwargs)
+
+    torch.nn.utils.clip_grad_norm_ = measured
+    torch.nn.utils.clip_grad_value_ = lambda *args, **kwargs: None
+
+
+def _keep_random_state() -> None:
+    """Let activation checkpointing restore the random state before it computes a block again."""
+    checkpoint = torch.utils.checkpoint.checkpoint
+
+    @functools.wraps(checkpoint)
+    def restored(function: Any, *args: Any, **kwargs: Any) -> Any:
+        return checkpoint(function, *args, **{**kwargs, "preserve_rng_state": True})
+
+    replace_checkpoint(restored)
+
+
+def _cut_samples() -> None:
+    """Cut all samples of a loader to one length before they become a batch, so that nothing is padded."""
+    iterate = torch.utils.data.DataLoader.__iter__
+
+    @functools.wraps(iterate)
+    def cut_first(loader: Any) -> Any:
+        if not isinstance(loader.collate_fn, _CutSamples):
+            loader.collate_fn = _CutSamples(loader.collate_fn, _varying_lengths(loader.dataset))
+        return iterate(loader)
+
+    torch.utils.data.DataLoader.__iter__ = cut_first  # type: ignore[method-assign]
+    collate = Fetcher.collate_samples
+    cuts: dict[int, _CutSamples] = {}
+
+    @functools.wraps(collate)
+    def cut_and_collate(fetcher: Fetcher, samples: list[Any]) -> Any:
+        if id(fetcher) not in cuts:
+            cuts[id(fetcher)] = _CutSamples(partial(collate, fetcher), _varying_lengths(fetcher.dataset))
+        return cuts[id(fetcher)](samples)
+
+    Fetcher.collate_samples = cut_and_collate  # type: ignore[method-assign, assignment]
+
+
+class _CutSamples:
+    """A collate function for samples whose sequences of different lengths are cut to the shortest length."""
+
+    def __init__(self, collate: Callable[[list[Any]], Any], lengths: Mapping[str, set[int]]) -> None:
+        self._collate = collate
+        self._length = min((min(sizes) for sizes in lengths.values() if len(sizes) > 1), default=None)
+        self._names = frozenset(name for name, sizes in lengths.items() if len(sizes) > 1)
+
+    def __call__(self, samples: list[Any]) -> Any:
+        return self._collate([self._cut(sample, "") for sample in samples])
+
+    def _cut(self, value: Any, path: str) -> Any:
+        if path in self._names:
+            return value[: self._length]
+        if isinstance(value, Mapping):
+            return {key: self._cut(part, f"{path}.{key}") for key, part in value.items()}
+        if type(value) in (tuple, list) and not _is_sequence(value):
+            return type(value)(self._cut(part, f"{path}[{number}]") for number, part in enumerate(value))
+        return value
+
+
+def _varying_lengths(dataset: Any) -> dict[str, set[int]]:
+    """Return the lengths of the sequences in the first samples of a dataset, by place in the sample."""
+    lengths: dict[str, set[int]] = {}
+
+    def measure(value: Any, path: str) -> None:
+        if _is_sequence(value):
+            lengths.setdefault(path, set()).add(len(value))
+        elif isinstance(value, Mapping):
+            for key, part in value.items():
+                measure(part, f"{path}.{key}")
+        elif isinstance(value, tuple | list):
+            for number, part in enumerate(value):
+                measure(part, f"{path}[{number}]")
+
+    for index in range(min(_MAX_SAMPLES, len(dataset) if hasattr(dataset, "__len__") else 0)):
+        measure(dataset[index], "")
+    return lengths
+
+
+def _is_sequence(value: Any) -> bool:
+    """Return True for a tensor, an array or a list of numbers."""
+    if isinstance(value, Tensor | np.ndarray):
+        return bool(value.ndim)
+    return isinstance(value, list) and bool(value) and isinstance(value[0], int | float)
+
+
+def take_out(code: str) -> None:
+    """Take the cause with a code out of the script. Mutates: functions and classes of torch and dtrain, in this process."""
+    if code in CHANGES:
+        CHANGES[code]()
+
+
+CHANGES: Mapping[str, Callable[[], object]] = {
+    "local_batch_norm": FrozenStatistics,
+    "gather_without_gradient": _return_gradients_through_gathers,
+    "clip_local_norm": _clip_nothing,
+    "recompute_draws_again": _keep_random_state,
+    "padding_in_loss": _cut_samples,
+}
+"""Functions that take out a cause, by its code. Seeds are changed where the script sets them (``Seeds``)."""
