@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import safetensors.torch
 
-from dtrain.prove.causes import EXPERIMENTS, OF_SEEDS
+from dtrain.prove.causes import EXPERIMENTS, OF_REACH, OF_SEEDS
 from dtrain.prove.checks import (
     FAR,
     check_record,
@@ -54,7 +54,7 @@ def write_run(folder, ranks, *, gradient=None, tensors=(), rows=(), rows_of_rank
             )
         for kind, name, values, *step in tensors:
             log.write_tensor(
-                kind, name, torch.tensor(values, dtype=torch.float64), step=step[0] if step else 0, optimizer_index=0
+                kind, name, torch.tensor(values, dtype=torch.float64), step=step[0] if step else 0, optimizer_index=0, order=0
             )
         log.close()
     return read_record(folder.name, folder)
@@ -369,6 +369,83 @@ def test_gradients_that_differ_by_the_number_of_ranks_are_averaged_twice(tmp_pat
     assert first_cause(a, b) == "gradient_scaled_by_ranks"
 
 
+def test_gradients_of_which_some_have_the_number_of_ranks_as_factor_are_named(tmp_path):
+    runs = [
+        write_run(tmp_path / name, [{}], gradient=[1.0], tensors=[("gradient", "expert", [x])])
+        for name, x in zip("ab", (1.0, 2.0), strict=True)
+    ]
+    cause = explain_first(*runs)
+    assert (cause.code, cause.shown) == ("gradient_scaled_by_ranks", True)
+    assert "expert has another factor" in cause.evidence
+
+
+@pytest.mark.parametrize(("norm", "shown"), [(5.0, True), (4.0, False)], ids=["clipped", "not clipped"])
+def test_gradients_with_one_factor_on_all_ranks_have_another_norm_for_clipping(tmp_path, norm, shown):
+    def run(name, factor):
+        later = [("gradient", "weight", [0.0, norm * factor], 1)]
+        steps = [{}, STEP | {"step": 1}]
+        return write_run(tmp_path / name, [{}], gradient=[3.0 * factor, 4.0 * factor], tensors=later, rows=steps[1:])
+
+    cause = explain_first(run("a", 1.0), run("b", 0.8))
+    assert (cause.code, cause.shown) == ("clip_norm_differs", shown)
+
+
+def test_update_that_differs_with_equal_gradients_is_that_of_a_shard(tmp_path):
+    a = write_run(tmp_path / "a", [{}], gradient=[1.0], tensors=[("parameter", "weight", [1.0])])
+    b = write_run(tmp_path / "b", [{}] * 2, gradient=[1.0], tensors=[("parameter", "weight", [2.0])])
+    assert first_cause(a, b) == "unknown"
+    # Only rank 0 writes a tensor with shards.
+    file = tmp_path / "b" / "rank-1.jsonl"
+    file.write_text("".join(line for line in file.read_text().splitlines(True) if '"parameter"' not in line))
+    assert first_cause(a, read_record("b", tmp_path / "b")) == "update_of_shard"
+
+
+@pytest.mark.parametrize(("later", "code"), [(4.0, "buffer_of_rank"), (1.0, "unknown")], ids=["updated", "constant"])
+def test_buffer_that_differs_between_ranks_and_changes_is_that_of_a_rank(tmp_path, later, code):
+    for name, values in (("a", [1.0]), ("b", [2.0, 3.0])):
+        write_run(tmp_path / name, [{}] * len(values))
+        for rank, value in enumerate(values):
+            log = RunLog(tmp_path / name, rank)
+            log.write(**STEP)
+            for step, number in enumerate((value, later)):
+                log.write_tensor("buffer", "mean", torch.tensor([number], dtype=torch.float64), step=step, buffer=True)
+            log.close()
+    assert first_cause(*(read_record(name, tmp_path / name) for name in "ab")) == code
+
+
+PARTS = [{"samples": ["1/a"], "parts": [part], "losses": [[2.0, None]], "targets": 5} for part in ("1/b", "2/c")]
+
+
+@pytest.mark.parametrize(
+    ("rows", "agree"),
+    [
+        (PARTS, True),
+        ([{"samples": ["1/a"], "losses": [[2.0, None]], "events": ["all_reduce:forward"]}] * 2, True),
+        ([{"samples": ["1/a"], "losses": [[2.0, None]]}] * 2, False),
+    ],
+    ids=["parts of sequences", "parts of the model", "the same samples"],
+)
+def test_ranks_of_a_loop_by_hand_that_share_a_batch_have_its_samples_once(tmp_path, rows, agree):
+    a = write_run(tmp_path / "a", [{"samples": ["1/a"], "losses": [[2.0, None]]}])
+    assert (compare_records(a, write_run(tmp_path / "b", rows), same_layout=False).verdict != "differs") is agree
+
+
+@pytest.mark.parametrize(
+    ("targets", "rows", "code", "shown"),
+    [
+        (10, [1.0, 1.0, 0.0, 0.0], "positions_restart", True),
+        (12, [1.0, 2.0, 3.0, 4.0], "targets_lost", True),
+        (10, [1.0, 2.0, 3.0, 4.0], "sequence_part_alone", False),
+    ],
+)
+def test_causes_of_another_loss_of_parts_of_sequences(tmp_path, targets, rows, code, shown):
+    whole = [{"samples": ["1/a"], "losses": [[3.0, None]], "targets": targets}]
+    a = write_run(tmp_path / "a", whole, tensors=[("gradient", "position", [[1.0], [1.0], [1.0], [1.0]])])
+    b = write_run(tmp_path / "b", PARTS, tensors=[("gradient", "position", [[row] for row in rows])])
+    cause = explain_first(a, b)
+    assert (cause.code, cause.shown) == (code, shown)
+
+
 def test_gradients_with_one_factor_per_rank_are_clipped_by_a_local_norm(tmp_path):
     values = [float(number) for number in range(1, 9)]
     a = write_run(tmp_path / "a", [{}], gradient=values)
@@ -624,7 +701,7 @@ def test_seeds_that_belong_to_a_rank_differ_by_one_number():
 def test_each_experiment_is_of_a_cause_that_can_be_taken_out():
     from dtrain.prove.overrides import CHANGES
 
-    assert set(EXPERIMENTS) == {*CHANGES, *OF_SEEDS}
+    assert set(EXPERIMENTS) == {*CHANGES, *OF_REACH, *OF_SEEDS}
 
 
 def test_modes_that_differ_between_ranks_contradict(tmp_path):
@@ -719,3 +796,12 @@ def test_random_state_must_not_repeat_in_a_step_that_draws(tmp_path, draws, code
     record = write_run(tmp_path / BASE, [{"step": 3, "rng": "c", "draws": draws}], rows=rows)
     assert codes_of_checks(record) == codes
     assert all(difference.text.startswith("is that of step 0") for difference in check_record(record))
+
+
+def test_resume_that_restores_a_part_of_a_tensor_lacks_shards(tmp_path):
+    began, saved, loaded = (("initial", "w", [0.0, 0.0]), ("parameter", "w", [1.0, 2.0]), ("initial", "w", [1.0, 0.0], 1))
+    step = {"losses": [[2.0, None]], "step": 1}
+    a = write_run(tmp_path / "a", [step], tensors=[began, saved, ("gradient", "w", [1.0, 1.0], 1)], rows=[STEP])
+    b = write_run(tmp_path / "b", [step | {"losses": [[3.0, None]]}], tensors=[loaded, ("gradient", "w", [1.0, 3.0], 1)])
+    cause = explain_first(a, b, resumed=True, same_layout=True)
+    assert (cause.code, cause.evidence) == ("shards_not_saved", "1 of 2 elements of w have their first value.")

@@ -77,6 +77,15 @@ _SENTENCES: Mapping[str, Mapping[str, str]] = {
         "optimizer_before_sharding": (
             "The optimizer has no parameter of the model, so the model does not train. Build the optimizer after sharding."
         ),
+        "clip_norm_differs": (
+            "The norm for clipping counts tensors twice or not at all. Add up the squares of shards over ranks, and those of "
+            "replicas once, as dt.clip_grad_norm_ does."
+        ),
+        "update_of_shard": (
+            "The gradients agree and the update differs: the optimizer computes a norm or a matrix of the rank's shard. "
+            "Gather the tensor, or reduce over ranks."
+        ),
+        "buffer_of_rank": "A buffer follows the samples of the rank. Reduce the sums and the count behind it over ranks.",
         "weights_differ_between_ranks": (
             "Ranks begin with different weights. Broadcast the weights of rank 0, as shard_model does."
         ),
@@ -105,6 +114,22 @@ _SENTENCES: Mapping[str, Mapping[str, str]] = {
         ),
         "gradient_not_reduced": (
             "A parameter has another gradient on each rank at the update. Reduce it over ranks, as the other gradients."
+        ),
+    },
+    "parallelism": {
+        "sequence_part_alone": (
+            "A rank computes its part of a sequence without the other parts. Exchange keys and values, or states, over ranks."
+        ),
+        "sequence_mask_lost": (
+            "A token sees tokens that it does not see on one rank, as those of another document. Keep the mask of attention "
+            "where ranks share sequences."
+        ),
+        "positions_restart": (
+            "Positions count from 0 in the part of each rank. Compute them for the whole sequence, and take the rank's part."
+        ),
+        "targets_lost": (
+            "The loss has fewer labels: a shift within the part of a rank leaves its last token without one. Shift labels "
+            "before the sequence is split."
         ),
     },
     "precision": {
@@ -140,6 +165,10 @@ _SENTENCES: Mapping[str, Mapping[str, str]] = {
         "rng_not_saved": "A resume begins a random generator again. Save its state with the checkpoint.",
         "scaler_not_saved": "A resume begins the loss scale again. Save scaler.state_dict() with the checkpoint.",
         "optimizer_not_saved": "A resume begins the state of the optimizer again. Save it with the checkpoint.",
+        "shards_not_saved": (
+            "A resume restores a part of a tensor, as the shard of one rank, and the rest begins again. Save and load the "
+            "shards of all ranks, as dt.save_sharded does."
+        ),
         "parameters_not_saved": (
             "A resume begins with other parameters or buffers than the run had. Save all that train, and all buffers."
         ),
@@ -219,6 +248,7 @@ _GUESSES: Mapping[str, Collection[str]] = {
     **dict.fromkeys(("gather_without_gradient", "clip_local_norm", "sampler_seed_per_rank", "adapter_init"), ()),
     **dict.fromkeys(("metric_of_rank_0", "metric_mean_of_means", "rotary_rounded", "gradient_lost"), ()),
     **dict.fromkeys(("recompute_draws_again", "early_stop_not_saved", "unknown"), ()),
+    **dict.fromkeys(("sequence_part_alone", "sequence_mask_lost", "clip_norm_differs"), ()),
     "rng_not_saved": ("rng", "generator"),
     "ema_not_saved": ("transform",),
     "state_not_saved": ("variable",),
@@ -235,6 +265,9 @@ def cause(code: str, kind: str = "") -> Cause:
 OF_SEEDS = ("shared_random_per_rank", "sampler_seed_per_rank")
 """Causes whose experiment gives all ranks the seeds of rank 0."""
 
+OF_REACH = ("sequence_part_alone", "sequence_mask_lost")
+"""Causes whose experiment counts the outputs that a change of one input reaches: too few, and too many."""
+
 EXPERIMENTS: Mapping[str, str] = {
     "local_batch_norm": "with batch norm that uses its initial statistics",
     **dict.fromkeys(OF_SEEDS, "with the seeds of rank 0 on all ranks"),
@@ -242,5 +275,6 @@ EXPERIMENTS: Mapping[str, str] = {
     "clip_local_norm": "without clipping",
     "padding_in_loss": "with samples cut to one length, so that nothing is padded",
     "recompute_draws_again": "with the random state restored before a block runs again",
+    **dict.fromkeys(OF_REACH, "with another first element of a sequence"),
 }
 """Experiments by the code of the cause that they take out of both runs, as the begin of a sentence."""

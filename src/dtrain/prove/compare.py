@@ -119,6 +119,8 @@ def compare_records(
     last = dict[tuple[int, str, str], bool]()
     drops_repeats = other.note("gather_for_metrics") is not None
     of_layout = frozenset[str]() if same_layout else _metrics_of_layout(reference, other)
+    if first_steps:
+        ignored = {*ignored, *_of_process(reference, ignored)}
     pairs = _comparable_facts(reference, other, same_layout=same_layout, first_steps=first_steps)
     for fact, partner in pairs:
         if fact.kind not in kinds or fact.key in ignored or (fact.kind == "metric" and metric_name(fact) in of_layout):
@@ -177,6 +179,14 @@ def _comparable_facts(
         if fact.step and fact.step == first_step and fact.kind in ("evaluation", "metric"):
             continue
         yield fact, partner
+
+
+def _of_process(record: RunRecord, ignored: Collection[FactKey]) -> set[FactKey]:
+    """Return the metrics of a line with a time after the last step, which tell of one process, such as its mean loss."""
+    end = max(record.steps, default=0)
+    metrics = [fact for fact in record.of_kind("metric") if fact.step > end]
+    timed = {(fact.step, fact.order) for fact in metrics if fact.key in ignored}
+    return {fact.key for fact in metrics if (fact.step, fact.order) in timed}
 
 
 def _difference(fact: Fact, partner: Fact, result: _Result) -> Difference:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,6 +16,7 @@ from dtrain.prove.run_config import SKETCH_SIZE, RunConfig
 from dtrain.prove.run_records import Fact, RunRecord
 
 _NEARLY_EQUAL = 1e-6
+_NEARLY_CLIPPED = 1e-3
 # Calls of the script that combine the numbers of ranks.
 _REDUCTIONS = frozenset(
     {"all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "reduce", "reduce_sum", "reduce_mean"}
@@ -63,7 +65,10 @@ def explain(
     if difference.kind in ("mode", "frozen"):
         return (cause(f"{difference.kind}_differs"),)
     if resumed:
-        return (cause(_of_resume(difference, record, reference), difference.kind),)
+        code = _of_resume(difference, record, reference)
+        if code == "parameters_not_saved" and (part := _part_that_begins_again(record, reference, difference.step)):
+            return (replace(cause("shards_not_saved"), evidence=part),)
+        return (cause(code, difference.kind),)
     if not config.recompute:
         draws = difference.kind == "gradient" and any(row["draws"] for row in reference.step_rows(difference.step))
         return (cause("recompute_draws_again" if draws else "counter_doubled_by_recompute"),)
@@ -83,6 +88,12 @@ def _of_layout(evidence: _Evidence) -> tuple[Cause, ...]:
     is_buffer = kind == "buffer" or (kind == "initial" and evidence.difference.name.endswith(STATISTICS))
     if is_buffer and evidence.record.note("batch_norm") is not None:
         return (cause("local_batch_norm"),)
+    if kind in ("buffer", "initial") and evidence.difference.ranks and _is_updated(evidence):
+        return (cause("buffer_of_rank"),)
+    other = evidence.difference.other
+    # Only rank 0 writes a sharded parameter.
+    if kind == "parameter" and other is not None and set(other.by_rank[1:]) == {None}:
+        return (cause("update_of_shard"),)
     if kind == "evaluation":
         return (cause("evaluation_counts_twice" if sum(b.values()) > sum(a.values()) else "evaluation_drops_tail"),)
     if kind == "metric" and evidence.difference.other is not None:
@@ -95,6 +106,15 @@ def _of_layout(evidence: _Evidence) -> tuple[Cause, ...]:
         return (cause("metric_mean_of_means" if is_mean else "metric_of_rank_0"),)
     # Initial values that depend on the ranks belong to a model that is built in two ways, as on the meta device.
     return (cause("adapter_init" if kind == "initial" else "unknown"),)
+
+
+def _is_updated(evidence: _Evidence) -> bool:
+    """Return True if a buffer changes from step to step, as statistics of samples do."""
+    name = evidence.difference.name
+    values = {
+        fact.value.digest for kind in ("initial", "buffer") for fact in evidence.reference.of_kind(kind) if fact.name == name
+    }
+    return evidence.values[0].is_buffer and len(values) > 1
 
 
 def _numbers_of_ranks(evidence: _Evidence) -> list[float]:
@@ -150,6 +170,19 @@ def _begins_again(record: RunRecord, reference: RunRecord) -> bool:
     changed = {fact.name for fact in reference.of_kind("parameter") if first.get(fact.name) != fact.value.digest}
     resumed = [fact for fact in record.of_kind("initial") if fact.name in changed]
     return bool(resumed) and all(fact.value.digest == first.get(fact.name) for fact in resumed)
+
+
+def _part_that_begins_again(record: RunRecord, reference: RunRecord, step: int) -> str:
+    """Return how much of a tensor has its first value after a resume, in a sentence; "" if no tensor has a part of it."""
+    places = ("initial", 0), ("parameter", step - 1)
+    began, saved = ({fact.name: fact.value for fact in reference.of_kind(*place)} for place in places)
+    for fact in record.of_kind("initial", step):
+        values = [facts[fact.name].sketch for facts in (began, saved) if fact.name in facts]
+        if len(values) == 2 and len(values[0]) == len(values[1]) == len(fact.value.sketch) == math.prod(fact.value.shape):
+            again, kept = (np.isclose(fact.value.sketch, value, rtol=_NEARLY_EQUAL, atol=0.0) for value in values)
+            if (again | kept).all() and (again & ~kept).any() and (kept & ~again).any():
+                return f"{int((again & ~kept).sum())} of {len(again)} elements of {fact.name} have their first value."
+    return ""
 
 
 def _is_best_value(record: RunRecord, reference: RunRecord) -> bool:
@@ -223,9 +256,12 @@ def _of_loss(evidence: _Evidence) -> tuple[Cause, ...]:
     a, b = evidence.values
     step, is_weighted = evidence.difference.step, a.weight is not None and b.weight is not None
     weighting = "loss_weighting" if is_weighted else "local_loss_count"
+    of_parts = _of_parts(evidence)
+    if of_parts and of_parts[0].shown:
+        return of_parts
     if counted := _count_that_explains(evidence):
         return (replace(cause(weighting), shown=True, evidence=counted),)
-    causes = _circumstances(evidence)
+    causes = (*of_parts, *_circumstances(evidence))
     if not is_weighted and not causes and (factor := _common_factor(evidence)) is not None and not _is_near(factor, 1.0):
         return (cause("accumulation_not_scaled"),)
     # Each microbatch has the weight 1, as for means.
@@ -235,6 +271,27 @@ def _of_loss(evidence: _Evidence) -> tuple[Cause, ...]:
         return *causes, weighted
     padding = cause("padding_in_loss")
     return *causes, *((weighted, padding) if of_means else (padding, weighted))
+
+
+def _of_parts(evidence: _Evidence) -> tuple[Cause, ...]:
+    """Return the causes of another loss where ranks compute parts of sequences."""
+    step = evidence.difference.step
+    runs = evidence.reference.step_rows(step), evidence.record.step_rows(step)
+    expected, targets = (sum(row.get("targets", 0) for row in rows) for rows in runs)
+    if not any(row.get("parts") for row in runs[1]):
+        return ()
+    shapes = {fact.name: fact.value.shape for fact in evidence.reference.of_kind("gradient", step)}
+    for name, pair in _gradients(evidence).items():
+        shape = shapes[name]
+        if len(shape) == 2 and len(pair[0]) == math.prod(shape):
+            end, last = (int(np.flatnonzero(values.reshape(shape).any(1)).max(initial=-1)) for values in pair)
+            if last < end:
+                text = f"Rows {last + 1} to {end} of {name} have no gradient."
+                return (replace(cause("positions_restart"), evidence=text),)
+    if targets < expected:
+        text = f"The ranks have {targets} labels, and the other run has {expected}."
+        return (replace(cause("targets_lost"), evidence=text),)
+    return cause("sequence_part_alone"), cause("sequence_mask_lost")
 
 
 def _circumstances(evidence: _Evidence) -> tuple[Cause, ...]:
@@ -288,8 +345,18 @@ def _of_gradient(evidence: _Evidence) -> tuple[Cause, ...]:
         ours, theirs = evidence.record.step_rows(step)[0]["backwards"], evidence.reference.step_rows(step)[0]["backwards"]
         if ours != theirs and _is_near(factor, ours / theirs):
             return (cause("accumulation_not_scaled"),)
-        of_ranks = any(_is_near(factor, scale) for scale in (evidence.config.ranks, 1 / evidence.config.ranks))
-        return (cause("gradient_scaled_by_ranks" if of_ranks else "clip_local_norm"),)
+        if any(_is_near(factor, scale) for scale in _scales_of_ranks(evidence)):
+            return (cause("gradient_scaled_by_ranks"),)
+        if evidence.config.ranks == 1:
+            return (cause("clip_local_norm"),)
+        norms = [_norm(evidence.reference, other) for other in evidence.reference.steps[:2]]
+        text = f"All gradients are those of the other run times {factor:.3g}, whose norm is {norms[0]:.3g} in each step."
+        # Rounding and the summand of the divisor, which keeps it from 0, change the norm of clipped gradients.
+        is_clipped = len(norms) == 2 and relative_difference(*norms) < _NEARLY_CLIPPED
+        norm = cause("clip_norm_differs")
+        return replace(norm, shown=is_clipped, evidence=text if is_clipped else ""), cause("clip_local_norm")
+    if evidence.config.ranks > 1 and (scaled := _scaled_by_ranks(evidence)):
+        return (replace(cause("gradient_scaled_by_ranks"), evidence=scaled),)
     if evidence.config.ranks > 1 and (factors := _few_factors(evidence)):
         text = f"Every element is that of the other run times one of {factors} factors."
         clips = cause("clip_local_norm")
@@ -333,20 +400,40 @@ def _differ_between_ranks(record: RunRecord, step: int) -> bool:
     return any(len(digests) > 1 for digests in values.values())
 
 
-def _gradients(evidence: _Evidence) -> list[tuple[Any, Any]]:
-    """Return the sketches of all gradients of the step, from the reference and from the run that differs."""
-    pairs = []
+def _scales_of_ranks(evidence: _Evidence) -> tuple[float, float]:
+    return evidence.config.ranks, 1 / evidence.config.ranks
+
+
+def _scaled_by_ranks(evidence: _Evidence) -> str:
+    """Return which gradients are scaled by the number of ranks, if all others agree, in a sentence; "" if not so."""
+    scaled = list[str]()
+    for name, (a, b) in _gradients(evidence).items():
+        if any(np.linalg.norm(b - scale * a) <= _NEARLY_EQUAL * np.linalg.norm(b) for scale in _scales_of_ranks(evidence)):
+            scaled.append(name)
+        elif np.linalg.norm(b - a) > _NEARLY_EQUAL * np.linalg.norm(a):
+            return ""
+    return f"The other gradients agree, and {', '.join(scaled[:3])} has another factor." if scaled else ""
+
+
+def _norm(record: RunRecord, step: int) -> float:
+    """Return the norm of all gradients of a step."""
+    return math.hypot(*(fact.value.norm for fact in record.of_kind("gradient", step)))
+
+
+def _gradients(evidence: _Evidence) -> dict[str, tuple[Any, Any]]:
+    """Return the sketches of all gradients of the step by name, from the reference and from the run that differs."""
+    pairs = {}
     for fact in evidence.reference.of_kind("gradient", evidence.difference.step):
         partner = evidence.record.facts.get(fact.key)
         if partner is not None and fact.value.norm and partner.value.shape == fact.value.shape:
-            pairs.append((np.asarray(fact.value.sketch), np.asarray(partner.value.sketch)))
+            pairs[fact.name] = np.asarray(fact.value.sketch), np.asarray(partner.value.sketch)
     return pairs
 
 
 def _common_factor(evidence: _Evidence) -> float | None:
     """Return the number by which all gradients of a step differ; None if there is none."""
     factors = []
-    for a, b in _gradients(evidence):
+    for a, b in _gradients(evidence).values():
         factor = float(a @ b / (a @ a))
         if np.linalg.norm(b - factor * a) > _NEARLY_EQUAL * np.linalg.norm(b):
             return None
@@ -359,7 +446,7 @@ def _common_factor(evidence: _Evidence) -> float | None:
 def _few_factors(evidence: _Evidence) -> int:
     """Return by how many factors the elements of the small gradients are scaled, if there are not more than ranks; 0 if so."""
     ratios = []
-    for a, b in _gradients(evidence):
+    for a, b in _gradients(evidence).values():
         # The sketch of a large tensor adds elements of several ranks.
         if len(a) < SKETCH_SIZE:
             large = np.abs(a) > _NEARLY_EQUAL * np.abs(a).max()

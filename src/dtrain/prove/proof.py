@@ -15,7 +15,7 @@ from typing import Any
 
 from dtrain.arguments import check_int
 from dtrain.errors import ConfigError
-from dtrain.prove.causes import EXPERIMENTS, OF_SEEDS, Cause, cause
+from dtrain.prove.causes import EXPERIMENTS, OF_REACH, OF_SEEDS, Cause, cause
 from dtrain.prove.checks import (
     check_record,
     check_training,
@@ -291,8 +291,11 @@ class _Proof:
             if not self._allow(run, likely.code):
                 numbers[self._find(run, difference, likely)] = None
         corrected: tuple[str, ...] = ()
+        known = {(check.step, check.kind, check.name) for check in checks}
         while comparison is not None and comparison.differences:
             difference = comparison.differences[0]
+            if (difference.step, difference.kind, difference.name) in known:
+                break
             if run.config.batches and difference.kind in _OF_LOADERS:
                 break
             likely = self._cause(run, difference, corrected)
@@ -333,6 +336,8 @@ class _Proof:
                 untested.append(candidate)
             elif experiment.shown:
                 result = "this difference goes" if experiment.comparison.differences else "the runs agree"
+                if candidate.code in OF_REACH:
+                    result = "other places of the output change"
                 evidence = f"Shown by an experiment: {EXPERIMENTS[candidate.code]}, {result}."
                 return replace(candidate, shown=True, evidence=evidence)
         return untested[0] if untested else cause("unknown")
@@ -344,6 +349,10 @@ class _Proof:
         if repetition is None:
             return None
         names = (repetition.run.against, run.against), (repetition.run.config.name, run.config.name)
+        if code in OF_REACH:
+            reference, record = (self._records[name] for name, _ in names)
+            reaches = _reaches(reference, record, too_far=code == "sequence_mask_lost")
+            return None if reaches is None else replace(repetition, shown=reaches)
         if not any(_differs_in_training(self._records[name], self._records[other]) for name, other in names):
             return None
         order = (*KINDS, "steps").index
@@ -354,7 +363,7 @@ class _Proof:
     def _corrected(self, run: PlannedRun, difference: Difference, likely: Cause) -> _Repetition | None:
         """Return both runs again without a difference: with its cause taken out, or with equal batches; None if impossible."""
         experiment = self._experiments.get((likely.code, difference.kind))
-        if experiment is not None and experiment.shown:
+        if experiment is not None and experiment.shown and likely.code not in OF_REACH:
             return experiment
         if difference.kind != "samples" or run.after or run.config.batches or run.config.ranks == 1:
             return None
@@ -413,6 +422,16 @@ class _Proof:
             seconds=seconds,
             cpu_seconds=sum(row["cpu_s"] for rows in ranks for row in rows if row["kind"] == "end"),
         )
+
+
+def _reaches(reference: RunRecord, record: RunRecord, *, too_far: bool) -> bool | None:
+    """Return True if a change of one input reaches more outputs than in the reference, or fewer; None if nobody counted."""
+    expected, reached = (
+        [row["reached"] for rows in run.ranks for row in rows if row["kind"] == "reach"] for run in (reference, record)
+    )
+    if not expected or not reached:
+        return None
+    return bool(sum(reached) > sum(expected) if too_far else sum(reached) < sum(expected))
 
 
 def _differs_in_training(record: RunRecord, other: RunRecord) -> bool:

@@ -85,6 +85,8 @@ class StepFacts:
     fields: dict[str, int] = field(default_factory=dict)
     lines: dict[str, str] = field(default_factory=dict)
     loaders: list[int] = field(default_factory=list)
+    parts: list[str] = field(default_factory=list)
+    targets: int = 0
 
     def add_batch(self, batch: Any) -> None:
         """Add the samples of a batch, and the digests of its tensors."""
@@ -110,7 +112,7 @@ class RankRecorder:
         self.log = RunLog(Path(config.folder), rank)
         self.log.step = config.first_step
         self.facts = StepFacts()
-        self.in_step = self._in_update = False
+        self.in_step = self._in_update = self.in_forward = False
         self.steps_of_dtrain = False
         self._has_dtrain_loop = config.has_dtrain_loop or config.may_have_dtrain_loop
         # By number. They are kept, so that no other optimizer gets the address of one.

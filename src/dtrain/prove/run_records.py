@@ -293,8 +293,9 @@ def _facts_of_steps(ranks: list[list[Row]]) -> Iterator[Fact]:
             weight=None if not weights or None in weights else float(sum(weights)),
             count=len(losses),
         )
-        samples = [tuple(row["samples"]) for row in rows]
-        fields = {name: sum(row["fields"].get(name, 0) for row in rows) % 2**64 for row in rows for name in row["fields"]}
+        own = [row for place, row in enumerate(rows) if not any(_share_batch(row, other) for other in rows[:place])]
+        samples = [tuple(row["samples"]) for row in own]
+        fields = {name: sum(row["fields"].get(name, 0) for row in own) % 2**64 for row in own for name in row["fields"]}
         line = {kind: _line_of_step(first, kind) for kind in ("samples", "loss", "lr")}
         of_samples = {"line": line["samples"], "fields": fields}
         yield _fact(first, "samples", "", Counter(chain.from_iterable(samples)), by_rank=samples, **of_samples)
@@ -305,6 +306,14 @@ def _facts_of_steps(ranks: list[list[Row]]) -> Iterator[Fact]:
         yield _fact(first, "ties", "", tuple(first["ties"]))
         for kind, name in (("frozen", "frozen"), ("mode", "evaluating")):
             yield _fact(first, kind, "", tuple(first.get(name, ())), by_rank=(tuple(row.get(name, ())) for row in rows))
+
+
+def _share_batch(row: Row, other: Row) -> bool:
+    """Return True if two ranks of a loop by hand compute parts of the same samples, or of the model."""
+    if not row["samples"] or row["samples"] != other["samples"]:
+        return False
+    parts = row.get("parts", ()), other.get("parts", ())
+    return (all(parts) and parts[0] != parts[1]) or any(":forward" in event for event in row.get("events", ()))
 
 
 def _facts_of_evaluations(ranks: list[list[Row]]) -> Iterator[Fact]:

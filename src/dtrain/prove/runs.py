@@ -22,7 +22,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from multiprocessing.forkserver import ForkServer
 from multiprocessing.util import Finalize
 from pathlib import Path
@@ -261,6 +261,8 @@ def run_rank(config_path: str, environment: Mapping[str, str]) -> None:
     os.setsid()
     die_with_parent(os.getppid())
     enter_rank(environment)
+    # The fork of a server has the start method of servers, with which loader workers would run the script again.
+    multiprocessing.set_start_method(None, force=True)
     rank, config = int(os.environ["RANK"]), RunConfig.read(Path(config_path))
     for stream, name in ((1, "out"), (2, "err")):
         fd = os.open(Path(config.folder, f"rank-{rank}.{name}"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
@@ -320,8 +322,9 @@ def _run_script(config: RunConfig, rank: int) -> int:
     np.random.seed()
     path = os.path.abspath(config.script)
     with preload.replaced_functions():
+        # Before the modes of the recorder, which look at the frame that calls torch.
+        keep_on_cpu(lambda: recorder.note("gpu"))
         recorder = RankRecorder(config, rank)
-        keep_on_cpu(partial(recorder.note, "gpu"))
         observe_dtrain(recorder)
         observe_torch(recorder)
         Seeds(config, recorder.log)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import builtins
 import functools
+import io
 import linecache
 import os
 import sys
@@ -22,7 +23,9 @@ from typing import Any
 import safetensors.torch
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional as collectives_with_grad
 import torch.distributed.tensor.parallel as tensor_parallel
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -33,10 +36,11 @@ from dtrain.checkpoint.conversion import convert as conversion
 from dtrain.data.batch import list_tensors
 from dtrain.dist import collectives
 from dtrain.dist.rng import derive_seed
+from dtrain.prove.causes import OF_REACH
 from dtrain.prove.evaluations import list_random_modules
 from dtrain.prove.overrides import cast_floats, observe_recompute
 from dtrain.prove.recording import EndOfProof, RankRecorder, StepFacts, UpdateObserver
-from dtrain.prove.run_log import count_items, count_samples, script_frames, script_line
+from dtrain.prove.run_log import count_items, count_samples, sample_hashes, script_frames, script_line
 
 # Passes of a training loader without a batch, after which the script waits for steps that never come.
 _MAX_EMPTY_PASSES = 1000
@@ -51,6 +55,7 @@ def observe_torch(recorder: RankRecorder) -> None:
     _Loaders(recorder, loop)
     _observe_events(recorder)
     _observe_tensor_parallelism(recorder)
+    _observe_targets(recorder)
     _observe_files(recorder)
     _observe_print(recorder)
     observe_recompute(partial(recorder.note, "recompute"), active=recorder.config.recompute)
@@ -65,6 +70,7 @@ class _Forwards:
     def __init__(self, recorder: RankRecorder, loop: PlainLoop) -> None:
         self._recorder, self._loop = recorder, loop
         self._depth = 0
+        self._has_reach = False
         self._names: dict[int, str | None] = {}
         self._exports = recorder.evaluations.exports
         self._teachers = set[int]()
@@ -98,15 +104,18 @@ class _Forwards:
         if self._exports is not None:
             self._exports.hold(module, args, kwargs)
         alone, of_cache = not recorder.in_step, module is recorder.cached_model
+        self._measure_reach(call, module, args, kwargs)
         if alone:
             self._observe(module, inputs)
         elif of_cache:
             recorder.forward_begins([args, kwargs])
         self._depth += 1
+        recorder.in_forward = True
         try:
             output = call(module, *args, **kwargs)
         finally:
             self._depth -= 1
+            recorder.in_forward = False
             if of_cache or (alone and not called_from("dtrain.step.evaluate")):
                 recorder.random.end()
         return self._after(module, output)
@@ -137,6 +146,27 @@ class _Forwards:
         if modules:
             self._teachers.add(id(module))
             self._recorder.note("teacher", modules=modules, parameters=list(self._recorder.models.parameters_of(module)))
+
+    def _measure_reach(self, call: Any, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Write how many positions of the first sample a change of its first element reaches, once, for an experiment."""
+        has_rows = bool(args) and isinstance(args[0], Tensor) and args[0].ndim > 1 and torch.is_grad_enabled()
+        if self._recorder.config.experiment not in OF_REACH or self._has_reach or not has_rows:
+            return
+        self._has_reach = True
+        self._depth += 1
+        with torch.no_grad():
+            outputs = [list_tensors([call(module, *inputs, **kwargs)])[0][0] for inputs in (args, self._changed(args))]
+        self._depth -= 1
+        reached = (outputs[0] != outputs[1]).reshape(len(outputs[0]), -1).any(1)
+        self._recorder.log.write("reach", reached=int(reached.sum()))
+
+    def _changed(self, args: Any) -> Any:
+        """Return the inputs with another first element of the first sample, on rank 0, which has the begin of a sequence."""
+        first = args[0].clone()
+        others = first[first != first[0, 0]]
+        if not self._recorder.log.rank and len(others):
+            first[0, 0] = others[0]
+        return first, *args[1:]
 
     def _observe(self, module: nn.Module, inputs: list[Tensor]) -> None:
         recorder = self._recorder
@@ -234,12 +264,14 @@ class _Loaders:
             if sys._getframe(1).f_globals.get("__name__", "").startswith(("dtrain.", "torch.")):
                 return iterate(loader)
             key = self._number_of(loader, sys._getframe(1))
-            if loop.is_over(key):
+            # Accelerate's loader of rank 0 sends shares of its batches. Only rank 0 would see a shorter pass.
+            is_sent = sys._getframe(1).f_code.co_qualname == "DataLoaderDispatcher.__iter__"
+            if loop.is_over(key) and not is_sent:
                 return self._empty_pass()
             if _is_of_accelerate(sys._getframe(1)):
                 _observe_gather_for_metrics(recorder)
                 self._order_alike(loader, self._passes[key])
-            return self._batches(loader, key, iterate(loader))
+            return self._batches(loader, key, iterate(loader), is_sent=is_sent)
 
         return observed
 
@@ -280,7 +312,7 @@ class _Loaders:
             raise EndOfProof(0)
         yield from ()
 
-    def _batches(self, loader: Any, key: int, batches: Iterator[Any]) -> Iterator[Any]:
+    def _batches(self, loader: Any, key: int, batches: Iterator[Any], *, is_sent: bool) -> Iterator[Any]:
         recorder, sampler = self._recorder, loader.sampler
         number = self._passes[key]
         self._passes[key] += 1
@@ -295,11 +327,11 @@ class _Loaders:
             samples=len(loader.dataset) if hasattr(loader.dataset, "__len__") else None,
         )
         for batch in batches:
-            if self._loop.is_over(key):
+            if not is_sent and self._loop.is_over(key):
                 return
             if key in recorder.config.loaders:
                 batch = recorder.replay.exchange(f"loader-{key}", batch)
-            self._loop.batch_loaded(key, number, batch)
+            self._loop.batch_loaded(key, number, None if is_sent else batch)
             recorder.batch_read(batch)
             yield cast_floats(batch, recorder.dtype) if recorder.dtype is not None else batch
 
@@ -333,13 +365,16 @@ def _observe_events(recorder: RankRecorder) -> None:
         def observed(*args: Any, **kwargs: Any) -> Any:
             if not of_script or script_frames(sys._getframe(1), recorder.config.script)[:1] == [sys._getframe(1)]:
                 wanted = any(isinstance(value, Tensor) and value.requires_grad for value in args)
-                recorder.facts.events.append(f"{event}:grad" if wanted else event)
+                inside = ":forward" if recorder.in_forward else ""
+                recorder.facts.events.append(f"{event}{inside}:grad" if wanted else f"{event}{inside}")
             return function(*args, **kwargs)
 
         setattr(owner, name, observed)
 
     for name in _COLLECTIVES:
         wrap(dist, name, name, of_script=True)
+    for name in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all"):
+        wrap(collectives_with_grad, name, f"autograd_{name}", of_script=True)
     for name in ("reduce_sum", "reduce_mean"):
         wrap(collectives, name, name)
     wrap(torch.nn.utils, "clip_grad_norm_", "clip")
@@ -374,13 +409,27 @@ def _observe_tensor_parallelism(recorder: RankRecorder) -> None:
     tensor_parallel.parallelize_module = parallelized
 
 
+def _observe_targets(recorder: RankRecorder) -> None:
+    """Observe how many labels the cross entropy of a step has."""
+    compute = F.cross_entropy
+
+    @functools.wraps(compute)
+    def counted(input: Tensor, target: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if input.requires_grad:
+            recorder.facts.targets += int((target != kwargs.get("ignore_index", -100)).sum())
+        return compute(input, target, *args, **kwargs)
+
+    F.cross_entropy = counted
+
+
 def _observe_print(recorder: RankRecorder) -> None:
     """Observe lines that the script prints, which are metrics of many loops."""
     write = builtins.print
 
     @functools.wraps(write)
     def printed(*values: Any, **options: Any) -> None:
-        if options.get("file") in (None, sys.stdout):
+        # A library may print into a string, such as a hash of code.
+        if options.get("file") in (None, sys.stdout) and not isinstance(sys.stdout, io.StringIO):
             recorder.printed(" ".join(str(value) for value in values))
         write(*values, **options)
 
@@ -472,6 +521,9 @@ class PlainLoop(UpdateObserver):
         is_whole = bool(inputs) and count_samples(self._batch) == count_samples(inputs)
         facts.add_batch(self._batch if is_whole else inputs)
         facts.counts.append(count_items(self._batch if is_whole else inputs))
+        # A rank may compute a part of each sequence.
+        if is_whole and inputs[0].shape not in {tensor.shape for tensor in list_tensors(self._batch)}:
+            facts.parts += sample_hashes(inputs)
         facts.shapes += [list(tensor.shape[1:]) for tensor in inputs[:1]]
         if self._number is not None:
             facts.epochs.append(self._number)

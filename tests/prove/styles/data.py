@@ -48,7 +48,7 @@ class WeightedSampler(Sampler):
     """Draw long sequences more often, in an order that all ranks know, and take this rank's part of it."""
 
     def __init__(self, dataset):
-        self.weights, self.epoch = torch.tensor([float(len(sequence)) for sequence in dataset]), 0
+        self.weights, self.epoch = torch.tensor([float(len(dataset[index])) for index in range(SAMPLES)]), 0
 
     def set_epoch(self, epoch):
         self.epoch = epoch
@@ -92,7 +92,7 @@ def make_loader(kind):
         from datasets import Dataset as Rows
         from datasets.distributed import split_dataset_by_node
 
-        rows = Rows.from_dict({"tokens": [sequence.tolist() for sequence in data]}).to_iterable_dataset()
+        rows = Rows.from_dict({"tokens": [data[index].tolist() for index in range(SAMPLES)]}).to_iterable_dataset()
         rows = split_dataset_by_node(rows.shuffle(seed=0, buffer_size=16), rank, world_size)
         return DataLoader(
             rows, batch_size=share, collate_fn=lambda rows: collate([torch.tensor(row["tokens"]) for row in rows])
