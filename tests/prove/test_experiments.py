@@ -13,6 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 
 import dtrain as dt
+from dtrain.prove.causes import EXPERIMENTS
 from dtrain.testing import run_ranks
 
 BATCH_NORM_INNOCENT = """
@@ -231,35 +232,44 @@ TWO_BUGS = """
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 import dtrain as dt
 
 with dt.init_dist() as info:
     torch.manual_seed(0)
-    model = nn.Linear(8, 4) if info.world_size == 1 else DistributedDataParallel(nn.Linear(8, 4))
+    model = nn.Sequential(nn.Linear(8, 4), LAYER)
+    if info.world_size > 1:
+        model = DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     x = torch.randn(48, 8, generator=torch.Generator().manual_seed(1))
-    # The first mistake: all ranks read the same samples.
-    generator = torch.Generator().manual_seed(0)
-    loader = DataLoader(TensorDataset(x), batch_size=12 // info.world_size, shuffle=True, generator=generator)
+    loader = DataLoader(TensorDataset(x), batch_size=12 // info.world_size, SAMPLER)
     for number, (inputs,) in zip(range(4), loader, strict=False):
         loss = model(inputs).square().mean()
         optimizer.zero_grad()
-        # The second: DDP averages over ranks.
+        # DDP averages over ranks, too.
         (loss / info.world_size).backward()
         optimizer.step()
 """
 
 
 @pytest.mark.costly
-def test_mistake_behind_other_samples_is_found_with_equal_batches(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("layer", "sampler", "cause", "change"),
+    [
+        # All ranks read the same samples.
+        ("nn.Tanh()", "shuffle=True, generator=torch.Generator().manual_seed(0)", "sampler_without_rank", "equal batches"),
+        ("nn.BatchNorm1d(4)", "sampler=DistributedSampler(x, seed=0)", "local_batch_norm", EXPERIMENTS["local_batch_norm"]),
+    ],
+)
+def test_mistake_behind_another_one_is_found(layer, sampler, cause, change, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    Path("loop.py").write_text(TWO_BUGS)
+    Path("loop.py").write_text(TWO_BUGS.replace("LAYER", layer).replace("SAMPLER", sampler))
     report = dt.prove.prove("loop.py", world_sizes=(2,), timeout_s=600.0)
     codes = [finding.cause.code for finding in report.findings]
-    assert codes == ["sampler_without_rank", "gradient_scaled_by_ranks"], report.text()
+    assert codes == [cause, "gradient_scaled_by_ranks"], report.text()
     assert [row.findings for row in report.rows if row.name == "2 ranks"] == [(0, 1)]
-    assert report.findings[1].run == "2 ranks, with equal batches"
+    assert report.findings[0].cause.shown
+    assert report.findings[1].run.endswith(change)
 
 
 @pytest.mark.costly

@@ -463,8 +463,8 @@ def rounding_hides(comparison: Comparison) -> tuple[str, bool]:
 def _rounded_sums(written: RunRecord) -> Iterator[Difference]:
     """A sum of many numbers must not lose its last terms, which are smaller than the roundings of the sum."""
     for row in written.rows("lost_sum"):
-        text = f"in {row['dtype']} is {row['value']:g} after {row['terms']} terms, and {row['total']:g} in float64"
-        yield _contradiction("sum_rounded", row["step"], "sum", f"in {row['place']}", text)
+        text = f"is {row['value']:g} in {row['dtype']} after {row['terms']} terms, and {row['total']:g} in float64"
+        yield _contradiction("sum_rounded", row["step"], "sum", f"at {row['place']}", text)
 
 
 def _rounded_exports(written: RunRecord) -> Iterator[Difference]:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from dtrain.prove.causes import Cause, cause
-from dtrain.prove.compare import Difference, relative_difference
+from dtrain.prove.compare import STATISTICS, Difference, relative_difference
 from dtrain.prove.run_config import SKETCH_SIZE, RunConfig
 from dtrain.prove.run_records import Fact, RunRecord
 
@@ -84,7 +84,9 @@ def _of_layout(evidence: _Evidence) -> tuple[Cause, ...]:
         return _of_gradient(evidence)
     if kind in ("samples", "lr"):
         return (cause((_of_samples if kind == "samples" else _of_lr)(evidence)),)
-    if kind == "buffer" and evidence.record.note("batch_norm") is not None:
+    # A loop by hand is seen after its first forward, which has changed the statistics.
+    is_buffer = kind == "buffer" or (kind == "initial" and evidence.difference.name.endswith(STATISTICS))
+    if is_buffer and evidence.record.note("batch_norm") is not None:
         return (cause("local_batch_norm"),)
     if kind in ("buffer", "initial") and evidence.difference.ranks and _is_updated(evidence):
         return (cause("buffer_of_rank"),)
