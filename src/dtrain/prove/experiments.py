@@ -95,8 +95,8 @@ class Reach:
     def measure(self, model: Callable[..., Any], args: Any, kwargs: Any) -> None:
         """Write how many positions of the first sample a change of its first element reaches, in the first forward.
 
-        The change is that of rank 0, which has the begin of a sequence. The other ranks run the model twice, too, because it may
-        have collectives.
+        The change is that of rank 0, which has the begin of a sequence. The other ranks run the model twice, too, because it
+        may have collectives.
         """
         if not self._is_due or not args or not isinstance(args[0], Tensor) or args[0].ndim < 2 or not torch.is_grad_enabled():
             return
