@@ -239,10 +239,11 @@ class _Loaders:
             is_sent = sys._getframe(1).f_code.co_qualname == "DataLoaderDispatcher.__iter__"
             if loop.is_over(key) and not is_sent:
                 return self._empty_pass()
-            if _is_of_accelerate(sys._getframe(1)):
+            is_ahead = _is_of_accelerate(sys._getframe(1))
+            if is_ahead:
                 _observe_gather_for_metrics(recorder)
                 self._order_alike(loader, self._passes[key])
-            return self._batches(loader, key, iterate(loader), is_sent=is_sent)
+            return self._batches(loader, key, iterate(loader), is_sent=is_sent, is_ahead=is_ahead)
 
         return observed
 
@@ -283,7 +284,7 @@ class _Loaders:
             raise EndOfProof(0)
         yield from ()
 
-    def _batches(self, loader: Any, key: int, batches: Iterator[Any], *, is_sent: bool) -> Iterator[Any]:
+    def _batches(self, loader: Any, key: int, batches: Iterator[Any], *, is_sent: bool, is_ahead: bool) -> Iterator[Any]:
         recorder, sampler = self._recorder, loader.sampler
         number = self._passes[key]
         self._passes[key] += 1
@@ -297,8 +298,11 @@ class _Loaders:
             shuffle=bool(getattr(sampler, "shuffle", False)),
             samples=len(loader.dataset) if hasattr(loader.dataset, "__len__") else None,
         )
+        over = 0
         for batch in batches:
-            if not is_sent and self._loop.is_over(key):
+            over += not is_sent and self._loop.is_over(key)
+            # Accelerate reads one batch ahead. With it, the others complete an update.
+            if over >= (self._loop.microbatches if is_ahead and over else 1):
                 return
             if key in recorder.config.loaders:
                 batch = recorder.replay.exchange(f"loader-{key}", batch)
@@ -454,6 +458,8 @@ class PlainLoop(UpdateObserver):
         self._evaluated: dict[int, bool] = {}
         self._of_step: set[int] = set()
         self._training_loaders: set[int] = set()
+        # Backwards of the last update. Recomputation repeats forwards.
+        self.microbatches = 1
         # Models whose parameters are theirs again once the forward has ended.
         self.functional: list[nn.Module] = []
         register_optimizer_step_pre_hook(self._update_begins)
@@ -540,6 +546,7 @@ class PlainLoop(UpdateObserver):
         self._training_loaders |= self._of_step
         recorder.facts.loaders = sorted(self._of_step)
         self._of_step = set()
+        self.microbatches = recorder.facts.backwards
         if recorder.records_updates():
             recorder.write_early_averages(optimizer)
             recorder.write_initial(optimizer)
