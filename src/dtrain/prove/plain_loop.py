@@ -33,6 +33,8 @@ class PlainLoop(UpdateObserver):
         self._evaluated: dict[int, bool] = {}
         self._of_step: set[int] = set()
         self._training_loaders: set[int] = set()
+        # Backwards of the last update. Recomputation repeats forwards.
+        self.microbatches = 1
         # Models whose parameters are theirs again once the forward has ended.
         self.functional: list[nn.Module] = []
         register_optimizer_step_pre_hook(self._update_begins)
@@ -122,6 +124,7 @@ class PlainLoop(UpdateObserver):
         self._training_loaders |= self._of_step
         recorder.facts.loaders = sorted(self._of_step)
         self._of_step = set()
+        self.microbatches = recorder.facts.backwards
         if recorder.records_updates():
             recorder.write_early_averages(optimizer)
             recorder.write_initial(optimizer)

@@ -249,10 +249,11 @@ class _Loaders:
             is_sent = sys._getframe(1).f_code.co_qualname == "DataLoaderDispatcher.__iter__"
             if loop.is_over(key) and not is_sent:
                 return self._empty_pass()
-            if _is_of_accelerate(sys._getframe(1)):
+            is_ahead = _is_of_accelerate(sys._getframe(1))
+            if is_ahead:
                 _observe_gather_for_metrics(recorder)
                 self._order_alike(loader, self._passes[key])
-            return self._batches(loader, key, iterate(loader), is_sent=is_sent)
+            return self._batches(loader, key, iterate(loader), is_sent=is_sent, is_ahead=is_ahead)
 
         return observed
 
@@ -293,7 +294,7 @@ class _Loaders:
             raise EndOfProof(0)
         yield from ()
 
-    def _batches(self, loader: Any, key: int, batches: Iterator[Any], *, is_sent: bool) -> Iterator[Any]:
+    def _batches(self, loader: Any, key: int, batches: Iterator[Any], *, is_sent: bool, is_ahead: bool) -> Iterator[Any]:
         recorder, sampler = self._recorder, loader.sampler
         number = self._passes[key]
         self._passes[key] += 1
@@ -307,8 +308,11 @@ class _Loaders:
             shuffle=bool(getattr(sampler, "shuffle", False)),
             samples=len(loader.dataset) if hasattr(loader.dataset, "__len__") else None,
         )
+        over = 0
         for batch in batches:
-            if not is_sent and self._loop.is_over(key):
+            over += not is_sent and self._loop.is_over(key)
+            # Accelerate reads one batch ahead. With it, the others complete an update.
+            if over >= (self._loop.microbatches if is_ahead and over else 1):
                 return
             if key in recorder.config.loaders:
                 batch = recorder.replay.exchange(f"loader-{key}", batch)
