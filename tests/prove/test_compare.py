@@ -390,14 +390,15 @@ def test_gradients_with_one_factor_on_all_ranks_have_another_norm_for_clipping(t
     assert (cause.code, cause.shown) == ("clip_norm_differs", shown)
 
 
-def test_update_that_differs_with_equal_gradients_is_that_of_a_shard(tmp_path):
-    a = write_run(tmp_path / "a", [{}], gradient=[1.0], tensors=[("parameter", "weight", [1.0])])
-    b = write_run(tmp_path / "b", [{}] * 2, gradient=[1.0], tensors=[("parameter", "weight", [2.0])])
+@pytest.mark.parametrize(("name", "code"), [("weight", "update_of_shard"), ("another", "unknown")])
+def test_update_that_differs_with_equal_gradients_is_that_of_a_shard(tmp_path, name, code):
+    a = write_run(tmp_path / "a", [{}], gradient=[1.0], tensors=[("parameter", name, [1.0])])
+    b = write_run(tmp_path / "b", [{}] * 2, gradient=[1.0], tensors=[("parameter", name, [2.0])])
     assert first_cause(a, b) == "unknown"
     # Only rank 0 writes a tensor with shards.
     file = tmp_path / "b" / "rank-1.jsonl"
     file.write_text("".join(line for line in file.read_text().splitlines(True) if '"parameter"' not in line))
-    assert first_cause(a, read_record("b", tmp_path / "b")) == "update_of_shard"
+    assert first_cause(a, read_record("b", tmp_path / "b")) == code
 
 
 @pytest.mark.parametrize(("later", "code"), [(4.0, "buffer_of_rank"), (1.0, "unknown")], ids=["updated", "constant"])

@@ -91,9 +91,10 @@ def _of_layout(evidence: _Evidence) -> tuple[Cause, ...]:
     if kind in ("buffer", "initial") and evidence.difference.ranks and _is_updated(evidence):
         return (cause("buffer_of_rank"),)
     other = evidence.difference.other
-    # Only rank 0 writes a sharded parameter.
+    # Only rank 0 writes a sharded parameter. Its gradients agree, unless the optimizer has none of them.
     if kind == "parameter" and other is not None and set(other.by_rank[1:]) == {None}:
-        return (cause("update_of_shard"),)
+        gradient = other.step, other.optimizer_index, "gradient", other.name
+        return (cause("update_of_shard" if gradient in evidence.record.facts else "unknown"),)
     if kind == "evaluation":
         return (cause("evaluation_counts_twice" if sum(b.values()) > sum(a.values()) else "evaluation_drops_tail"),)
     if kind == "metric" and evidence.difference.other is not None:
