@@ -181,8 +181,7 @@ def test_sum_that_loses_terms_is_followed_in_float64(dtype, terms, lost):
 
 def dtypes_on_cpu():
     """Return the dtypes of tensors for a GPU and in low precision, in a run on the CPU in float64."""
-    from dtrain.prove.devices import keep_on_cpu
-    from dtrain.prove.overrides import use_one_dtype
+    from dtrain.prove.overrides import keep_on_cpu, use_one_dtype
 
     low = []
     use_one_dtype("fp64", low.append)

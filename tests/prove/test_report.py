@@ -64,7 +64,7 @@ def test_command_refuses_options(tmp_path, monkeypatch, arguments, message):
 
 
 def test_known_differences_come_from_a_file(tmp_path):
-    from dtrain.cli.prove import parse_allowed
+    from dtrain.cli.main import parse_allowed
 
     (tmp_path / "known.txt").write_text("# counted per rank\nmetric tokens = a number of the rank\n\nlocal_batch_norm=small\n")
     allowed = parse_allowed([f"@{tmp_path / 'known.txt'}", "loss=a=b"])

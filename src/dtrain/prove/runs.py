@@ -47,7 +47,7 @@ _REQUEST_PIPE = "request"
 # Files above this size are links into the original folder instead of copies. Bytes.
 _MAX_COPY_BYTES = 1 << 20
 _NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
-_HOOKS = ("dtrain.prove.devices", "dtrain.prove.dtrain_hooks", "dtrain.prove.torch_hooks")
+_HOOKS = ("dtrain.prove.dtrain_hooks", "dtrain.prove.torch_hooks")
 _OUTPUT_FOLDERS = ("ckpt", "checkpoints", "runs", "out", "output", "outputs")
 _SKIPPED_FOLDERS = (".git", ".venv", "__pycache__", "node_modules", ".nox", ".mypy_cache", ".ruff_cache", ".pytest_cache")
 
@@ -311,10 +311,9 @@ def _run_script(config: RunConfig, rank: int) -> int:
     import numpy as np
     import torch
 
-    from dtrain.prove.devices import keep_on_cpu
     from dtrain.prove.dtrain_hooks import observe_dtrain
     from dtrain.prove.experiments import Seeds, take_out
-    from dtrain.prove.overrides import vary_machine
+    from dtrain.prove.overrides import keep_on_cpu, vary_machine
     from dtrain.prove.recording import RankRecorder
     from dtrain.prove.torch_hooks import observe_torch
 
