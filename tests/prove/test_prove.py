@@ -85,7 +85,7 @@ def by_row():
 
 
 @pytest.mark.sample(2)
-@pytest.mark.parametrize(("script", "arguments"), by_row())
+@pytest.mark.parametrize(("script", "arguments"), list(by_row()))
 def test_correct_script_of_another_style_agrees(tmp_path, monkeypatch, script, arguments):
     if script in NOT_INSTALLED:
         pytest.importorskip(NOT_INSTALLED[script], reason="no dependency of the tests")
