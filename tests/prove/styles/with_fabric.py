@@ -16,14 +16,15 @@ x = torch.randn(24, 8, generator=torch.Generator().manual_seed(1))
 data = TensorDataset(x, x[:, :4].argmax(1))
 model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
 model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
-loader = fabric.setup_dataloaders(DataLoader(data, batch_size=12 // accumulation // fabric.world_size, shuffle=True))
 state = {"model": model, "optimizer": optimizer, "epoch": 0}
 if os.path.exists("last.txt"):
     with open("last.txt") as file:
         fabric.load(file.read(), state)
 for epoch in range(state["epoch"], 6):
-    if isinstance(loader.sampler, DistributedSampler):
-        loader.sampler.set_epoch(epoch)
+    # Fabric sets the epoch of a sampler to the number of passes of this process, which a resume begins again.
+    sampler = DistributedSampler(data, fabric.world_size, fabric.global_rank, seed=epoch)
+    loader = DataLoader(data, batch_size=12 // accumulation // fabric.world_size, sampler=sampler)
+    loader = fabric.setup_dataloaders(loader, use_distributed_sampler=False)
     for number, (inputs, labels) in enumerate(loader, 1):
         is_last = number % accumulation == 0
         with fabric.no_backward_sync(model, enabled=not is_last):
