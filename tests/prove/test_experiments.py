@@ -185,7 +185,7 @@ def dtypes_on_cpu():
 
     low = []
     use_one_dtype("fp64", low.append)
-    keep_on_cpu(lambda: None)
+    keep_on_cpu(__file__, lambda: None)
     tensors = torch.zeros(1, dtype=torch.bfloat16, device="cuda"), torch.ones(1).half(), torch.ones(1).to("cuda", torch.float32)
     return [tensor.dtype for tensor in tensors], low
 

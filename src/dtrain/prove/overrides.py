@@ -428,8 +428,8 @@ _CPU = torch.device("cpu")
 _WITHOUT_GPU = {"set_device": None, "synchronize": None, "reset_peak_memory_stats": None, "current_device": 0}
 
 
-def keep_on_cpu(on_gpu: Callable[[], None]) -> None:
-    """Replace each GPU by the CPU, from now on. ``on_gpu`` is called each time that code outside of torch and dtrain names one.
+def keep_on_cpu(script: str, on_gpu: Callable[[], None]) -> None:
+    """Replace each GPU by the CPU, from now on. ``on_gpu`` is called each time that ``script`` names one, itself or by torch.
 
     Mutates: torch's functions in this thread, and functions and classes of ``torch.cuda``, ``torch.amp`` and
     ``torch.distributed``.
@@ -439,7 +439,7 @@ def keep_on_cpu(on_gpu: Callable[[], None]) -> None:
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and str(frame.f_globals.get("__name__")).startswith(("torch.", "dtrain.prove.")):
             frame = frame.f_back
-        if frame is not None and not str(frame.f_globals.get("__name__")).startswith("dtrain."):
+        if frame is not None and is_of_script(frame.f_code.co_filename, script):
             on_gpu()
 
     def cpu_for(value: Any) -> Any:

@@ -323,7 +323,7 @@ def _run_script(config: RunConfig, rank: int) -> int:
     path = os.path.abspath(config.script)
     with preload.replaced_functions():
         # Before the modes of the recorder, which look at the frame that calls torch.
-        keep_on_cpu(lambda: recorder.note("gpu"))
+        keep_on_cpu(path, lambda: recorder.note("gpu"))
         recorder = RankRecorder(config, rank)
         observe_dtrain(recorder)
         observe_torch(recorder)
