@@ -100,7 +100,8 @@ def package(session: nox.Session) -> None:
     session.install("build")
     session.run("python", "-m", "build", "--outdir", str(folder / "dist"))
     (wheel,), (sdist,) = (list((folder / "dist").glob(ending)) for ending in ("*.whl", "*.tar.gz"))
-    shutil.unpack_archive(sdist, folder / "dist", filter="data")
+    # Python before 3.11.4 unpacks no archive with a filter.
+    session.run("tar", "--extract", "--file", str(sdist), "--directory", str(folder / "dist"), external=True)
     install(session, str(wheel))
     with session.chdir(folder / "dist" / sdist.name.removesuffix(".tar.gz")):
         # The first command of the README, shortened, and the promises that hold without any extra.
