@@ -46,6 +46,7 @@ USES_OF_CUDA = {
     "dist/rng.py": (2, "a variable of cuBLAS"),
     "memory/device_memory.py": (1, "the snapshot of allocations is a format of the CUDA allocator"),
     "profiling/profiler.py": (2, "the history of allocations exists on CUDA"),
+    "prove/overrides.py": (1, "a script may name a GPU, which the CPU replaces"),
     "shard/precision.py": (2, "compute capability is a number of NVIDIA's GPUs"),
 }
 # Comparisons with the device type "cuda" and reads of ``is_cuda``.
@@ -54,6 +55,7 @@ COMPARISONS_WITH_CUDA = {
     "planning/estimate.py": (1, "NCCL's buffers and batches in device memory exist on CUDA"),
     "planning/simulate.py": (2, "the plan simulates CUDA or a CPU"),
     "profiling/profiler.py": (1, "the history of allocations exists on CUDA"),
+    "prove/overrides.py": (3, "a script may name a GPU, which the CPU replaces"),
     "shard/fsdp.py": (1, "symmetric memory exists on CUDA"),
     "surgery/normalization.py": (1, "torch's fused norms exist on CUDA"),
 }

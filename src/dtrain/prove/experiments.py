@@ -62,7 +62,7 @@ class Replay:
         elif path.exists():
             whole = _load(path, weights_only=False)
             samples, ranks = count_samples(whole), self._config.ranks
-            own = torch.arange(self._rank, samples, ranks)
+            own = torch.arange(self._rank, samples, ranks, device="cpu")
             if samples % ranks == 0 or len(own) == count_samples(batch):
                 return select_samples(whole, own)
         return batch
@@ -77,7 +77,7 @@ def _write_batch(path: Path, batch: Any) -> None:
     # Not every object of a script is a batch with rows, or can be written.
     with contextlib.suppress(Exception):
         # A copy does not have the position in the loader.
-        _save(select_samples(batch, torch.arange(count_samples(batch))), unfinished)
+        _save(select_samples(batch, torch.arange(count_samples(batch), device="cpu")), unfinished)
         unfinished.rename(path)
 
 
