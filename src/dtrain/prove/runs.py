@@ -22,7 +22,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from multiprocessing.forkserver import ForkServer
 from multiprocessing.util import Finalize
 from pathlib import Path
@@ -322,9 +322,8 @@ def _run_script(config: RunConfig, rank: int) -> int:
     np.random.seed()
     path = os.path.abspath(config.script)
     with preload.replaced_functions():
-        # Before the modes of the recorder, which look at the frame that calls torch.
-        keep_on_cpu(path, lambda: recorder.note("gpu"))
         recorder = RankRecorder(config, rank)
+        keep_on_cpu(path, partial(recorder.note, "gpu"))
         observe_dtrain(recorder)
         observe_torch(recorder)
         Seeds(config, recorder.log)

@@ -79,14 +79,17 @@ class _Forwards:
         def observed(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if self._depth == 0:
                 return self._root(call, module, args, kwargs)
-            self._depth += 1
-            try:
-                output = call(module, *args, **kwargs)
-            finally:
-                self._depth -= 1
-            return self._after(module, output)
+            return self._after(module, self._inside(call, module, *args, **kwargs))
 
         nn.Module.__call__ = observed  # type: ignore[method-assign]
+
+    def _inside(self, call: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """Call a module, within which no other module is a root."""
+        self._depth += 1
+        try:
+            return call(*args, **kwargs)
+        finally:
+            self._depth -= 1
 
     def _root(self, call: Any, module: nn.Module, args: Any, kwargs: Any) -> Any:
         recorder = self._recorder
@@ -104,19 +107,15 @@ class _Forwards:
         if self._exports is not None:
             self._exports.hold(module, args, kwargs)
         alone, of_cache = not recorder.in_step, module is recorder.cached_model
-        self._depth += 1
-        self._reach.measure(partial(call, module), args, kwargs)
-        self._depth -= 1
+        self._inside(self._reach.measure, partial(call, module), args, kwargs)
         if alone:
             self._observe(module, inputs)
         elif of_cache:
             recorder.forward_begins([args, kwargs])
-        self._depth += 1
         recorder.in_forward = True
         try:
-            output = call(module, *args, **kwargs)
+            output = self._inside(call, module, *args, **kwargs)
         finally:
-            self._depth -= 1
             recorder.in_forward = False
             if of_cache or (alone and not called_from("dtrain.step.evaluate")):
                 recorder.random.end()
@@ -130,11 +129,7 @@ class _Forwards:
             self._loop.functional.append(module)
             with temporarily_clear_interpreter_stack():
                 self._loop.forward([tensor for tensor in list_tensors([list(args), kwargs]) if not is_wrapped(tensor)])
-        self._depth += 1
-        try:
-            return call(module, *args, **kwargs)
-        finally:
-            self._depth -= 1
+        return self._inside(call, module, *args, **kwargs)
 
     def _note_teacher(self, module: nn.Module) -> None:
         """Note a model of no optimizer that runs with dropout, or that updates statistics."""
