@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 from dtrain.lazy_imports import attach
 
 if TYPE_CHECKING:
+    from dtrain.data.balance import BatchBalance as BatchBalance
+    from dtrain.data.batch import MicrobatchList as MicrobatchList
     from dtrain.data.batch import prefetch_to_device as prefetch_to_device
     from dtrain.data.batch import split_batch as split_batch
     from dtrain.data.dataset import MapDataset as MapDataset

@@ -28,6 +28,30 @@ _BATCH_INFO = "_dtrain_batch_info"
 _SEQUENCE_TYPES = (list, tuple)
 
 
+class MicrobatchList(list[Batch]):
+    """Batch that the loader has split into microbatches: a list of batches, each collated from its own samples.
+
+    ``build_loader(max_tokens=)`` makes it. A step, an evaluation and ``split_batch`` take it like any batch, and run its
+    microbatches in order. A ``microbatch_size`` splits them further.
+
+    Example:
+        >>> import dtrain as dt
+        >>> batch = dt.data.MicrobatchList([torch.ones(1, 8), torch.ones(3, 2)])
+        >>> [list(microbatch.shape) for microbatch in dt.data.split_batch(batch, 2)]
+        [[1, 8], [2, 2], [1, 2]]
+    """
+
+
+def list_microbatches(batch: Batch) -> Sequence[Batch]:
+    """Return the microbatches of the loader, or ``batch`` alone if the loader has not split it."""
+    return batch if isinstance(batch, MicrobatchList) else (batch,)
+
+
+def map_microbatches(batch: Batch, fn: Callable[[Batch], Batch]) -> Batch:
+    """Return ``fn`` of ``batch``, or of each microbatch of the loader."""
+    return MicrobatchList(map(fn, batch)) if isinstance(batch, MicrobatchList) else fn(batch)
+
+
 def count_samples(batch: Batch, tensors: Sequence[Tensor] | None = None) -> int:
     """Return the number of samples: the common size of the first axis of all tensors.
 
@@ -38,6 +62,8 @@ def count_samples(batch: Batch, tensors: Sequence[Tensor] | None = None) -> int:
     Raises:
         ConfigError: no tensor, or tensors of different sizes. The message shows the shapes.
     """
+    if isinstance(batch, MicrobatchList):
+        return sum(map(count_samples, batch))
     sizes = {leaf.shape[0] for leaf in (list_tensors(batch) if tensors is None else tensors) if leaf.ndim > 0}
     if len(sizes) == 1:
         return sizes.pop()
@@ -61,6 +87,9 @@ def count_samples_and_tokens(
     Raises:
         ConfigError: ``batch`` cannot be counted, or ``batch_spec.count`` returns no whole numbers.
     """
+    if isinstance(batch, MicrobatchList):
+        counts = [count_samples_and_tokens(microbatch, batch_spec) for microbatch in batch]
+        return sum(samples for samples, _ in counts), sum(tokens for _, tokens in counts)
     if batch_spec is None or (batch_spec.count is None and not batch_spec.axes):
         return count_samples(batch, tensors), 0
     return batch_spec.count_by_axes(batch) if batch_spec.count is None else call_count(batch_spec.count, batch)
@@ -70,8 +99,14 @@ def check_rows(batch: Batch, batch_spec: BatchSpec | None, samples: int | None =
     """Refuse a batch whose samples are not the rows of its tensors. ``samples`` is their number, if it was counted already.
 
     Raises:
-        ConfigError: ``batch_spec.count`` counts another number of samples than the batch axis has.
+        ConfigError: ``batch_spec.count`` counts another number of samples than the batch axis has, or the loader has split the
+            batch into microbatches.
     """
+    if isinstance(batch, MicrobatchList):
+        raise ConfigError(
+            f"batch: a method that selects samples needs tensors with a row per sample, got {len(batch)} microbatches. "
+            "Leave max_tokens out of build_loader."
+        )
     if batch_spec is None or batch_spec.count is None:
         return
     samples = count_samples_and_tokens(batch, batch_spec)[0] if samples is None else samples
@@ -174,10 +209,14 @@ def count_and_split(
     """
     if microbatch_size is not None:
         check_microbatch_size(microbatch_size)
-        if batch_spec is None or not (batch_spec.axes or batch_spec.count or batch_spec.split):
-            flat = _count_and_split_flat(batch, microbatch_size)
-            if flat is not None:
-                return flat[0], 0, flat[1]
+    if isinstance(batch, MicrobatchList):
+        split = [count_and_split(microbatch, microbatch_size, batch_spec) for microbatch in batch]
+        return sum(row[0] for row in split), sum(row[1] for row in split), [part for row in split for part in row[2]]
+    is_described = batch_spec is not None and (batch_spec.axes or batch_spec.count or batch_spec.split)
+    if microbatch_size is not None and not is_described:
+        flat = _count_and_split_flat(batch, microbatch_size)
+        if flat is not None:
+            return flat[0], 0, flat[1]
     samples, tokens = count_samples_and_tokens(batch, batch_spec, tensors)
     if samples == 0:
         return 0, tokens, []

@@ -13,14 +13,16 @@ from contextlib import AbstractContextManager
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import Any, ClassVar, TypeAlias, cast
+from typing import Any, ClassVar, NamedTuple, TypeAlias, cast
 
+from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
 from dtrain import spans
-from dtrain.data.batch import BatchSpec, narrow_batch
+from dtrain.data.balance import BatchBalance, Dealer, DealtBatch
+from dtrain.data.batch import BatchSpec, MicrobatchList, list_microbatches, narrow_batch
 from dtrain.data.dataset import MosaicAdapter, has_state, restarts_each_iteration
-from dtrain.data.fetcher import BatchRequest, Fetcher, describe_error, failed_payload
+from dtrain.data.fetcher import BatchRequest, Fetcher, cut_sequence, describe_error, failed_payload
 from dtrain.data.position import EpochBatches, LastBatch, Position, batch_indices, is_reached
 from dtrain.data.sample_order import CachedOrder, SampleOrder, check_same_state, rank_positions, rank_share
 from dtrain.data.workers import Payload, WorkerBatch, WorkerConfig, load_batches
@@ -50,6 +52,7 @@ class LoaderItem:
         status: agreement of the ranks about the end of the epoch, written by the step on the batch.
         position_only: no batch; only advances the loader position.
         changed_by_reading: names of watched attributes that a worker changed as it read the batch.
+        balance: costs of all ranks in the global batch; None without a dealer.
     """
 
     position_after: Position
@@ -62,6 +65,7 @@ class LoaderItem:
     status: BatchStatus = field(default_factory=BatchStatus)
     position_only: bool = False
     changed_by_reading: frozenset[str] = frozenset()
+    balance: BatchBalance | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +79,7 @@ class BatchOptions:
         ranks: number of ranks that share each batch.
         workers: loader workers of this rank.
         batch_spec: position of the batch axis; None uses the first axis.
+        dealer: rule that deals the samples of a batch to ranks; None gives each rank a range of the order.
     """
 
     global_batch_size: int | Schedule
@@ -83,6 +88,12 @@ class BatchOptions:
     ranks: int
     workers: WorkerConfig
     batch_spec: BatchSpec | None = None
+    dealer: Dealer | None = None
+
+    @property
+    def makes_microbatches(self) -> bool:
+        """True if a batch is a list of microbatches."""
+        return self.dealer is not None and self.dealer.max_tokens is not None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -119,35 +130,55 @@ class MapBatchSource:
     def items(self, begin: Position, goal: Duration, *, state: Plain = None, evaluation: bool = False) -> Iterator[LoaderItem]:
         """Iterate over the items from ``begin`` to ``goal``. If ``evaluation`` is True, read each sample exactly once."""
         batches = replace(self.epoch_batches(), last_batch="short") if evaluation else self.epoch_batches()
-        template = EmptyBatchTemplate(self.options.batch_spec)
-        planned: deque[tuple[Position, bool]] = deque()
+        template = EmptyBatchTemplate(self.options.batch_spec, is_split=self.options.makes_microbatches)
+        planned: deque[_PlannedBatch] = deque()
         plan = self._requests(batches, begin, goal, planned)
         requests = _RequestSampler(self._prefetch(plan) if hasattr(self.fetcher.dataset, "prefetch") else plan)
         for worker_batch in load_batches(self.fetcher, requests, self.options.workers):
             payload = unpack_or_raise(worker_batch)
-            position, has_samples = planned.popleft()
-            yield template.fit(payload, position, has_samples=has_samples, ends_epoch=position.samples == 0)
+            position, has_samples, balance = planned.popleft()
+            item = template.fit(payload, position, has_samples=has_samples, ends_epoch=position.samples == 0)
+            item.balance = balance
+            yield item
         if requests.failures:
             raise requests.failures[0]
 
     def _requests(
-        self, batches: EpochBatches, begin: Position, goal: Duration, planned: deque[tuple[Position, bool]]
+        self, batches: EpochBatches, begin: Position, goal: Duration, planned: deque[_PlannedBatch]
     ) -> Iterator[BatchRequest]:
-        """Yield a request per batch. Append to ``planned``: the position after the batch, and True if this rank has samples."""
+        """Yield a request per batch, and append the batch to ``planned``."""
         position, order, options = begin, CachedOrder(self.order), self.options
         while not is_reached(goal, position):
             start, stop = batches.bounds(position)
             # A rank without a sample reads one sample, because an empty batch needs the shapes of a real sample.
             # The sample is repeated, since BatchNorm fails on a single value.
-            positions = rank_positions(start, stop, options.rank, options.ranks, self.order.streams)
-            to_read = positions or range(start, start + 1)
-            indices = batch_indices(order, position.epoch, to_read.start, to_read.stop)
-            if to_read.step != 1:
-                indices = indices[:: to_read.step]
-            request = BatchRequest(position.epoch, to_read.start, indices, 1 if positions else 2)
+            balance: BatchBalance | None = None
+            if options.dealer is None:
+                positions = rank_positions(start, stop, options.rank, options.ranks, self.order.streams)
+                to_read = positions or range(start, start + 1)
+                indices = batch_indices(order, position.epoch, to_read.start, to_read.stop)
+                if to_read.step != 1:
+                    indices = indices[:: to_read.step]
+                request = BatchRequest(position.epoch, to_read.start, indices, 1 if positions else 2)
+                has_samples = bool(positions)
+            else:
+                dealt, indices = self._deal(order, position.epoch, start, stop)
+                balance, has_samples = dealt.balance, len(dealt.offsets) > 0
+                first = start + (int(dealt.offsets.min()) if has_samples else 0)
+                indices = indices[dealt.offsets] if has_samples else indices[:1]
+                request = BatchRequest(position.epoch, first, indices, 1 if has_samples else 2, dealt.parts)
             position = batches.normalize(position.after_batch(stop - start))
-            planned.append((position, bool(positions)))
+            planned.append(_PlannedBatch(position, has_samples, balance))
             yield request
+
+    def _deal(self, order: CachedOrder, epoch: int, start: int, stop: int) -> tuple[DealtBatch, Tensor]:
+        """Return this rank's part of a global batch, and the indices of the global batch."""
+        options, streams = self.options, self.order.streams
+        assert options.dealer is not None
+        indices = batch_indices(order, epoch, start, stop)
+        shares = [rank_positions(start, stop, rank, options.ranks, streams) for rank in range(options.ranks)]
+        offsets = [range(share.start - start, share.stop - start, share.step) for share in shares]
+        return options.dealer.deal(indices.numpy(), options.rank, offsets), indices
 
     def _prefetch(self, requests: Iterator[BatchRequest]) -> Iterator[BatchRequest]:
         """Yield ``requests``, and announce later requests to the dataset."""
@@ -166,6 +197,14 @@ class MapBatchSource:
             if len(announced) > _PREFETCH_BATCHES:
                 yield announced.popleft()
         yield from announced
+
+
+class _PlannedBatch(NamedTuple):
+    """Requested batch: the position after it, True if this rank has samples, and the costs of all ranks."""
+
+    position_after: Position
+    has_samples: bool
+    balance: BatchBalance | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,12 +241,12 @@ def unpack_or_raise(worker_batch: WorkerBatch) -> Payload:
 
 
 class EmptyBatchTemplate:
-    """Shapes and dtypes of this rank's batches, kept to build an empty batch."""
+    """Shapes and dtypes of this rank's batches, kept to build an empty batch. If ``is_split``, a batch has microbatches."""
 
-    __slots__ = ("_last", "_spec")
+    __slots__ = ("_is_split", "_last", "_spec")
 
-    def __init__(self, spec: BatchSpec | None) -> None:
-        self._spec = spec
+    def __init__(self, spec: BatchSpec | None, *, is_split: bool = False) -> None:
+        self._spec, self._is_split = spec, is_split
         self._last: Batch | None = None
 
     def fit(self, payload: Payload, position_after: Position, *, has_samples: bool, ends_epoch: bool = False) -> LoaderItem:
@@ -217,7 +256,7 @@ class EmptyBatchTemplate:
             DataError: no sample could be read so far, so the shapes are unknown.
         """
         if payload.batch is not None:
-            self._last = payload.batch
+            self._last = list_microbatches(payload.batch)[0]
         elif self._last is None:
             first = "".join(f": sample {index}: {error}" for index, error in payload.skipped[:1])
             raise DataError(
@@ -232,6 +271,7 @@ class EmptyBatchTemplate:
             ends_epoch=ends_epoch,
             skipped=payload.skipped,
             changed_by_reading=payload.changed_by_reading,
+            balance=payload.balance,
         )
 
     def empty_item(self, position_after: Position) -> LoaderItem:
@@ -241,7 +281,8 @@ class EmptyBatchTemplate:
         )
 
     def _empty_batch(self) -> Batch:
-        return narrow_batch(self._last, 0, 0, self._spec)
+        empty = narrow_batch(self._last, 0, 0, self._spec)
+        return MicrobatchList([empty]) if self._is_split else empty
 
 
 def next_item(items: Iterator[LoaderItem]) -> LoaderItem | None:
@@ -290,6 +331,7 @@ class EpochReader(IterableDataset[WorkerBatch]):
         self.fetcher, self.initial_state = source.fetcher, source.initial_state
         self.rank, self.ranks, self.pre_sharded = source.options.rank, source.options.ranks, source.pre_sharded
         self.samples_per_step, self.splits_over_workers = source.samples_per_step, source.adapter is not None
+        self.dealer = source.options.dealer
         self.begin, self.state, self.skip = begin, state, skip
 
     def __iter__(self) -> Iterator[WorkerBatch]:
@@ -351,16 +393,26 @@ class EpochReader(IterableDataset[WorkerBatch]):
             return None
         count = len(samples)
         first, last = (0, count) if self.pre_sharded else rank_share(0, count, self.rank, self.ranks)
-        has_samples = first < last
-        samples = samples[first:last] if has_samples else samples[:1]
-        if fetcher.transform is not None:
-            step, offset = (self.ranks, self.rank) if self.pre_sharded else (1, 0)
-            numbered = {(position + first + k) * step + offset: sample for k, sample in enumerate(samples)}
-            samples, skipped = fetcher.read_each(self.begin.epoch, numbered, numbered.__getitem__)
-        batch = fetcher.collate_samples(samples if has_samples else samples * 2) if samples else None
+        offsets, balance = [*range(first, last)], cast("BatchBalance | None", None)
+        parts: tuple[int, ...] = ()
+        if self.dealer is not None:
+            shares = [range(*rank_share(0, count, rank, self.ranks)) for rank in range(self.ranks)]
+            dealt = self.dealer.deal_samples(samples, self.rank, shares)
+            offsets, parts, balance = dealt.offsets.tolist(), dealt.parts, dealt.balance
+        # A rank without a sample reads the first sample twice, see ``MapBatchSource``.
+        groups = []
+        for part in cut_sequence(offsets or [0], parts or (max(len(offsets), 1),)):
+            group = [samples[k] for k in part]
+            if fetcher.transform is not None:
+                step, offset = (self.ranks, self.rank) if self.pre_sharded else (1, 0)
+                numbered = {(position + k) * step + offset: samples[k] for k in part}
+                group, skipped_in_part = fetcher.read_each(self.begin.epoch, numbered, numbered.__getitem__)
+                skipped += skipped_in_part
+            groups.append(group if offsets else group * 2)
+        batch = fetcher.collate_groups(groups, is_split=bool(parts))
         # A checkpoint needs a state that is equal on all ranks. A dataset split over ranks has no such state.
         state = deepcopy(fetcher.dataset.state_dict()) if has_state(fetcher.dataset) and not self.pre_sharded else None
-        return Payload(batch=batch, skipped=skipped, dataset_state=state, sample_count=count)
+        return Payload(batch=batch, skipped=skipped, dataset_state=state, sample_count=count, balance=balance)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -444,7 +496,8 @@ class IterableBatchSource:
 
     def _epoch_items(self, begin: Position, goal: Duration, state: Plain, *, evaluation: bool) -> Iterator[LoaderItem]:
         """Iterate over the rest of an epoch. Each item is delayed until the reader has found out if the item is the last."""
-        position, template, delayed = begin, EmptyBatchTemplate(self.options.batch_spec), None
+        template = EmptyBatchTemplate(self.options.batch_spec, is_split=self.options.makes_microbatches)
+        position, delayed = begin, cast("LoaderItem | None", None)
         if self.adapter is not None and state is not None:
             self.adapter.load(state)
         reader = EpochReader(self, begin, None if self.adapter else state, skip=begin.samples > 0 and state is None)
@@ -458,6 +511,7 @@ class IterableBatchSource:
                     # The next loop reads the prefetched samples again.
                     return
             # Without a share of its own, a rank has samples if its number is below the number of samples.
+            # A dealer gives the first ranks a sample, too.
             has_samples = self.pre_sharded or self.options.rank < payload.sample_count
             position = position.after_batch(self.global_batch_size if self.pre_sharded else payload.sample_count)
             delayed = template.fit(payload, position, has_samples=has_samples)

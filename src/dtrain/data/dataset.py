@@ -35,6 +35,8 @@ class MapDataset(Protocol):
     - ``order(seed: int, shuffle) -> SampleOrder``: a sample order of the dataset (a mixture, shards in sequence);
     - ``prefetch(indices: Tensor) -> None``: ``[k]`` int64, the samples that this rank reads soon. The loader calls the method
       in the process of the rank, not in a loader worker. The method must return at once;
+    - ``sample_lengths(column: str | None) -> array``: ``[samples]`` integers, the tokens of each sample, for
+      ``build_loader(balance=, max_tokens=)``;
     - ``fingerprint() -> dict``: plain data (names, sizes, counts) that differ if the data differ, computed without reading
       the samples;
     - ``close()``.

@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from itertools import accumulate
 from operator import methodcaller
 from typing import Any, Literal, TypeAlias
 
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import default_collate, get_worker_info
 
+from dtrain.data.batch import MicrobatchList
 from dtrain.data.dataset import ColumnDataset, read_samples
 from dtrain.data.dataset_changes import differing_names, read_attributes
 from dtrain.data.workers import INLINE_TENSOR_BYTES, Payload, WorkerBatch, describe_shared_memory_error
@@ -206,20 +208,22 @@ class BatchRequest:
         start: position of this rank's first sample in the epoch; ``epoch`` and ``start`` seed the random numbers.
         indices: indices of the samples in the dataset.
         repeats: number of times that the batch repeats the samples.
+        parts: samples of each microbatch, collated apart; empty for a batch that is collated as a whole.
     """
 
     epoch: int
     start: int
     indices: Tensor
     repeats: int = 1
+    parts: tuple[int, ...] = ()
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the indices as bytes, since torch would pickle a tensor through shared memory, which is slower."""
-        return _rebuild_request, (self.epoch, self.start, self.indices.numpy().tobytes(), self.repeats)
+        return _rebuild_request, (self.epoch, self.start, self.indices.numpy().tobytes(), self.repeats, self.parts)
 
 
-def _rebuild_request(epoch: int, start: int, indices: bytes, repeats: int) -> BatchRequest:
-    return BatchRequest(epoch, start, torch.frombuffer(bytearray(indices), dtype=torch.int64), repeats)
+def _rebuild_request(epoch: int, start: int, indices: bytes, repeats: int, parts: tuple[int, ...]) -> BatchRequest:
+    return BatchRequest(epoch, start, torch.frombuffer(bytearray(indices), dtype=torch.int64), repeats, parts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -268,7 +272,8 @@ class Fetcher:
 
     def _read_rows(self, request: BatchRequest) -> Batch:
         indices = request.indices if request.repeats == 1 else request.indices.repeat(request.repeats)
-        return self.dataset.read(indices) if isinstance(self.dataset, ColumnDataset) else self.dataset[indices]
+        read = self.dataset.read if isinstance(self.dataset, ColumnDataset) else self.dataset.__getitem__
+        return MicrobatchList(map(read, indices.split(list(request.parts)))) if request.parts else read(indices)
 
     def watched_attributes(self) -> dict[str, Any]:
         """Return facts of the attributes of the dataset, the transform and collate that the training loop may change."""
@@ -292,6 +297,7 @@ class Fetcher:
 
     def _fetch(self, request: BatchRequest) -> Payload:
         indices: list[int] = request.indices.tolist()
+        parts = request.parts or (len(indices),)
         skipped: list[tuple[int, str]] = []
         try:
             samples = read_samples(self.dataset, indices)
@@ -299,12 +305,18 @@ class Fetcher:
                 samples = [
                     self._transform(sample, index, request.epoch) for index, sample in zip(indices, samples, strict=True)
                 ]
+            groups = cut_sequence(samples, parts)
         except ShardError:
             raise
         except Exception:  # noqa: BLE001
             # Read the samples of the batch one by one, to skip the unreadable sample, or to name its index in the error.
-            samples, skipped = self.read_each(request.epoch, indices, self.dataset.__getitem__)
-        return Payload(batch=self.collate_samples(samples * request.repeats) if samples else None, skipped=skipped)
+            groups = []
+            for part in cut_sequence(indices, parts):
+                samples, skipped_in_part = self.read_each(request.epoch, part, self.dataset.__getitem__)
+                groups.append(samples)
+                skipped += skipped_in_part
+        batch = self.collate_groups([group * request.repeats for group in groups], is_split=bool(request.parts))
+        return Payload(batch=batch, skipped=skipped)
 
     def read_each(
         self, epoch: int, indices: Iterable[int], read: Callable[[int], Any]
@@ -331,6 +343,13 @@ class Fetcher:
             return sample
         return apply_transform(self.transform, sample, seed=self.seed, epoch=epoch, index=index)
 
+    def collate_groups(self, groups: Sequence[list[Any]], *, is_split: bool) -> Batch | None:
+        """Collate each group of samples; None without a sample. If ``is_split``, each group is a microbatch."""
+        batches = [self.collate_samples(group) for group in groups if group]
+        if not batches:
+            return None
+        return MicrobatchList(batches) if is_split else batches[0]
+
     def collate_samples(self, samples: list[Any]) -> Batch:
         """Collate ``samples``.
 
@@ -341,6 +360,15 @@ class Fetcher:
         if batch is None:
             raise DataError("collate: the function returned None. Return the batch.")
         return batch
+
+
+def cut_sequence(values: Sequence[Any], sizes: Sequence[int]) -> list[Any]:
+    """Cut ``values`` into parts of ``sizes``.
+
+    >>> cut_sequence([1, 2, 3], [2, 1])
+    [[1, 2], [3]]
+    """
+    return [values[end - size : end] for size, end in zip(sizes, accumulate(sizes), strict=True)]
 
 
 def failed_payload(error: Exception) -> Payload:

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from dtrain.arguments import check_choice, check_int, check_number, explain_arguments
+from dtrain.data.balance import BalanceCost, BatchBalance, make_dealer, make_sample_dealer
 from dtrain.data.batch import BatchSpec, FailedBatch, attach_batch_info, prefetch_items
 from dtrain.data.batch_source import BatchOptions, BatchSource, IterableBatchSource, LoaderItem, MapBatchSource, next_item
 from dtrain.data.dataset import (
@@ -46,6 +47,7 @@ from dtrain.data.position import (
     read_position,
     write_position,
 )
+from dtrain.data.sample_lengths import LengthSource
 from dtrain.data.sample_order import BlockShuffle, dataset_order
 from dtrain.data.workers import WorkerConfig, workers_for_rank
 from dtrain.device import is_accelerator
@@ -86,6 +88,8 @@ class Loader:
         self._dataset_state: Plain = None
         self._skip_target: Position | None = None
         self._last_batch_info: BatchInfo | None = None
+        self.balance: BatchBalance | None = None
+        """Costs by rank of the batch issued last; None before the first batch, or without ``balance`` and ``max_tokens``."""
         self._issued: IssuedBatch | None = None
         self._step_expected = self._belongs_to_run = self._was_loaded = False
         self._loop_start: Position | None = None
@@ -399,12 +403,15 @@ class Loader:
         # The ranks end their epochs independently, but the position moves when all ranks have ended.
         if independent and item.ends_epoch:
             end = EpochPosition(begin.epoch + 1, 0)
+        self.balance = item.balance
+        # Ranks that deal a batch in different ways would lose and repeat samples, so the hash covers the dealing.
+        dealing = () if item.balance is None else (item.balance.digest,)
         self._last_batch_info = BatchInfo(
             loader=self._identity,
             begin=begin,
             end=end,
             independent_epochs=independent,
-            position_hash=0 if independent or get_dist_info().world_size == 1 else self._position_hash(before),
+            position_hash=0 if independent or get_dist_info().world_size == 1 else self._position_hash(before, *dealing),
             padding_sample=item.padding_sample,
             status=status,
         )
@@ -424,9 +431,9 @@ class Loader:
         )
         return FailedBatch(error, self._last_batch_info)
 
-    def _position_hash(self, position: Position) -> int:
-        """Hash the position, the data and the seed to a number below 2**48."""
-        return derive_seed(self._digest, self.seed, position.epoch, position.samples, position.batches) % 2**48
+    def _position_hash(self, position: Position, *dealing: int) -> int:
+        """Hash the position, the data, the seed and the dealing of the batch to a number below 2**48."""
+        return derive_seed(self._digest, self.seed, position.epoch, position.samples, position.batches, *dealing) % 2**48
 
     def _epoch_batches(self, caller: str) -> EpochBatches:
         epoch_batches = self._source.epoch_batches()
@@ -499,6 +506,10 @@ def build_loader(
     start_method: str | None = None,
     pre_sharded: bool = False,
     allow_data_change: bool = False,
+    balance: BalanceCost | None = None,
+    lengths: LengthSource = None,
+    max_tokens: int | None = None,
+    padded: bool = True,
 ) -> Loader:
     """Build the loader of this rank's share of ``dataset``.
 
@@ -531,6 +542,16 @@ def build_loader(
             A resume needs the same number of ranks, and reads the consumed samples again, since a checkpoint has one state for
             all ranks.
         allow_data_change: if True, a resume accepts another dataset than the dataset of the checkpoint.
+        balance: cost by which the samples of each global batch are dealt to ranks, so that all ranks have nearly the same
+            sum: ``"tokens"``, ``"squared_tokens"``, or a function of lengths, int64 ``[k]``, that returns costs ``[k]``. The
+            global batch stays the same. None gives each rank the same number of samples.
+        lengths: tokens of each sample, for ``balance`` and ``max_tokens``: integers ``[samples]``, a function of a sample's
+            number that does not read the sample, or a column with lengths or lists; of an iterable dataset, a function of a
+            sample, or the key of its length. None asks the dataset.
+        max_tokens: limit of the tokens of a microbatch, which is collated by itself: a batch is a ``data.MicrobatchList``.
+            None collates this rank's samples together.
+        padded: if True, ``max_tokens`` counts the samples of a microbatch times its longest sample; if False their sum, for
+            a ``collate`` that concatenates.
 
     Example:
         >>> import dtrain as dt
@@ -545,7 +566,9 @@ def build_loader(
 
     Raises:
         ConfigError: the dataset is empty, or it is a loader or sampler, the batch size is below 1, ``last_batch="drop"`` leaves
-            no batch, ``num_workers`` is negative, several ranks have no mesh, or ``shuffle`` is True for an iterable dataset.
+            no batch, ``num_workers`` is negative, several ranks have no mesh, or ``shuffle`` is True for an iterable dataset;
+            ``balance`` or ``max_tokens`` without lengths, lengths or costs that are negative or no numbers, or a sample of more
+            than ``max_tokens``.
     """
     _refuse_batches(dataset)
     dataset = as_row_dataset(dataset)
@@ -574,9 +597,20 @@ def build_loader(
         ),
         batch_spec=batch_spec,
     )
-    build_source = _map_batch_source if is_indexed(dataset) else _iterable_batch_source
+    dealing: dict[str, Any] = {"balance": balance, "lengths": lengths, "max_tokens": max_tokens, "padded": padded}
+    if is_indexed(dataset):
+        source: BatchSource = _map_batch_source(fetcher, options, shuffle, pre_sharded)
+        dealer = make_dealer(dataset, **dealing)
+    else:
+        source, dealer = _iterable_batch_source(fetcher, options, shuffle, pre_sharded), make_sample_dealer(**dealing)
+        if dealer is not None and source.pre_sharded:
+            raise ConfigError(
+                "build_loader: balance and max_tokens must be left out for a dataset that is split over ranks already, since a "
+                "rank does not see the samples of other ranks. Leave them out, or give every rank the whole stream."
+            )
+    source.options = replace(source.options, dealer=dealer)
     return Loader(
-        build_source(fetcher, options, shuffle, pre_sharded),
+        source,
         seed=seed,
         fingerprint={} if pre_sharded else fingerprint_dataset(dataset),
         allow_data_change=allow_data_change,

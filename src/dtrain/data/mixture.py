@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from dtrain.arguments import check_int
-from dtrain.data.dataset import MapDataset, fingerprint_dataset, read_samples
+from dtrain.data.dataset import MapDataset, as_row_dataset, fingerprint_dataset, read_samples
+from dtrain.data.sample_lengths import LengthTable, known_lengths
 from dtrain.data.sample_order import BlockShuffle, IntArray, SampleOrder, check_range, check_same_state, dataset_order
 from dtrain.dist.rng import derive_seed
 from dtrain.errors import CheckpointMismatchError, ConfigError
@@ -287,6 +288,14 @@ class Mixture:
             for (name, dataset), first in zip(self.sources.items(), firsts, strict=False)
         )
         return MixtureOrder(sources=sources, size=self.epoch_samples, seed=seed)
+
+    def sample_lengths(self, column: str | None = None) -> LengthTable:
+        """Return the lengths that the sources know, in ``column`` if it is not None.
+
+        Raises:
+            ConfigError: a source knows no lengths, or has no such column.
+        """
+        return LengthTable.join([known_lengths(as_row_dataset(dataset), column) for dataset in self.sources.values()])
 
     def prefetch(self, indices: Tensor) -> None:
         """Pass the indices to each source that has a method ``prefetch``."""

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from dtrain.arguments import check_choice, check_int, format_count
 from dtrain.data.dataset import fingerprint_dataset, read_samples
+from dtrain.data.sample_lengths import LengthTable
 from dtrain.data.sample_order import BlockShuffle, ElasticSampler, SampleOrder, shard_order
 from dtrain.errors import ConfigError, DataError
 from dtrain.typing import Plain
@@ -214,6 +215,22 @@ class PackedTokens:
         if isinstance(shuffle, BlockShuffle):
             raise ConfigError(f"{_PREFIX}: the documents have no shards to shuffle within. Use shuffle=True.")
         return ElasticSampler(size=len(self), seed=seed, shuffle=shuffle)
+
+    def sample_lengths(self, column: str | None = None) -> LengthTable:
+        """Return the tokens of each document's part of each block, without padding; ``column`` must be None.
+
+        Raises:
+            ConfigError: ``column`` is not None.
+        """
+        if column is not None:
+            raise ConfigError(
+                f"{_PREFIX}: lengths must be None, got {column!r}. Leave lengths out; blocks know their documents."
+            )
+        blocks = np.minimum(np.arange(1, len(self) + 1) * self.seq, self.tokens)
+        # A part ends with its document or with its block.
+        ends = np.union1d(self._ends[self._ends < blocks[-1]], blocks)
+        ends = ends[ends > 0]
+        return LengthTable(np.diff(ends, prepend=0), np.searchsorted(ends, blocks, side="right"))
 
     def prefetch(self, indices: Tensor) -> None:
         """Pass the documents of the blocks to the method ``prefetch`` of the dataset, if the dataset has one."""

@@ -40,6 +40,7 @@ from torch.utils.data import DataLoader, get_worker_info
 from torch.utils.data._utils import signal_handling
 
 from dtrain import launch_protocol, storage
+from dtrain.data.balance import BatchBalance
 from dtrain.data.batch import pin_memory
 from dtrain.errors import ConfigError, DataError
 from dtrain.launch import heartbeats
@@ -330,6 +331,7 @@ class Payload:
         dataset_state: state of an iterable dataset after this batch, if the dataset has a state.
         sample_count: samples of the global batch, for iterable datasets, whose length is unknown before reading.
         changed_by_reading: names of attributes of the dataset, transform or collate that a worker changed as it read the batch.
+        balance: costs of all ranks in the global batch, for iterable datasets with a dealer.
     """
 
     batch: Batch = None
@@ -339,6 +341,7 @@ class Payload:
     dataset_state: Plain = None
     sample_count: int = 0
     changed_by_reading: frozenset[str] = frozenset()
+    balance: BatchBalance | None = None
 
 
 class WorkerBatch:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from typing import Any, Generic, Literal, TypeVar, cast
 
 import torch
@@ -18,9 +19,11 @@ from dtrain import spans
 from dtrain.arguments import check_int, explain_arguments
 from dtrain.data.batch import (
     BatchSpec,
+    MicrobatchList,
     count_and_split,
     count_samples_and_tokens,
     get_batch_infos,
+    list_microbatches,
     list_tensors,
     to_device,
 )
@@ -113,7 +116,7 @@ def pad_to_longest_rank(loader: Any, count_fn: Callable[[Batch], tuple[int, int]
 
     Collective: one small record per batch on the control channel.
     """
-    batches = iter(loader.one_epoch() if hasattr(loader, "one_epoch") else loader)
+    batches = chain.from_iterable(map(list_microbatches, loader.one_epoch() if hasattr(loader, "one_epoch") else loader))
     is_alone = get_dist_info().world_size == 1
     padding: tuple[Batch, int] | None = None
     while True:
@@ -371,6 +374,8 @@ class _RemainingSamples:
         self.remaining, self._batch_spec = samples, batch_spec
         # All parts with their numbers of samples, and the index of the next part.
         self._parts, self._index = [(batch, samples)], 0
+        if isinstance(batch, MicrobatchList):
+            self._parts = [(part, count_samples_and_tokens(part, batch_spec)[0]) for part in batch]
 
     def next_part(self, size: int) -> Batch:
         """Return the next samples, at most ``size`` of them."""

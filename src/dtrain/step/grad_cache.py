@@ -19,6 +19,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from dtrain.data.batch import (
     BatchSpec,
     FailedBatch,
+    MicrobatchList,
     check_microbatch_size,
     count_samples,
     count_samples_and_tokens,
@@ -105,6 +106,11 @@ def grad_cache_step(
             state._guard.traces.always_check = True
         if isinstance(batch, FailedBatch):
             raise batch.error
+        if isinstance(batch, MicrobatchList):
+            raise ConfigError(
+                f"{_NAME}: batch must be whole, because the loss runs once on it, got {len(batch)} microbatches. "
+                "Leave max_tokens out of build_loader."
+            )
         samples, tokens = count_samples_and_tokens(batch, batch_spec)
         if microbatch_size is not None:
             check_microbatch_size(microbatch_size)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from dtrain.data.batch import BatchSpec
+from dtrain.data.batch import BatchSpec, list_microbatches
 from dtrain.dist.collectives import all_gather_json
 from dtrain.dist.dtensor import scale_
 from dtrain.dist.init import get_dist_info
@@ -123,8 +123,11 @@ def declared_weights(batch_spec: BatchSpec | None, batch: Batch) -> dict[str, Te
     """
     if batch_spec is None or batch_spec.weight is None:
         return {}
-    result = batch_spec.weight(batch)
-    weights = result if isinstance(result, Mapping) else {"loss": result}
+    weights: dict[str, Tensor | float] = {}
+    for microbatch in list_microbatches(batch):
+        result = batch_spec.weight(microbatch)
+        for name, weight in (result if isinstance(result, Mapping) else {"loss": result}).items():
+            weights[name] = weights[name] + weight if name in weights else weight
     for name, weight in weights.items():
         if not is_number(weight):
             raise ConfigError(

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from dtrain.data.batch import FailedBatch, copy_batch_info, to_device
+from dtrain.data.batch import FailedBatch, copy_batch_info, map_microbatches, to_device
 from dtrain.errors import ConfigError
 from dtrain.fqn import compile_patterns
 from dtrain.schedules.clock import Clock
@@ -140,7 +140,8 @@ def on_batch(fn: BatchFn, *, name: str) -> Transform:
     Args:
         fn: pure function ``(batch, generator) -> batch``. The batch and the generator are on the model's device. The generator
             is seeded by the run's seed, ``name``, the step and the data-parallel rank. A repeated gradient of a step draws the
-            same numbers. The batch may be empty on a rank without samples.
+            same numbers. The batch may be empty on a rank without samples. Microbatches of the loader (``max_tokens``) are
+            passed one by one.
         name: name of the transform and of its random stream.
 
     Example:
@@ -161,7 +162,8 @@ def on_batch(fn: BatchFn, *, name: str) -> Transform:
         )
 
     def apply(state: TrainState, batch: Batch) -> Batch:
-        return fn(batch, make_step_context(state, name).generator)
+        generator = make_step_context(state, name).generator
+        return map_microbatches(batch, lambda microbatch: fn(microbatch, generator))
 
     return Transform(name=name, grad=partial(change_batch, apply, name), uses_grad=False)
 

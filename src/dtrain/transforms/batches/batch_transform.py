@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from dtrain.arguments import check_int, join_or
+from dtrain.data.batch import list_microbatches, map_microbatches
 from dtrain.device import is_accelerator
 from dtrain.dist.rng import derive_seed
 from dtrain.errors import ConfigError
@@ -257,12 +258,15 @@ def batch_transform(
 
     def apply(state: TrainState, batch: Batch) -> Batch:
         if check is not None:
-            check(batch)
+            for microbatch in list_microbatches(batch):
+                check(microbatch)
         values = {option: value_at(state.clock) for option, value_at in at_clock.items()}
         if host_generator:
             seed = derive_seed(state.seed, name, state.step, state.spec.data_rank)
-            return fn(batch, generator=random.Random(seed), **values)
-        return fn(batch, generator=make_step_context(state, name).generator, **values)
+            generator: Any = random.Random(seed)
+        else:
+            generator = make_step_context(state, name).generator
+        return map_microbatches(batch, lambda microbatch: fn(microbatch, generator=generator, **values))
 
     hyperparameters = tuple(value_at for value_at in at_clock.values() if isinstance(value_at, Hyperparameter))
     grad = partial(change_batch, apply, name)
