@@ -160,3 +160,22 @@ class UnsizedLevels:
 class Levels(UnsizedLevels):
     def __len__(self) -> int:
         return self.size
+
+
+class Texts:
+    """Sample ``i`` is ``i`` and so many tokens as ``lengths`` says."""
+
+    def __init__(self, lengths: Any) -> None:
+        self.sizes = [int(length) for length in lengths]
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        tokens = torch.arange(1, self.sizes[index] + 1, dtype=torch.float64) / (7 + index)
+        return {"index": index, "tokens": tokens}
+
+
+def pad(samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    tokens = torch.nn.utils.rnn.pad_sequence([sample["tokens"] for sample in samples], True, 0.0)
+    return {"index": torch.tensor([sample["index"] for sample in samples]), "tokens": tokens}

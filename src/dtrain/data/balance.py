@@ -382,7 +382,7 @@ def _even_out(
         if len(smaller) <= count:
             sizes, high = smaller, middle
         else:
-            low = middle
+            low = middle + 1
     while len(sizes) < count:
         largest = max(range(len(sizes)), key=sizes.__getitem__)
         half = sizes[largest] // 2

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from dtrain.monitors.hardware import system_metrics as system_metrics
     from dtrain.monitors.loss_spikes import watch_loss as watch_loss
     from dtrain.monitors.meters import Meter as Meter
+    from dtrain.monitors.meters import batch_balance as batch_balance
     from dtrain.monitors.meters import collect as collect
     from dtrain.monitors.meters import eta as eta
     from dtrain.monitors.meters import learning_rates as learning_rates

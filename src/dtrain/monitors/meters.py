@@ -1,7 +1,8 @@
 """Measure the progress of a run with meters, functions from a training state to numbers, and ``collect`` their numbers.
 
 ``throughput`` counts samples, tokens and steps per second and ``mfu`` FLOPs, both over a moving window. ``eta`` estimates the
-remaining time. ``learning_rates`` lists the learning rate of each parameter group.
+remaining time. ``learning_rates`` lists the learning rate of each parameter group. ``batch_balance`` tells how evenly
+a batch was dealt to the ranks.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch
 
 from dtrain import spans
 from dtrain.arguments import check_int, check_number
+from dtrain.data.loader import Loader
 from dtrain.device import device_name
 from dtrain.dist.init import get_dist_info
 from dtrain.errors import ConfigError
@@ -270,6 +272,44 @@ def throughput(window: Duration | int | str = "100ba", *, devices: int | None = 
         if totals.span_s > 0:
             speeds["speed/productive"] = totals.compute_s / totals.span_s
         return speeds
+
+    return meter_fn
+
+
+def batch_balance(loader: Loader) -> Meter:
+    """Create a meter of how evenly the loader's last batch was dealt to the ranks.
+
+    Formula: ``balance/spread = (max(costs) - min(costs)) / mean(costs)``, ``balance/idle = 1 - mean(costs) / max(costs)``,
+    ``balance/padding = 1 - tokens / padded tokens``
+
+    ``costs`` are the sums of each rank's costs, as ``build_loader(balance=)`` defines a cost; tokens without ``balance``.
+    ``balance/padding`` is returned if the loader makes microbatches (``max_tokens``). The numbers are the same on all ranks.
+
+    Args:
+        loader: loader with ``balance`` or ``max_tokens``.
+
+    Collective: none. Host sync: none.
+
+    Example:
+        >>> import dtrain as dt
+        >>> loader = dt.build_loader(
+        ...     torch.ones(4, 8),
+        ...     global_batch_size=4,
+        ...     seed=0,
+        ...     balance="tokens",
+        ...     lengths=[8, 2, 5, 1],
+        ... )
+        >>> batch = next(loader.until("1ep"))
+        >>> dt.monitors.batch_balance(loader)(None)
+        {'balance/spread': 0.0, 'balance/idle': 0.0}
+    """
+
+    def meter_fn(state: TrainState) -> dict[str, float]:
+        balance = loader.balance
+        if balance is None:
+            return {}
+        numbers = {"balance/spread": balance.spread, "balance/idle": balance.idle}
+        return {**numbers, "balance/padding": balance.padding} if any(balance.microbatches) else numbers
 
     return meter_fn
 
