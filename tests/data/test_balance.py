@@ -17,7 +17,7 @@ from tensordict import TensorDict
 import dtrain as dt
 from dtrain.data.balance import deal_by_cost, group_ranks
 from dtrain.data.sample_lengths import known_lengths
-from dtrain.errors import CheckpointMismatchError, ConfigError
+from dtrain.errors import CheckpointMismatchError, ConfigError, DataError
 from samples import Texts, pad
 
 # Each parallelism sums in another order. Float64, relative.
@@ -120,10 +120,9 @@ def test_chained_resumes_on_any_ranks_read_the_same_samples(seed, size, batch, m
 @given(costs=st.lists(st.floats(0, 1e9), max_size=50), ranks=st.integers(1, 9))
 @settings(max_examples=200, deadline=None)
 def test_each_sample_is_dealt_once_and_ranks_have_samples_if_there_are_enough(costs, ranks):
-    members = deal_by_cost(np.array(costs), ranks)
-    assert sorted(np.concatenate(members).tolist()) == list(range(len(costs)))
-    assert sum(len(own) > 0 for own in members) == min(len(costs), ranks)
-    assert [len(own) > 0 for own in members] == [rank < len(costs) for rank in range(ranks)]
+    owners = deal_by_cost(np.array(costs), ranks)
+    assert sorted(set(owners.tolist())) == list(range(min(len(costs), ranks)))
+    assert len(owners) == len(costs)
 
 
 @given(
@@ -204,6 +203,49 @@ def test_lengths_of_a_mixture_are_those_of_its_sources():
     both = dt.data.mix({"a": packed, "b": packed}, weights={"a": 1, "b": 1}).sample_lengths()
     parts, counts = both.parts_of(np.array([3, 0, 1]))
     assert (parts.tolist(), counts.tolist()) == ([1, 3, 4, 1, 3], [2, 1, 2])
+
+
+def test_shards_have_the_lengths_that_their_writer_counted(tmp_path):
+    texts = Texts([5, 9, 1, 7])
+    samples = [{"tokens": texts[number]["tokens"].numpy(), "count": texts.sizes[number]} for number in range(4)]
+    for lengths in ("tokens", "count"):
+        dt.data.write_shards(samples, tmp_path / lengths, format="mds", max_shard_bytes=200, lengths=lengths)
+        dataset = dt.data.ShardedDataset(tmp_path / lengths)
+        assert len(dataset.entries) > 1
+        assert dataset.sample_lengths().parts.tolist() == [5, 9, 1, 7]
+        loader = dt.build_loader(dataset, global_batch_size=4, seed=0, balance="tokens", max_tokens=9, collate=len)
+        next(loader.until("1ep"))
+        assert loader.balance.tokens == (22,)
+    with pytest.raises(ConfigError, match=r"lengths must be None, got 'tokens', because shards have lengths of one column"):
+        dataset.sample_lengths("tokens")
+
+
+def test_shards_without_lengths_or_with_damaged_lengths_are_refused(tmp_path):
+    samples = [{"tokens": np.ones(3)}, {"tokens": np.ones(2)}]
+    dt.data.write_shards(samples, tmp_path / "without", format="mds")
+    with pytest.raises(ConfigError, match=r"has no lengths of its samples. Pass lengths= to build_loader, or write"):
+        dt.build_loader(dt.data.ShardedDataset(tmp_path / "without"), global_batch_size=2, seed=0, balance="tokens")
+    dt.data.write_shards(samples, tmp_path / "with", format="mds", lengths="tokens")
+    path = tmp_path / "with" / "_lengths.npy"
+    whole = path.read_bytes()
+    for damaged in (whole[:-1], whole[:20], b"", b"x" * len(whole)):
+        path.write_bytes(damaged)
+        with pytest.raises(DataError, match=r"_lengths.npy: (cannot be read|must have a length)"):
+            dt.data.ShardedDataset(tmp_path / "with").sample_lengths()
+    np.save(path, np.array([3, 2, 1], dtype=np.int32))
+    with pytest.raises(DataError, match=r"_lengths.npy: must have a length of at least 0 for each of 2 samples"):
+        dt.data.ShardedDataset(tmp_path / "with").sample_lengths()
+
+
+def test_writer_refuses_a_column_without_lengths_and_leaves_nothing(tmp_path):
+    for samples, message in (
+        ([{"x": 1}], r"lengths must name a column of each sample, but sample 0 has no 'tokens', only \['x'\]"),
+        ([{"tokens": 1.5}], r"write_shards: lengths must return an integer of at least 0, got 1.5 for sample 0"),
+        ([{"tokens": 2**31}], r"lengths must be below 2\*\*31"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            dt.data.write_shards(samples, tmp_path / "new", format="jsonl", lengths="tokens")
+        assert not list((tmp_path / "new").glob("*"))
 
 
 # Packing

@@ -13,7 +13,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from heapq import heapreplace
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
@@ -54,9 +54,9 @@ def _square_tokens(tokens: Tensor) -> Tensor:
 _COSTS: dict[str, CostFn] = {"tokens": _count_tokens, "squared_tokens": _square_tokens}
 _CALLER = "build_loader"
 # Exchanges end once the sums differ by this share of their mean, or after this number of exchanges.
-_TOLERANCE, _MAX_EXCHANGES = 1e-3, 16
+_TOLERANCE, _MAX_EXCHANGES = 2e-3, 16
 # The largest microbatch is the smallest possible up to this part of ``max_tokens``.
-_LIMIT_STEPS = 64
+_LIMIT_STEPS = 16
 # Lengths on which a cost function is tried before the first batch.
 _TRIED = 1024
 
@@ -138,59 +138,60 @@ class Dealer:
     max_tokens: int | None = None
     padded: bool = True
 
-    def deal(self, indices: IntArray, rank: int, shares: Sequence[Sequence[int]]) -> DealtBatch:
+    def deal(self, indices: IntArray, rank: int, ranks: int, shares: Sequence[range] = ()) -> DealtBatch:
         """Return the samples of ``rank`` in a global batch.
 
         Args:
             indices: ``[n]`` dataset indices of the global batch.
             rank: number of the rank among those that share the batch.
-            shares: offsets that each rank would get without balance.
+            ranks: number of ranks that share the batch.
+            shares: offsets that each rank gets if there is no ``cost_fn``.
 
         Raises:
             ConfigError: a sample is longer than ``max_tokens``, or a cost is negative or not finite.
         """
-        return self.deal_parts(*self.lengths.parts_of(indices), rank, shares)
+        return self.deal_parts(*self.lengths.parts_of(indices), rank, ranks, shares)
 
-    def deal_samples(self, samples: Sequence[Any], rank: int, shares: Sequence[Sequence[int]]) -> DealtBatch:
+    def deal_samples(self, samples: Sequence[Any], rank: int, ranks: int, shares: Sequence[range] = ()) -> DealtBatch:
         """Return the part of ``rank`` in a global batch of an iterable dataset; as ``deal``."""
         assert isinstance(self.lengths, LengthFunction)
-        return self.deal_parts(self.lengths.of_samples(samples), None, rank, shares)
+        return self.deal_parts(self.lengths.of_samples(samples), None, rank, ranks, shares)
 
-    def deal_parts(self, parts: IntArray, counts: IntArray | None, rank: int, shares: Sequence[Sequence[int]]) -> DealtBatch:
-        """Return the samples of ``rank`` in a global batch whose samples have these parts."""
+    def deal_parts(
+        self, parts: IntArray, counts: IntArray | None, rank: int, ranks: int, shares: Sequence[range] = ()
+    ) -> DealtBatch:
+        """Return the samples of ``rank`` in a global batch whose samples have these parts; as ``deal``."""
         tokens = parts if counts is None else _sum_parts(parts, counts)
-        costs = tokens.astype(np.float64)
-        members = [np.asarray(share, dtype=np.int64) for share in shares]
-        if self.cost_fn is not None:
+        if self.cost_fn is None:
+            costs, owners = tokens.astype(np.float64), _owners_of(shares, len(tokens))
+        else:
             costs = evaluate_cost(self.cost_fn, parts)
             costs = costs if counts is None else _sum_parts(costs, counts)
-            members = deal_by_cost(costs, len(shares))
-        groups: list[list[int]] = [[] for _ in shares]
-        if self.max_tokens is not None:
-            check_longest(int(tokens.max(initial=0)), self.max_tokens)
+            owners = deal_by_cost(costs, ranks)
+        samples = np.bincount(owners, minlength=ranks)
+        ends = np.cumsum(samples).tolist()
+        begins = [0, *ends[:-1]]
+        sums = _as_ints(np.bincount(owners, weights=tokens, minlength=ranks))
+        groups, padded = [list[int]() for _ in range(ranks)], sums
+        if self.max_tokens is None:
+            offsets = np.argsort(owners, kind="stable")
+        else:
             # The longest samples run first: probes of auto_microbatch see the largest memory, and little is padded.
-            members = [own[np.argsort(-tokens[own], kind="stable")] for own in members]
-            groups = group_ranks([tokens[own].tolist() for own in members], self.max_tokens, padded=self.padded)
-        return DealtBatch(members[rank], tuple(groups[rank]), self._describe(costs, tokens, members, groups))
-
-    def _describe(
-        self, costs: FloatArray, tokens: IntArray, members: Sequence[IntArray], groups: Sequence[Sequence[int]]
-    ) -> BatchBalance:
-        sums = tuple(int(tokens[own].sum()) for own in members)
-        padded = sums
-        if self.max_tokens is not None and self.padded:
-            padded = tuple(
-                int(np.multiply(tokens[own[np.cumsum([0, *sizes[:-1]])]], sizes).sum()) if sizes else 0
-                for own, sizes in zip(members, groups, strict=True)
-            )
-        return BatchBalance(
-            costs=tuple(float(costs[own].sum()) for own in members),
-            samples=tuple(map(len, members)),
+            offsets = np.lexsort((-tokens, owners))
+            sorted_tokens = tokens[offsets].tolist()
+            lengths = [sorted_tokens[begin:end] for begin, end in zip(begins, ends, strict=True)]
+            check_longest(max((own[0] for own in lengths if own), default=0), self.max_tokens)
+            groups = group_ranks(lengths, self.max_tokens, padded=self.padded)
+            padded = tuple(map(_count_padded, lengths, groups)) if self.padded else sums
+        balance = BatchBalance(
+            costs=tuple(np.bincount(owners, weights=costs, minlength=ranks).tolist()),
+            samples=tuple(samples.tolist()),
             tokens=sums,
             padded_tokens=padded,
             microbatches=tuple(map(len, groups)),
-            digest=_digest(members, groups),
+            digest=xxhash.xxh3_64_intdigest(owners.tobytes() + str(groups).encode()) % 2**48,
         )
+        return DealtBatch(offsets[begins[rank] : ends[rank]], tuple(groups[rank]), balance)
 
 
 def make_dealer(
@@ -283,7 +284,7 @@ def evaluate_cost(cost_fn: CostFn, lengths: IntArray) -> FloatArray:
     return costs
 
 
-def deal_by_cost(costs: FloatArray, ranks: int) -> list[IntArray]:
+def deal_by_cost(costs: FloatArray, ranks: int) -> IntArray:
     """Deal samples to ``ranks`` so that the sums of their costs are nearly equal.
 
     Args:
@@ -291,10 +292,10 @@ def deal_by_cost(costs: FloatArray, ranks: int) -> list[IntArray]:
         ranks: number of ranks.
 
     Returns:
-        the samples of each rank, ascending; equal for equal arguments.
+        ``[n]``, rank of each sample; equal for equal arguments.
 
-    >>> deal_by_cost(np.array([5.0, 1.0, 4.0, 2.0]), 2)
-    [array([0, 1]), array([2, 3])]
+    >>> deal_by_cost(np.array([5.0, 1.0, 4.0, 2.0]), 2).tolist()
+    [0, 0, 1, 1]
     """
     order = np.argsort(-costs, kind="stable")
     members: list[list[int]] = [[] for _ in range(ranks)]
@@ -304,29 +305,35 @@ def deal_by_cost(costs: FloatArray, ranks: int) -> list[IntArray]:
         total, count, rank = heap[0]
         members[rank].append(sample)
         heapreplace(heap, (total + cost, count + 1, rank))
-    _exchange(costs, members)
-    return [np.sort(np.array(own, dtype=np.int64)) for own in members]
+    sums = [0.0] * ranks
+    for total, _, rank in heap:
+        sums[rank] = total
+    _exchange(costs, members, sums)
+    owners = np.empty(len(costs), dtype=np.int64)
+    owners[list(chain.from_iterable(members))] = np.repeat(np.arange(ranks), list(map(len, members)))
+    return owners
 
 
-def _exchange(costs: FloatArray, members: list[list[int]]) -> None:
-    """Exchange samples between the ranks with the largest and the smallest sum. Mutates: ``members``."""
-    sums = np.array([costs[own].sum() for own in members])
+def _exchange(costs: FloatArray, members: list[list[int]], sums: list[float]) -> None:
+    """Exchange samples between the ranks with the largest and the smallest sum. Mutates: ``members``, ``sums``."""
+    tolerance = _TOLERANCE * sum(sums) / len(sums)
     for _ in range(_MAX_EXCHANGES):
-        high, low = int(sums.argmax()), int(sums.argmin())
+        high, low = sums.index(max(sums)), sums.index(min(sums))
         gap = sums[high] - sums[low]
-        if gap <= _TOLERANCE * sums.mean():
+        if gap <= tolerance:
             return
         # Decrease of the larger sum by each exchange. The last column is a move without a sample in return.
-        decrease = costs[members[high]][:, None] - np.append(costs[members[low]], 0.0)[None, :]
+        decrease = costs[members[high]][:, None] - np.append(costs[members[low]], 0.0)
         row, column = divmod(int(np.abs(decrease - gap / 2).argmin()), decrease.shape[1])
-        if not 0 < decrease[row, column] < gap:
+        change = float(decrease[row, column])
+        if not 0 < change < gap:
             return
         moved = members[high].pop(row)
         if column < len(members[low]):
             members[high].append(members[low].pop(column))
         members[low].append(moved)
-        sums[high] -= decrease[row, column]
-        sums[low] += decrease[row, column]
+        sums[high] -= change
+        sums[low] += change
 
 
 def group_ranks(lengths: Sequence[Sequence[int]], max_tokens: int, *, padded: bool) -> list[list[int]]:
@@ -396,8 +403,18 @@ def _sum_parts(values: NDArray[Any], counts: IntArray) -> NDArray[Any]:
     return np.bincount(owners, weights=values, minlength=len(counts)).astype(values.dtype)
 
 
-def _digest(members: Sequence[IntArray], groups: Sequence[Sequence[int]]) -> int:
-    digest = xxhash.xxh3_64()
-    for own, sizes in zip(members, groups, strict=True):
-        digest.update(own.astype("<i8").tobytes() + bytes(str(list(sizes)), "ascii"))
-    return digest.intdigest() % 2**48
+def _owners_of(shares: Sequence[range], samples: int) -> IntArray:
+    """Return the rank of each sample. ``shares`` are the offsets of each rank."""
+    owners = np.empty(samples, dtype=np.int64)
+    for rank, share in enumerate(shares):
+        owners[share.start : share.stop : share.step] = rank
+    return owners
+
+
+def _count_padded(lengths: Sequence[int], sizes: Sequence[int]) -> int:
+    """Return the tokens of microbatches of ``sizes``, each padded to its first length."""
+    return sum(size * lengths[end - size] for size, end in zip(sizes, accumulate(sizes), strict=True))
+
+
+def _as_ints(values: NDArray[Any]) -> tuple[int, ...]:
+    return tuple(values.astype(np.int64).tolist())

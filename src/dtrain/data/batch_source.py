@@ -176,9 +176,11 @@ class MapBatchSource:
         options, streams = self.options, self.order.streams
         assert options.dealer is not None
         indices = batch_indices(order, epoch, start, stop)
-        shares = [rank_positions(start, stop, rank, options.ranks, streams) for rank in range(options.ranks)]
-        offsets = [range(share.start - start, share.stop - start, share.step) for share in shares]
-        return options.dealer.deal(indices.numpy(), options.rank, offsets), indices
+        offsets: list[range] = []
+        if options.dealer.cost_fn is None:
+            shares = [rank_positions(start, stop, rank, options.ranks, streams) for rank in range(options.ranks)]
+            offsets = [range(share.start - start, share.stop - start, share.step) for share in shares]
+        return options.dealer.deal(indices.numpy(), options.rank, options.ranks, offsets), indices
 
     def _prefetch(self, requests: Iterator[BatchRequest]) -> Iterator[BatchRequest]:
         """Yield ``requests``, and announce later requests to the dataset."""
@@ -397,7 +399,7 @@ class EpochReader(IterableDataset[WorkerBatch]):
         parts: tuple[int, ...] = ()
         if self.dealer is not None:
             shares = [range(*rank_share(0, count, rank, self.ranks)) for rank in range(self.ranks)]
-            dealt = self.dealer.deal_samples(samples, self.rank, shares)
+            dealt = self.dealer.deal_samples(samples, self.rank, self.ranks, shares)
             offsets, parts, balance = dealt.offsets.tolist(), dealt.parts, dealt.balance
         # A rank without a sample reads the first sample twice, see ``MapBatchSource``.
         groups = []

@@ -97,15 +97,16 @@ class LengthFunction:
         Raises:
             ConfigError: the function returns a value that is not a length.
         """
-        return np.array([check_length(self.fn(index), index) for index in indices.tolist()], dtype=np.int64), None
+        return np.array([check_length(_CALLER, self.fn(index), index) for index in indices.tolist()], dtype=np.int64), None
 
     def of_samples(self, samples: Sequence[Any]) -> IntArray:
         """Return the tokens of ``samples``. An error counts the samples from 0."""
-        return np.array([check_length(self.fn(sample), number) for number, sample in enumerate(samples)], dtype=np.int64)
+        lengths = [check_length(_CALLER, self.fn(sample), number) for number, sample in enumerate(samples)]
+        return np.array(lengths, dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True)
-class _LengthInKey:
+class LengthInKey:
     """Length of a sample under a key: an integer, or the length of the value. A class, because a worker may pickle it."""
 
     key: str
@@ -122,7 +123,7 @@ def find_sample_lengths(lengths: LengthSource) -> LengthFunction:
         ConfigError: ``lengths`` is None, or an array.
     """
     if isinstance(lengths, str):
-        return LengthFunction(_LengthInKey(lengths))
+        return LengthFunction(LengthInKey(lengths))
     if not callable(lengths):
         got = "None" if lengths is None else f"a {type(lengths).__name__}"
         raise ConfigError(
@@ -132,7 +133,7 @@ def find_sample_lengths(lengths: LengthSource) -> LengthFunction:
     return LengthFunction(lengths)
 
 
-def check_length(value: object, number: int) -> int:
+def check_length(caller: str, value: object, number: int) -> int:
     """Return ``value`` as the length of sample ``number``.
 
     Raises:
@@ -141,7 +142,7 @@ def check_length(value: object, number: int) -> int:
     length = value.item() if isinstance(value, Tensor | np.generic) and value.ndim == 0 else value
     if isinstance(length, bool) or not isinstance(length, int) or length < 0:
         raise ConfigError(
-            f"{_CALLER}: lengths must return an integer of at least 0, got {value!r} for sample {number}. "
+            f"{caller}: lengths must return an integer of at least 0, got {value!r} for sample {number}. "
             "Return the number of tokens of the sample."
         )
     return length

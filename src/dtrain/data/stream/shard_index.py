@@ -7,14 +7,17 @@ index has mosaicml-streaming's format, extended by more shard formats; ``read_in
 from __future__ import annotations
 
 import contextlib
+import io
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import xxhash
+from numpy.typing import NDArray
 
 from dtrain import storage
 from dtrain.arguments import format_count
@@ -27,6 +30,8 @@ from dtrain.storage import AnyPath, FileReader, LockableFile, RemotePath, Transf
 from dtrain.storage.parallel_parts import for_each_part
 
 INDEX_NAME = "index.json"
+# A file with the length of each sample as int32, if the writer knew the lengths.
+LENGTHS_NAME = "_lengths.npy"
 # A file that exists from the first shard until the index is written.
 UNFINISHED_NAME = "_unfinished"
 _INDEX_VERSION = 2
@@ -42,6 +47,8 @@ _ENTRY_KEYS = {"version", "format", "samples", "raw_data", "zip_data", "raw_meta
 _MAX_INDEX_BYTES = 2**31
 # From this size on, the processes of a node share the table of an index.
 _SHARED_INDEX_BYTES = 4 * 2**20
+# Limit of the header of the file of lengths.
+_MAX_HEADER_BYTES = 2**12
 # Limit of a shard.
 _MAX_SAMPLES = 2**56
 _THREADS = 8
@@ -390,3 +397,43 @@ def _parse_count(content: Mapping[str, Any], key: str, context: str) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= MAX_COUNT:
         raise DataError(f"{context}: {key} must be a count, got {_format_value(value)}")
     return value
+
+
+def write_lengths(lengths: Sequence[int]) -> bytes:
+    """Return the file of the samples' lengths.
+
+    Raises:
+        ConfigError: a length does not fit in 32 bits.
+    """
+    if max(lengths) >= 2**31:
+        raise ConfigError(f"write_shards: lengths must be below 2**31, got {max(lengths)}. Name a column of tokens.")
+    file = io.BytesIO()
+    np.save(file, np.asarray(lengths, dtype=np.int32), allow_pickle=False)
+    return file.getvalue()
+
+
+def read_lengths(store: ShardStore, samples: int) -> NDArray[np.int32]:
+    """Read the length of each of ``samples`` samples.
+
+    Raises:
+        ConfigError: the dataset has no lengths.
+        DataError: the file is damaged, or has lengths of other samples.
+    """
+    path = store.resolve(LENGTHS_NAME)
+    with wrap_os_errors(path):
+        if storage.file_size(path) is None:
+            raise ConfigError(
+                f"{store.root}: has no lengths of its samples. Pass lengths= to build_loader, or write the shards with "
+                "write_shards(lengths=column)."
+            )
+        data = storage.read_file(path, limit=4 * samples + _MAX_HEADER_BYTES)
+    try:
+        lengths: NDArray[np.int32] = np.load(io.BytesIO(data), allow_pickle=False)
+    except (ValueError, EOFError, OSError) as error:
+        raise DataError(f"{path}: cannot be read: {one_line(error)}. Write the shards again.") from error
+    if lengths.shape != (samples,) or lengths.dtype != np.int32 or lengths.min() < 0:
+        raise DataError(
+            f"{path}: must have a length of at least 0 for each of {samples} samples, got {lengths.dtype} of shape "
+            f"{lengths.shape}. Write the shards again."
+        )
+    return lengths

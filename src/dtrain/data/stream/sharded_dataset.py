@@ -15,6 +15,7 @@ import numpy as np
 
 from dtrain import storage
 from dtrain.arguments import check_choice, check_int
+from dtrain.data.sample_lengths import LengthTable
 from dtrain.data.stream.formats.shard_format import (
     MAX_SAMPLE_BYTES,
     Shard,
@@ -24,7 +25,7 @@ from dtrain.data.stream.formats.shard_format import (
 )
 from dtrain.data.stream.open_shards import ByteLRU, OpenShardCache, ShardPrefetcher
 from dtrain.data.stream.shard_cache import FORK_REGISTRY, ShardCache
-from dtrain.data.stream.shard_index import find_shards, guess_format
+from dtrain.data.stream.shard_index import find_shards, guess_format, read_lengths
 from dtrain.data.stream.shard_store import (
     MAX_SHARD_BYTES,
     ShardStore,
@@ -370,6 +371,20 @@ class ShardedDataset:
         from dtrain.data.sample_order import shard_order
 
         return shard_order(self.shard_sizes, seed=seed, shuffle=shuffle)
+
+    def sample_lengths(self, column: str | None = None) -> LengthTable:
+        """Return the samples' lengths that ``write_shards(lengths=)`` has stored; ``column`` must be None.
+
+        Raises:
+            ConfigError: the dataset has no lengths, or ``column`` is not None.
+            DataError: the file of the lengths is damaged.
+        """
+        if column is not None:
+            raise ConfigError(
+                f"{self.root}: lengths must be None, got {column!r}, because shards have lengths of one column. "
+                "Leave lengths out."
+            )
+        return LengthTable(read_lengths(self._store, len(self)).astype(np.int64))
 
     def fingerprint(self) -> dict[str, Plain]:
         """Return properties of the data from the index. A copy of the data has an equal fingerprint."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
+from dtrain.data.sample_lengths import LengthInKey, check_length
 from dtrain.data.stream.formats.compression import (
     COMPRESSION_SUFFIXES,
     check_compression,
@@ -17,7 +18,7 @@ from dtrain.data.stream.formats.compression import (
     parse_compression,
 )
 from dtrain.data.stream.formats.shard_format import Sample, ShardEntry, ShardFile, ShardWriter, get_format
-from dtrain.data.stream.shard_index import INDEX_NAME, UNFINISHED_NAME, write_index
+from dtrain.data.stream.shard_index import INDEX_NAME, LENGTHS_NAME, UNFINISHED_NAME, write_index, write_lengths
 from dtrain.errors import ConfigError, DataError
 from dtrain.storage import (
     AnyPath,
@@ -88,6 +89,7 @@ def write_shards(
     hashes: Sequence[str] = ("xxh64",),
     max_shard_bytes: int | None = 2**26,
     on_progress: Callable[[int, int], None] | None = None,
+    lengths: str | None = None,
 ) -> WriteShardsResult:
     """Write samples to a new dataset for ``ShardedDataset``. mosaicml-streaming can read the format MDS, too.
 
@@ -104,6 +106,8 @@ def write_shards(
         hashes: algorithms of the digests of each shard, which readers check.
         max_shard_bytes: maximum of a shard's raw bytes, unless a single sample is larger; None writes one shard.
         on_progress: function of the numbers of samples and raw bytes so far, called after each sample.
+        lengths: column whose lengths, or integers, are stored beside the index, 4 bytes per sample, so that
+            ``build_loader(balance=, max_tokens=)`` knows the samples' lengths. None stores no lengths.
 
     Returns:
         Counts and sizes.
@@ -133,17 +137,38 @@ def write_shards(
         raise ConfigError(f"{folder}: samples must not be empty. Check the input; it gave no sample.")
     writer = make_writer(format, first, columns, compression, hashes, max_shard_bytes)
     dataset_writer = _DatasetWriter(folder, format, writer, compression, hashes)
+    counted: Iterable[Sample] = chain([first], remaining)
+    counts: list[int] | None = None
+    if lengths is not None:
+        counts = []
+        counted = _count_lengths(counted, LengthInKey(lengths), counts)
     try:
         with _wrap_write_errors(folder):
             dataset_writer.begin()
-        for number, shard in _group_into_shards(chain([first], remaining), writer, max_shard_bytes, on_progress):
+        for number, shard in _group_into_shards(counted, writer, max_shard_bytes, on_progress):
             with _wrap_write_errors(folder):
                 dataset_writer.add(number, shard)
         with _wrap_write_errors(folder):
-            return dataset_writer.finish()
+            return dataset_writer.finish(counts)
     except BaseException:
         dataset_writer.rollback()
         raise
+
+
+def _count_lengths(samples: Iterable[Sample], length_fn: LengthInKey, counts: list[int]) -> Iterator[Sample]:
+    """Yield the samples, and append their lengths to ``counts``.
+
+    Raises:
+        ConfigError: a sample has no such column, or a value that is not a length.
+    """
+    for number, sample in enumerate(samples):
+        if length_fn.key not in sample:
+            raise ConfigError(
+                f"write_shards: lengths must name a column of each sample, but sample {number} has no {length_fn.key!r}, only "
+                f"{sorted(map(str, sample))[:8]}. Name a column with tokens or with their number."
+            )
+        counts.append(check_length("write_shards", length_fn(sample), number))
+        yield sample
 
 
 def _group_into_shards(
@@ -218,7 +243,9 @@ class _DatasetWriter:
         self._create_file(name, stored)
         self._entries.append(ShardEntry(file=file, samples=len(encoded), format=self._form, details=self._writer.details))
 
-    def finish(self) -> WriteShardsResult:
+    def finish(self, lengths: Sequence[int] | None) -> WriteShardsResult:
+        if lengths is not None:
+            self._create_file(LENGTHS_NAME, write_lengths(lengths))
         sync_folder(self._folder)
         self._create_file(INDEX_NAME, write_index(self._entries))
         remove_file(self._created.pop(0))
