@@ -116,6 +116,13 @@ _SENTENCES: Mapping[str, Mapping[str, str]] = {
             "A parameter has another gradient on each rank at the update. Reduce it over ranks, as the other gradients."
         ),
     },
+    "collectives": {
+        "gradient_not_of_loss": (
+            "The gradient is not the derivative of the loss. A forward uses numbers of other ranks without their gradient, as "
+            "dist.all_reduce gives them, or the gradient is changed before the update. torch.distributed.nn.functional has "
+            "collectives with a backward."
+        ),
+    },
     "parallelism": {
         "sequence_part_alone": (
             "A rank computes its part of a sequence without the other parts. Exchange keys and values, or states, over ranks."
@@ -248,7 +255,7 @@ _GUESSES: Mapping[str, Collection[str]] = {
     **dict.fromkeys(("gather_without_gradient", "clip_local_norm", "sampler_seed_per_rank", "adapter_init"), ()),
     **dict.fromkeys(("metric_of_rank_0", "metric_mean_of_means", "rotary_rounded", "gradient_lost"), ()),
     **dict.fromkeys(("recompute_draws_again", "early_stop_not_saved", "unknown"), ()),
-    **dict.fromkeys(("sequence_part_alone", "sequence_mask_lost", "clip_norm_differs"), ()),
+    **dict.fromkeys(("sequence_part_alone", "sequence_mask_lost", "clip_norm_differs", "gradient_not_of_loss"), ()),
     "rng_not_saved": ("rng", "generator"),
     "ema_not_saved": ("transform",),
     "state_not_saved": ("variable",),
@@ -268,6 +275,9 @@ OF_SEEDS = ("shared_random_per_rank", "sampler_seed_per_rank")
 OF_REACH = ("sequence_part_alone", "sequence_mask_lost")
 """Causes whose experiment counts the outputs that a change of one input reaches: too few, and too many."""
 
+OF_SLOPE = "gradient_not_of_loss"
+"""Cause whose experiment compares a gradient with a finite difference of the loss."""
+
 EXPERIMENTS: Mapping[str, str] = {
     "local_batch_norm": "with batch norm that uses its initial statistics",
     **dict.fromkeys(OF_SEEDS, "with the seeds of rank 0 on all ranks"),
@@ -276,5 +286,6 @@ EXPERIMENTS: Mapping[str, str] = {
     "padding_in_loss": "with samples cut to one length, so that nothing is padded",
     "recompute_draws_again": "with the random state restored before a block runs again",
     **dict.fromkeys(OF_REACH, "with another first element of a sequence"),
+    OF_SLOPE: "with the parameter moved up and down",
 }
 """Experiments by the code of the cause that they take out of both runs, as the begin of a sentence."""

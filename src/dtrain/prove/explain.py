@@ -339,8 +339,9 @@ def _is_near(a: float, b: float) -> bool:
 
 def _of_gradient(evidence: _Evidence) -> tuple[Cause, ...]:
     step, causes = evidence.difference.step, _circumstances(evidence)
+    of_forward = (cause("gradient_not_of_loss"),) if evidence.config.ranks > 1 else ()
     if _gathers(evidence.record, step):
-        return causes
+        return (*causes, *of_forward)
     factor = _common_factor(evidence)
     if factor is not None:
         ours, theirs = evidence.record.step_rows(step)[0]["backwards"], evidence.reference.step_rows(step)[0]["backwards"]
@@ -354,15 +355,20 @@ def _of_gradient(evidence: _Evidence) -> tuple[Cause, ...]:
         text = f"All gradients are those of the other run times {factor:.3g}, whose norm is {norms[0]:.3g} in each step."
         # Rounding and the summand of the divisor, which keeps it from 0, change the norm of clipped gradients.
         is_clipped = len(norms) == 2 and relative_difference(*norms) < _NEARLY_CLIPPED
-        norm = cause("clip_norm_differs")
-        return replace(norm, shown=is_clipped, evidence=text if is_clipped else ""), cause("clip_local_norm")
+        clips = (
+            replace(cause("clip_norm_differs"), shown=is_clipped, evidence=text if is_clipped else ""),
+            cause("clip_local_norm"),
+        )
+        # A clipped gradient is not that of the loss.
+        has_clip = any("clip" in row["events"] for run in (evidence.record, evidence.reference) for row in run.step_rows(step))
+        return clips if is_clipped or has_clip else (*of_forward, *clips)
     if evidence.config.ranks > 1 and (scaled := _scaled_by_ranks(evidence)):
         return (replace(cause("gradient_scaled_by_ranks"), evidence=scaled),)
     if evidence.config.ranks > 1 and (factors := _few_factors(evidence)):
         text = f"Every element is that of the other run times one of {factors} factors."
         clips = cause("clip_local_norm")
         return (replace(clips, shown=True, evidence=text) if factors > 1 else clips,)
-    return causes or (cause("unknown"),)
+    return *causes, *of_forward, cause("unknown")
 
 
 def _of_lr(evidence: _Evidence) -> str:
