@@ -355,13 +355,13 @@ def _of_gradient(evidence: _Evidence) -> tuple[Cause, ...]:
         text = f"All gradients are those of the other run times {factor:.3g}, whose norm is {norms[0]:.3g} in each step."
         # Rounding and the summand of the divisor, which keeps it from 0, change the norm of clipped gradients.
         is_clipped = len(norms) == 2 and relative_difference(*norms) < _NEARLY_CLIPPED
-        clips = (
+        of_clips = (
             replace(cause("clip_norm_differs"), shown=is_clipped, evidence=text if is_clipped else ""),
             cause("clip_local_norm"),
         )
         # A clipped gradient is not that of the loss.
         has_clip = any("clip" in row["events"] for run in (evidence.record, evidence.reference) for row in run.step_rows(step))
-        return clips if is_clipped or has_clip else (*of_forward, *clips)
+        return of_clips if is_clipped or has_clip else (*of_forward, *of_clips)
     if evidence.config.ranks > 1 and (scaled := _scaled_by_ranks(evidence)):
         return (replace(cause("gradient_scaled_by_ranks"), evidence=scaled),)
     if evidence.config.ranks > 1 and (factors := _few_factors(evidence)):
