@@ -152,6 +152,8 @@ class _Proof:
         self._unstable: set[FactKey] = set()
         self._rounding: Mapping[FactKey, float] = {}
         self._of_layout: set[str] = set()
+        # Findings of the resume on the same ranks.
+        self._lost: tuple[int, ...] = ()
         # By cause and kind of difference; None if the experiment says nothing.
         self._experiments: dict[tuple[str, str], _Repetition | None] = {}
 
@@ -309,11 +311,17 @@ class _Proof:
             likely = self._cause(run, difference, corrected)
             if (corrected and likely.code == "unknown") or self._allow(run, likely.code):
                 break
+            if likely.code == "unknown" and run.after and self._lost:
+                # What the resume on the same ranks has lost shows later in other ways.
+                numbers |= dict.fromkeys(self._lost)
+                break
             count = len(self._findings)
             numbers[self._find(run, difference, likely)] = None
             if len(self._findings) == count or (changed := self._corrected(run, difference, likely)) is None:
                 break
             run, comparison, corrected = changed.run, changed.comparison, (*corrected, likely.code)
+        if run.after and run.same_layout:
+            self._lost = tuple(numbers)
         return tuple(numbers)
 
     def _cause(self, run: PlannedRun, difference: Difference, corrected: Collection[str] = ()) -> Cause:
