@@ -18,7 +18,7 @@ from dtrain.prove.compare import compare_records, unstable_keys
 from dtrain.prove.evaluations import ExportCheck
 from dtrain.prove.explain import explain, seeds_of_rank_0
 from dtrain.prove.run_config import BASE, RunConfig
-from dtrain.prove.run_log import RunLog, digest, field_digests, flatten, sample_hashes, sketch
+from dtrain.prove.run_log import RunLog, column_hashes, digest, field_digests, flatten, sample_hashes, sketch
 from dtrain.prove.run_records import RunRecord, read_record
 from dtrain.prove.script_values import ScriptModels, moves_toward
 
@@ -699,6 +699,45 @@ def test_seeds_that_belong_to_a_rank_differ_by_one_number():
     ranks = [[*a, *b, *c] for a, b, c in zip(shuffles, samples, shared, strict=True)]
     assert seeds_of_rank_0(ranks) == {"loop.py:3": [7, 8]}
     assert seeds_of_rank_0(ranks[:1]) == seeds_of_rank_0([]) == {}
+
+
+@pytest.mark.parametrize("shape", ["sequence first", "lanes and a state"])
+def test_samples_along_the_second_axis_are_equal_on_several_ranks(shape):
+    x, state = torch.randn(6, 7, 2), torch.randn(1, 6, 3)
+
+    def part(begin, end):
+        return [x[begin:end], state[:, begin:end]] if shape == "lanes and a state" else [x[begin:end].transpose(0, 1)]
+
+    whole = column_hashes(part(0, 6))
+    assert len(whole) == 6
+    assert sorted(whole) == sorted(column_hashes(part(0, 2)) + column_hashes(part(2, 6)))
+    assert sorted(whole) != sorted(column_hashes(part(0, 2)) + column_hashes(part(0, 4)))
+
+
+def test_columns_are_not_those_of_vectors_or_large_batches():
+    assert column_hashes([torch.randn(4)]) == []
+    assert column_hashes([torch.zeros(2, 600)]) == []
+
+
+def test_an_input_that_begins_again_after_a_resume_was_not_saved(tmp_path):
+    def run(name, steps):
+        rows = [
+            STEP | {"step": step, "samples": [f"{x}/{state}"], "fields": {"batch[0]": x, "batch[1]": state}}
+            for step, x, state in steps
+        ]
+        return write_run(tmp_path / name, [rows[-1]], rows=rows[:-1])
+
+    whole = run("a", [(0, 1, 10), (1, 2, 20)])
+    cause = explain_first(whole, run("b", [(1, 2, 10)]), 1, resumed=True, same_layout=True)
+    assert (cause.code, cause.shown) == ("state_not_saved", True)
+    assert cause.evidence == "batch[1] of the inputs begins again, and the other inputs go on."
+    assert first_cause(whole, run("c", [(1, 1, 10)]), 1, resumed=True, same_layout=True) == "data_repeated_after_resume"
+
+
+def test_another_gradient_with_other_lengths_may_come_from_padding(tmp_path):
+    a = write_run(tmp_path / "a", [{"shapes": [[7]]}], gradient=[1.0, 2.0])
+    b = write_run(tmp_path / "b", [{"shapes": [[5]]}], gradient=[1.0, 2.1])
+    assert first_cause(a, b) == "padding_in_loss"
 
 
 def counter(name, *values):

@@ -239,7 +239,8 @@ _SENTENCES: Mapping[str, Mapping[str, str]] = {
     "observing": {
         "metric_of_rank_0": "The metric is that of rank 0's samples. Reduce it over ranks: dt.reduce_metrics.",
         "metric_mean_of_means": (
-            "The metric is a mean of means over different numbers of samples. Add up sums and counts, and divide once."
+            "The metric is a mean of the values of ranks or batches. Add up sums and counts, and divide once. Gather the "
+            "scores of a metric that is no mean, such as AUC."
         ),
     },
     "memory": {

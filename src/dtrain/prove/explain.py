@@ -65,10 +65,13 @@ def explain(
     if difference.kind in ("mode", "frozen"):
         return (cause(f"{difference.kind}_differs"),)
     if resumed:
+        if again := _inputs_that_begin_again(difference, reference):
+            return (replace(cause("state_not_saved", "variable"), evidence=again),)
         code = _of_resume(difference, record, reference)
         if code == "parameters_not_saved" and (part := _part_that_begins_again(record, reference, difference.step)):
             return (replace(cause("shards_not_saved"), evidence=part),)
-        if code == "unknown" and (lost := _lost_variable(record, reference, difference.step)):
+        is_same = len(record.ranks) == len(reference.ranks)
+        if code == "unknown" and is_same and (lost := _lost_variable(record, reference, difference.step)):
             return (replace(cause("state_not_saved", "variable"), evidence=lost),)
         return (cause(code, difference.kind),)
     if not config.recompute:
@@ -165,6 +168,22 @@ def _of_resume(difference: Difference, record: RunRecord, reference: RunRecord) 
     saved = {fact.name: fact.value for kind in ("parameter", "buffer") for fact in reference.of_kind(kind, step - 1)}
     loaded = [fact.value.digest == saved[fact.name].digest for fact in record.of_kind("initial", step) if fact.name in saved]
     return "unknown" if all(loaded) else "parameters_not_saved"
+
+
+def _inputs_that_begin_again(difference: Difference, reference: RunRecord) -> str:
+    """Return which inputs have the values of the first step after a resume, in a sentence, if others go on; "" without one."""
+    fact, other = difference.reference, difference.other
+    if difference.kind != "samples" or fact is None or other is None:
+        return ""
+    first = next(one for one in reference.of_kind("samples") if one.optimizer_index == fact.optimizer_index)
+    names = [name for name, number in fact.fields.items() if other.fields.get(name) != number]
+    if len(names) == len(fact.fields) or any(other.fields.get(name) != first.fields.get(name) for name in names):
+        return ""
+    return (
+        f"{' and '.join(names)} of the inputs begin{'s' * (len(names) == 1)} again, and the other inputs go on."
+        if names
+        else ""
+    )
 
 
 def _lost_variable(record: RunRecord, reference: RunRecord, step: int) -> str:
@@ -398,6 +417,9 @@ def _is_near(a: float, b: float) -> bool:
 def _of_gradient(evidence: _Evidence) -> tuple[Cause, ...]:
     step, causes = evidence.difference.step, _circumstances(evidence)
     of_forward = (cause("gradient_not_of_loss"),) if evidence.config.ranks > 1 else ()
+    if _lengths(evidence.record, step) != _lengths(evidence.reference, step):
+        causes = (*causes, cause("padding_in_loss"))
+    interact = (cause("samples_interact"),) if _all_weigh_alike(evidence) else ()
     if _gathers(evidence.record, step):
         return (*causes, *of_forward)
     factor = _common_factor(evidence)
@@ -426,7 +448,7 @@ def _of_gradient(evidence: _Evidence) -> tuple[Cause, ...]:
         text = f"Every element is that of the other run times one of {factors} factors."
         clips = cause("clip_local_norm")
         return (replace(clips, shown=True, evidence=text) if factors > 1 else clips,)
-    return *causes, *of_forward, cause("unknown")
+    return *causes, *of_forward, *interact, cause("unknown")
 
 
 def _of_lr(evidence: _Evidence) -> str:

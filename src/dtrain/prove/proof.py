@@ -53,6 +53,8 @@ from dtrain.prove.runs import RunOutcome, copy_work_folder, run_all
 _DATA_KINDS = ("initial", "ties", "samples", "lr", "evaluation")
 # Facts that follow from the length of a loader, which stays that of the script if its batches are replaced.
 _OF_LOADERS = ("samples", "lr", "steps")
+# Differences that follow from a state that a resume has lost.
+_OF_LOST_STATE = ("loss", "gradient", "parameter", "buffer", "initial", "transform", "metric", "steps", "exported")
 # Differences of gradients and slopes of losses that are no rounding.
 _SLOPES_AGREE = 1e-4
 
@@ -311,8 +313,8 @@ class _Proof:
             likely = self._cause(run, difference, corrected)
             if (corrected and likely.code == "unknown") or self._allow(run, likely.code):
                 break
-            if likely.code == "unknown" and run.after and self._lost:
-                # What the resume on the same ranks has lost shows later in other ways.
+            if run.after and not run.same_layout and self._lost and difference.kind in _OF_LOST_STATE:
+                # What the resume on the same ranks has lost shows in other ways.
                 numbers |= dict.fromkeys(self._lost)
                 break
             count = len(self._findings)
