@@ -150,9 +150,9 @@ def test_each_microbatch_is_padded_to_its_own_longest_sample():
     loader = build(lengths, global_batch_size=8, max_tokens=100)
     (batch,) = loader.until("1ep")
     assert isinstance(batch, dt.data.MicrobatchList)
-    assert [list(part["tokens"].shape) for part in batch] == [[1, 50], [2, 49], [5, 6]]
-    assert loader.balance.padded_tokens == (50 + 98 + 30,)
-    assert loader.balance.padding == pytest.approx(1 - sum(lengths) / 178)
+    assert [list(part["tokens"].shape) for part in batch] == [[2, 50], [2, 48], [4, 5]]
+    assert loader.balance.padded_tokens == (100 + 96 + 20,)
+    assert loader.balance.padding == pytest.approx(1 - sum(lengths) / 216)
 
 
 # Sources of lengths
