@@ -3,40 +3,18 @@
 import pytest
 import torch
 from torch import nn
-from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
+from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import dtrain as dt
 from dtrain.dist.dtensor import full_tensor
 from dtrain.errors import ConfigError, PeerError
+from shard.llama import VOCAB, llama
 
-VOCAB, SEQ, SAMPLES, STEPS = 61, 16, 4, 3
+SEQ, SAMPLES, STEPS = 16, 4, 3
 DIMS = {"input_ids": 1, "labels": 1, "position_ids": 1}
 TOLERANCE = 1e-12  # largest difference of a loss or a parameter, in float64
-
-
-def llama(attention: str, kv_heads: int) -> nn.Module:
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        max_position_embeddings=64,
-        num_key_value_heads=kv_heads,
-        attn_implementation=attention,
-        **sizes,
-    )
-    net = LlamaForCausalLM(config)
-    # The norm of transformers rounds to float32 in every dtype, so no tolerance of float64 would hold.
-    for module in list(net.modules()):
-        for name, child in module.named_children():
-            if isinstance(child, LlamaRMSNorm):
-                setattr(module, name, nn.RMSNorm(len(child.weight), eps=child.variance_epsilon))
-    net.double()
-    for param in net.parameters():
-        if param.ndim == 2:
-            nn.init.normal_(param, std=0.3)  # so large that attention depends on positions
-    return net
 
 
 def batch(step: int, samples: slice = slice(None)) -> dict[str, torch.Tensor]:

@@ -189,7 +189,7 @@ def _attend_whole(
 ) -> Tensor:
     batch, heads, seq, _ = query.shape
     grouped = heads != key.shape[1]
-    if bounds is None:
+    if bounds is None or batch == 0:
         return _attend(query, key, value, is_causal=is_causal, scale=scale, enable_gqa=grouped)
     if query.is_cuda and query.dtype in _VARLEN_DTYPES:
         return _attend_varlen(query, key, value, bounds, is_causal=is_causal, scale=scale)
@@ -200,7 +200,7 @@ def _attend_whole(
         documents = zip(*(tensor.split(lengths, dim=2) for tensor in tensors), strict=True)
         parts = [_attend(*document, is_causal=is_causal, scale=scale, enable_gqa=grouped) for document in documents]
         outputs.append(torch.cat(parts, dim=2))
-    return torch.cat(outputs) if outputs else query.new_empty(0, heads, seq, value.shape[3])
+    return torch.cat(outputs)
 
 
 def _attend_varlen(

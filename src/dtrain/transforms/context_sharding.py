@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeAlias, cast
+from typing import Any, ClassVar, Literal, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -153,7 +153,7 @@ def context_parallel(
 
 def _make_split(
     mesh: DeviceMesh, seq_dims: Mapping[str, int], buffer_dims: Mapping[str, int], method: str, documents: str | None
-) -> _Split:
+) -> _AnySplit:
     check_choice(_NAME, "method", method, ("ring", "ulysses"))
     ranks = axis_size(mesh, "cp")
     if ranks == 1 and method == "ring":
@@ -182,7 +182,7 @@ def _make_split(
     return _Ring(axis, ranks, seq_dims, buffer_dims, None)
 
 
-def _check_batch(split: _Split, model: nn.Module, batch: Batch, device: torch.device) -> Batch:
+def _check_batch(split: _AnySplit, model: nn.Module, batch: Batch, device: torch.device) -> Batch:
     """Return the checked batch on ``device``, or a ``FailedBatch`` whose error the step raises on all ranks."""
     if isinstance(batch, FailedBatch):
         return batch
@@ -209,16 +209,16 @@ class _Split:
     seq_dims: Mapping[str, int]
     buffer_dims: Mapping[str, int]
     documents: str | None
+    chunks_per_rank: ClassVar[int] = 1
 
     def check(self, model: nn.Module, batch: Batch, device: torch.device) -> dict[str, Any]:
         """Return ``batch`` on ``device`` after checking that it can be split. Raises ``ConfigError``."""
-        chunks = 2 * self.ranks if isinstance(self, _Ring) else self.ranks
-        moved = _check_sequences(batch, self.seq_dims, device, chunks, f"{chunks // self.ranks} * " * isinstance(self, _Ring))
+        moved = _check_sequences(batch, self.seq_dims, device, self.ranks, self.chunks_per_rank)
         if _DOCUMENTS in moved and self.documents is None:
-            advice = "pass documents='documents'" if isinstance(self, _Ulysses) else "pass method='ulysses' and documents="
             raise ConfigError(
                 f"context_parallel: documents must be the key of the documents of a packed batch, got None for a batch with "
-                f"{_DOCUMENTS!r}. Leave the key out of the batch to attend beyond documents, or {advice}."
+                f"{_DOCUMENTS!r}. Pass method='ulysses', documents='documents', or leave the key out of the batch to attend "
+                "beyond documents."
             )
         if self.documents is not None:
             key = next(iter(self.seq_dims))
@@ -233,9 +233,10 @@ class _Split:
 
 
 class _Ring(_Split):
-    """torch's ring attention."""
+    """torch's ring attention, which balances causal attention by two chunks per rank."""
 
     __slots__ = ()
+    chunks_per_rank: ClassVar[int] = 2
 
     @contextmanager
     def part(self, model: nn.Module, batch: Mapping[str, Any]) -> Iterator[SequencePart]:
@@ -296,6 +297,9 @@ class _Ulysses(_Split):
             attention.rows, attention.bounds = (len(documents), seq), document_bounds(documents)
 
 
+_AnySplit: TypeAlias = _Ring | _Ulysses
+
+
 @contextmanager
 def _narrowed(buffer: Tensor, dim: int, begin: int, length: int) -> Iterator[None]:
     """Let ``buffer`` be a part of itself, inside the context. Mutates: ``buffer``."""
@@ -308,7 +312,7 @@ def _narrowed(buffer: Tensor, dim: int, begin: int, length: int) -> Iterator[Non
 
 
 def _check_sequences(
-    batch: Batch, dims: Mapping[str, int], device: torch.device, chunks: int, factor: str
+    batch: Batch, dims: Mapping[str, int], device: torch.device, ranks: int, chunks_per_rank: int
 ) -> dict[str, Any]:
     """Return the batch on ``device`` after checking the tensors to shard."""
     if not isinstance(batch, Mapping):
@@ -330,10 +334,11 @@ def _check_sequences(
                 f"context_parallel: {key!r} must be a tensor with a dim {dim}, got {shape}. Correct batch_seq_dims."
             )
         length = tensor.shape[dim]
-        if length % chunks:
+        if length % (ranks * chunks_per_rank):
+            chunks = f"cp = {ranks}" if chunks_per_rank == 1 else f"{chunks_per_rank} * cp = {chunks_per_rank * ranks}"
             raise ConfigError(
-                f"context_parallel: the length of dim {dim} of {key!r} must be a multiple of {factor}cp = {chunks}, "
-                f"got {length}. Pad the sequences."
+                f"context_parallel: the length of dim {dim} of {key!r} must be a multiple of {chunks}, got {length}. "
+                "Pad the sequences."
             )
         if length != moved[first].shape[dims[first]]:
             raise ConfigError(
