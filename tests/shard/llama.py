@@ -1,7 +1,7 @@
 """A stock Llama of transformers, small and in float64."""
 
-from torch import nn
 import torch
+from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 

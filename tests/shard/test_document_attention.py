@@ -58,7 +58,9 @@ def in_parts(cases: dict[str, tuple[int, int]], ranks: int) -> dict[str, list[fl
             (output * weight).sum().backward()
             results = [output.detach(), *(leaf.grad for leaf in leaves)]
             pairs = zip(results, whole(*heads, causal), strict=True)
-            largest[f"{name}, causal={causal}"] = [(result - expected[:, :, own]).abs().max().item() for result, expected in pairs]
+            largest[f"{name}, causal={causal}"] = [
+                (result - expected[:, :, own]).abs().max().item() for result, expected in pairs
+            ]
     return largest
 
 

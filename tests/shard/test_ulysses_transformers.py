@@ -1,7 +1,5 @@
 """A stock Llama on packed rows under ``context_parallel(method="ulysses")``: trained, evaluated, probed for leaks, refused."""
 
-from functools import partial
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -12,6 +10,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 import dtrain as dt
 from documents import documents
 from dtrain.dist.dtensor import full_tensor
+from dtrain.dist.init import get_dist_info
 from dtrain.errors import ConfigError, PeerError
 from shard.llama import VOCAB, llama
 
@@ -73,7 +72,8 @@ def trained(
     strategy: str = "full_shard",
     checkpointed: bool = False,
     compiled: bool = False,
-    microbatches: bool = False,
+    microbatches: int = 0,
+    out_of_memory: bool = False,
 ) -> tuple[list[float], Tensor]:
     """Return the losses of some steps and all parameters after them."""
     mesh = dt.build_mesh(**degrees)
@@ -82,14 +82,34 @@ def trained(
         dt.shard.checkpoint_activations(net, blocks=(LlamaDecoderLayer,))
     plan = TP_PLAN if "tp" in degrees else None
     net = dt.shard_model(net, mesh, strategy=strategy, blocks=(LlamaDecoderLayer,), tp_plan=plan)
-    transforms = [dt.auto_microbatch(initial_size=1)] if microbatches else []
+    if compiled:
+        for layer in net.model.layers:
+            layer.compile(backend="aot_eager")
+    transforms = [dt.auto_microbatch(initial_size=microbatches)] if microbatches else []
+    memory = OutOfMemory()
+    if out_of_memory:
+        net.model.layers[1].mlp.register_forward_pre_hook(memory)
     step = dt.compose_step(loss_fn, [*transforms, ulysses(mesh)])
     state, losses = step.init(net, torch.optim.SGD(net.parameters(), lr=0.3)), []
     for number in range(STEPS):
+        # The last step fails in a run whose collectives the ranks have recorded.
+        memory.limit = SAMPLES // 2 if number < STEPS - 1 else 1
         state, metrics = step(state, own_samples(mesh, batch(number)))
         losses.append(dt.reduce_metrics(metrics)["loss"])
-    assert state.clock.tokens == 0
+    assert memory.failures >= 2 * (out_of_memory and get_dist_info().rank == 1)
     return losses, torch.cat([full_tensor(param.detach()).flatten() for param in state.params.values()])
+
+
+class OutOfMemory:
+    """Hook that fails on rank 1, between two attentions, for more than ``limit`` samples."""
+
+    def __init__(self) -> None:
+        self.limit, self.failures = SAMPLES // 2, 0
+
+    def __call__(self, module: nn.Module, arguments: tuple[Tensor]) -> None:
+        if torch.is_grad_enabled() and get_dist_info().rank == 1 and len(arguments[0]) > self.limit:
+            self.failures += 1
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 4.00 GiB")
 
 
 def differences(cases: dict[str, dict]) -> dict[str, float]:
@@ -107,14 +127,16 @@ TWO_RANKS = {
     "grouped queries": {"kv_heads": 2, "degrees": {"cp": 2}},
     "one key head, replicated": {"kv_heads": 1, "degrees": {"cp": 2}, "strategy": "replicate"},
     "checkpointed": {"kv_heads": 2, "degrees": {"cp": 2}, "checkpointed": True},
-    "microbatches": {"kv_heads": 2, "degrees": {"cp": 2}, "microbatches": True},
+    "compiled": {"kv_heads": 2, "degrees": {"cp": 2}, "compiled": True},
+    "microbatches": {"kv_heads": 2, "degrees": {"cp": 2}, "microbatches": 1},
+    "out of memory on one rank": {"kv_heads": 2, "degrees": {"cp": 2}, "microbatches": SAMPLES, "out_of_memory": True},
     "documents without cp": {"kv_heads": 2, "degrees": {}},
 }
 FOUR_RANKS = {
     "four parts": {"kv_heads": 4, "degrees": {"cp": 4}},
     "fewer key heads than ranks": {"kv_heads": 2, "degrees": {"cp": 4}},
     "one key head": {"kv_heads": 1, "degrees": {"cp": 4}, "checkpointed": True},
-    "data parallel": {"kv_heads": 2, "degrees": {"cp": 2}, "microbatches": True},
+    "data parallel": {"kv_heads": 2, "degrees": {"cp": 2}, "microbatches": 1},
     "hybrid": {"kv_heads": 2, "degrees": {"cp": 2, "dp_replicate": 2}, "strategy": "hybrid_shard"},
     "tensor parallel": {"kv_heads": 2, "degrees": {"cp": 2, "tp": 2}},
 }
@@ -173,7 +195,10 @@ def leaks(documents: str | None) -> dict[str, float]:
         probe(net, given)
         others, inside = [], []
         for number in range(len(LENGTHS)):
-            changed = {**given, "input_ids": torch.where(numbers == number, (given["input_ids"] + 7) % VOCAB, given["input_ids"])}
+            changed = {
+                **given,
+                "input_ids": torch.where(numbers == number, (given["input_ids"] + 7) % VOCAB, given["input_ids"]),
+            }
             probe(net, changed)
             change = (outputs[-1] - outputs[0]).abs().amax(-1)
             is_own = numbers[:, own] == number
@@ -201,7 +226,9 @@ def refused(case: str) -> str:
     if case == "window":
         torch.manual_seed(0)
         sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
-        net = MistralForCausalLM(MistralConfig(VOCAB, num_key_value_heads=2, sliding_window=12, attn_implementation=name, **sizes))
+        net = MistralForCausalLM(
+            MistralConfig(vocab_size=VOCAB, num_key_value_heads=2, sliding_window=12, attn_implementation=name, **sizes)
+        )
     else:
         net = llama("sdpa" if case == "stock sdpa" else name, **special)
     net = dt.shard_model(net.double(), mesh)
@@ -218,8 +245,9 @@ def refused(case: str) -> str:
     dims = {"buffer_seq_dims": {"**.inv_freq": 0}} if case == "tables" else {}
 
     def loss_of_case(net: nn.Module, part: dict[str, Tensor]) -> dt.LossSum:
-        if case == "generation":
-            net.generate(part["input_ids"][:, :4], max_new_tokens=2, do_sample=False, pad_token_id=0)
+        if case.startswith("generation"):
+            ids = part["input_ids"] if case.endswith("lengths") else part["input_ids"][:, :4]
+            net.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=2, do_sample=False, pad_token_id=0)
         if case == "rows":
             part = {**part, "input_ids": part["input_ids"].repeat(2, 1), "positions": part["positions"].repeat(2, 1)}
         logits = net(part["input_ids"], position_ids=part["positions"], **arguments).logits
@@ -246,9 +274,10 @@ REFUSED = {
     "mask": "attn_mask must be None, got a mask of shape [4, 1, 8, 8]",
     "unnamed documents": "documents must be the key of the documents of a packed batch, got None",
     "restarts": "the model's mask must allow all pairs of a document, but it separates tokens of one document",
-    "rows": "query must have 4 rows of 8 tokens, as the documents of the batch, got 8 rows of 8 tokens",
+    "rows": "query must have 4 rows of 8 tokens, as the batch, got 8 rows of 8 tokens",
     "tables": "documents must be None with buffer_seq_dims",
-    "generation": "got 1 queries and 5 keys. Generate outside",
+    "generation": "got 4 rows of 4 tokens. Run the model on the batch as it is, and generate outside of the step",
+    "generation of whole lengths": "attention must be self-attention with the usual mask, got 1 queries and 9 keys. Generate",
     "evaluation": "loss_fn must attend within documents as the training step does",
     "eval_loss in training": "gradients must be off",
 }

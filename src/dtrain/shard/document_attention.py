@@ -1,4 +1,4 @@
-"""Attend within documents, on parts of sequences that ranks exchange for heads (Ulysses), and register the attention with transformers.
+"""Attend within documents, on whole sequences or on parts that ranks exchange for heads (Ulysses).
 
 ``document_attention`` is a function of tensors. ``SequenceAttention`` puts the function in the place of torch's
 ``scaled_dot_product_attention``, so that a model needs no change. ``register_attention`` gives models of transformers a name
@@ -165,16 +165,14 @@ class _AllToAll(torch.autograd.Function):
     """All-to-all of blocks of a tensor ``[n]``. The gradient goes the opposite way."""
 
     @staticmethod
-    def forward(
-        ctx: Any, sent: Tensor, send_sizes: list[int], receive_sizes: list[int], group: dist.ProcessGroup
-    ) -> Tensor:
+    def forward(ctx: Any, sent: Tensor, send_sizes: list[int], receive_sizes: list[int], group: dist.ProcessGroup) -> Tensor:
         ctx.send_sizes, ctx.receive_sizes, ctx.group = send_sizes, receive_sizes, group
         received = sent.new_empty(sum(receive_sizes))
         # Without sizes the step knows that all ranks send equally much.
         equal = len({*send_sizes, *receive_sizes}) == 1
-        sizes = (None, None) if equal else (receive_sizes, send_sizes)
+        outputs, inputs = (None, None) if equal else (receive_sizes, send_sizes)
         with report_missing_ranks(_CALLER):
-            dist.all_to_all_single(received, sent, *sizes, group=group)
+            dist.all_to_all_single(received, sent, output_split_sizes=outputs, input_split_sizes=inputs, group=group)
         return received
 
     @staticmethod
@@ -198,7 +196,7 @@ def _attend_whole(
     # The gradient of a split is one concatenation; the gradient of each slice would have the size of the whole.
     for lengths, *tensors in zip(rows, query.split(1), key.split(1), value.split(1), strict=True):
         documents = zip(*(tensor.split(lengths, dim=2) for tensor in tensors), strict=True)
-        parts = [_attend(*document, is_causal=is_causal, scale=scale, enable_gqa=grouped) for document in documents]
+        parts = [_attend(q, k, v, is_causal=is_causal, scale=scale, enable_gqa=grouped) for q, k, v in documents]
         outputs.append(torch.cat(parts, dim=2))
     return torch.cat(outputs)
 
@@ -211,11 +209,11 @@ def _attend_varlen(
 
     batch, heads, seq, _ = query.shape
     cu_seqlens, longest = bounds
-    tokens = [tensor.transpose(1, 2).reshape(batch * seq, tensor.shape[1], tensor.shape[3]) for tensor in (query, key, value)]
+    q, k, v = (tensor.transpose(1, 2).reshape(batch * seq, tensor.shape[1], tensor.shape[3]) for tensor in (query, key, value))
     options: dict[str, Any] = {"window_size": (-1, 0) if is_causal else (-1, -1), "scale": scale}
     if heads != key.shape[1]:
         options["enable_gqa"] = True
-    output = cast(Tensor, varlen_attn(*tokens, cu_seqlens, cu_seqlens, longest, longest, **options))
+    output = cast(Tensor, varlen_attn(q, k, v, cu_seqlens, cu_seqlens, longest, longest, **options))
     return output.view(batch, seq, heads, -1).transpose(1, 2)
 
 
@@ -286,14 +284,20 @@ class SequenceAttention:
             problem = f"attn_mask must be None, got a mask of shape {list(attn_mask.shape)}. Name the documents of packed rows"
         elif dropout_p:
             problem = f"dropout_p must be 0, got {dropout_p}. Switch the dropout of attention off"
-        elif self.bounds is not None and query.ndim == 4 and (query.shape[0], query.shape[2] * self._ranks) != self.rows:
+        elif query.ndim == 4 and not self._fits(query):
             problem = (
-                f"query must have {self.rows[0]} rows of {self.rows[1] // self._ranks} tokens, as the documents of the batch, got "
-                f"{query.shape[0]} rows of {query.shape[2]} tokens. Run the model on the batch as it is"
+                f"query must have {self.rows[0]} rows of {self.rows[1] // self._ranks} tokens, as the batch, got "
+                f"{query.shape[0]} rows of {query.shape[2]} tokens. Run the model on the batch as it is, and generate outside "
+                "of the step"
             )
         if problem is not None:
             raise ConfigError(f"{_STEP_CALLER}: scaled_dot_product_attention: {problem}; see docs/parallelism.md.")
         return document_attention(query, key, value, self.bounds, is_causal=is_causal, scale=scale, axis=self.axis)
+
+    def _fits(self, query: Tensor) -> bool:
+        """Return True for parts of the batch's sequences. Without documents, a loss may run other numbers of rows."""
+        rows, length = query.shape[0], query.shape[2]
+        return length * self._ranks == self.rows[1] and (self.bounds is None or rows == self.rows[0])
 
     @property
     def _ranks(self) -> int:
@@ -323,8 +327,9 @@ class SequenceAttention:
         forbidden, some, all_ahead = torch.stack([(same & ~back).any(), ahead.any(), ahead.all()]).tolist()
         if forbidden:
             raise ConfigError(
-                f"{_STEP_CALLER}: the model's mask must allow all pairs of a document, but it separates tokens of one document. "
-                "If position_ids restart within a row, name the documents: context_parallel(..., documents='documents')."
+                f"{_STEP_CALLER}: the model's mask must allow all pairs of a document, but it separates tokens of one "
+                "document. If position_ids restart within a row, name the documents: "
+                "context_parallel(..., documents='documents')."
             )
         if some and not all_ahead:
             raise ConfigError(
@@ -371,8 +376,8 @@ _REFUSED_OPTIONS = ("softcap", "s_aux", "position_bias", "cache", "head_mask")
 def register_attention() -> str:
     """Register dtrain's attention with transformers, and return its name for ``attn_implementation``.
 
-    In a step of ``context_parallel(method="ulysses")``, and in an evaluation with its ``eval_loss``, a model with this attention
-    exchanges parts of sequences for heads, and attends within documents, without a mask. Elsewhere the attention is ``sdpa`` of
+    In a step of ``context_parallel(method="ulysses")``, and in an evaluation with its ``eval_loss``, the attention exchanges
+    parts of sequences for heads, and stays within documents, without a mask. Elsewhere the attention is ``sdpa`` of
     transformers, with its masks, so ``generate`` works as before, on whole prompts.
 
     Returns:
@@ -406,8 +411,8 @@ def _attend_transformers(
         for name in _REFUSED_OPTIONS:
             if options.get(name) is not None:
                 raise ConfigError(
-                    f"{_STEP_CALLER}: {type(module).__name__}: {name} must be None, because it changes the scores of attention, "
-                    f"got {type(options[name]).__name__}. Use a model without {name}."
+                    f"{_STEP_CALLER}: {type(module).__name__}: {name} must be None, because it changes the scores of "
+                    f"attention, got {type(options[name]).__name__}. Use a model without {name}."
                 )
         _check_window(attention, options.get("sliding_window"))
     result: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
@@ -424,16 +429,16 @@ def _mask_transformers(*args: Any, **options: Any) -> Tensor | None:
     padding = options.get("attention_mask")
     if padding is not None and not padding.all():
         raise ConfigError(
-            f"{_STEP_CALLER}: attention_mask must be True everywhere, got padding. Pad on the right with the label -100, without "
-            "attention_mask, or name the documents of packed rows."
+            f"{_STEP_CALLER}: attention_mask must be True everywhere, got padding. Pad on the right with the label -100, "
+            "without attention_mask, or name the documents of packed rows."
         )
     _check_window(attention, options.get("local_size"))
     length, keys = int(options["q_length"]), int(options["kv_length"])
     if length != keys or options.get("use_vmap"):
         problem = "a mask of the model's own" if options.get("use_vmap") else f"{length} queries and {keys} keys"
         raise ConfigError(
-            f"{_STEP_CALLER}: attention must be self-attention with the usual mask, got {problem}. Generate outside of the step "
-            "and of eval_loss: there each rank runs whole prompts."
+            f"{_STEP_CALLER}: attention must be self-attention with the usual mask, got {problem}. Generate outside of the "
+            "step and of eval_loss: there each rank runs whole prompts."
         )
     attention.check_mask(options["mask_function"], length, torch.device(options["device"]))
     return None
@@ -442,6 +447,6 @@ def _mask_transformers(*args: Any, **options: Any) -> Tensor | None:
 def _check_window(attention: SequenceAttention, window: int | None) -> None:
     if window is not None and window < attention.rows[1]:
         raise ConfigError(
-            f"{_STEP_CALLER}: a sliding window must be at least as long as the sequence, {attention.rows[1]} tokens, got {window}. "
-            "Use shorter sequences, or a model without a window."
+            f"{_STEP_CALLER}: a sliding window must be at least as long as the sequence, {attention.rows[1]} tokens, got "
+            f"{window}. Use shorter sequences, or a model without a window."
         )

@@ -140,7 +140,8 @@ def context_parallel(
     def evaluate_part(loss_fn: LossFn, model: nn.Module, batch: Batch) -> LossSum:
         if torch.is_grad_enabled():
             raise ConfigError(
-                "eval_loss: gradients must be off, got a call with gradients. For training pass context_parallel to compose_step."
+                "eval_loss: gradients must be off, got a call with gradients. For training pass context_parallel to "
+                "compose_step."
             )
         with split.part(model, split.check(model, batch, get_device(model))) as part:
             return part.on_loss(loss_fn)(model, part.batch)
@@ -168,10 +169,10 @@ def _make_split(
     axis = mesh["cp"] if ranks > 1 else None
     if method == "ulysses":
         if documents is not None and (documents in seq_dims or buffer_dims):
-            problem = f"not be in batch_seq_dims, got {documents!r}" if documents in seq_dims else "be None with buffer_seq_dims"
+            problem = "not be in batch_seq_dims" if documents in seq_dims else "be None with buffer_seq_dims"
             raise ConfigError(
-                f"context_parallel: documents must {problem}. Attention needs the documents of whole rows; give positions that "
-                "restart in each document with the batch."
+                f"context_parallel: documents must {problem}, got {documents!r}. Attention needs the documents of whole rows; give "
+                "positions that restart in each document with the batch."
             )
         return _Ulysses(axis, ranks, seq_dims, buffer_dims, documents)
     if documents is not None:
@@ -355,8 +356,8 @@ def _check_documents(batch: Mapping[str, Any], key: str, length: int) -> None:
     if not isinstance(documents, Tensor) or documents.ndim != 2 or documents.shape[1] != length:
         shape = f"shape {list(documents.shape)}" if isinstance(documents, Tensor) else type(documents).__name__
         raise ConfigError(
-            f"context_parallel: {key!r} must be the document numbers [batch, seq] of whole rows of {length} tokens, got {shape}. "
-            "Pass the 'documents' tensor of a packed batch."
+            f"context_parallel: {key!r} must be the document numbers [batch, seq] of whole rows of {length} tokens, got "
+            f"{shape}. Pass the 'documents' tensor of a packed batch."
         )
 
 
