@@ -180,7 +180,7 @@ REFUSED = [
     ),
     (
         "documents in dims",
-        "documents must not be in batch_seq_dims, got 'documents'. Attention needs the documents of whole rows; give "
+        "documents must not be in batch_seq_dims, got 'documents'. Attention needs the documents of whole rows. Give "
         "positions that restart in each document with the batch.",
     ),
     ("no documents", "the batch has no 'documents', only ['inputs', 'targets']. Correct documents=."),

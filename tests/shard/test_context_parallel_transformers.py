@@ -3,8 +3,6 @@
 import pytest
 import torch
 from torch import nn
-from transformers import AttentionInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import dtrain as dt
@@ -59,9 +57,8 @@ def trained(
     microbatches: str = "",
 ) -> tuple[list[float], torch.Tensor]:
     """Return the losses of some steps and all parameters after them."""
-    if attention == "causal_sdpa":
-        AttentionInterface.register("causal_sdpa", sdpa_attention_forward)
     mesh = dt.build_mesh(**(degrees or {"cp": 2}))
+    assert dt.shard.register_attention() == "dtrain"
     net = llama(attention, kv_heads)
     if checkpointed:
         dt.shard.checkpoint_activations(net, blocks=(LlamaDecoderLayer,))
@@ -94,7 +91,7 @@ CASES = {
 def differences(cases: dict[str, dict]) -> dict[str, float]:
     largest = {}
     for name, options in cases.items():
-        losses, params = trained("causal_sdpa", **options)
+        losses, params = trained("dtrain", **options)
         expected_losses, expected = one_process(options.get("kv_heads", 4))
         pairs = zip(losses, expected_losses, strict=True)
         largest[name] = max((params - expected).abs().max().item(), *(abs(loss - value) for loss, value in pairs))
@@ -119,12 +116,12 @@ def test_llama_in_parts_on_data_parallel_ranks_equals_one_process(ranks):
 
 REFUSED = {
     "eager": ({"attention": "eager"}, "got no call of it on rank 0"),
-    "counted positions": ({"attention": "causal_sdpa", "drop": "position_ids"}, "the module 'model.rotary_emb' must return"),
+    "counted positions": ({"attention": "dtrain", "drop": "position_ids"}, "the module 'model.rotary_emb' must return"),
     "stock sdpa": (
         {"attention": "sdpa", "drop": "position_ids"},
         "the module 'model.rotary_emb' must return",
     ),
-    "labels": ({"attention": "causal_sdpa", "labels_in_model": True}, "not by a model's labels="),
+    "labels": ({"attention": "dtrain", "labels_in_model": True}, "not by a model's labels="),
     "mask of stock sdpa": ({"attention": "sdpa", "labels_in_model": True}, "attn_mask must be None"),
 }
 

@@ -268,7 +268,7 @@ def refused(case: str) -> str:
 
 REFUSED = {
     "odd heads": "the number of query heads must be a multiple of the 2 ranks along cp, got 3 heads on this rank",
-    "window": "a sliding window must be at least as long as the sequence, 16 tokens, got 12",
+    "window": "a sliding window must reach over the sequence of 16 tokens, got 12",
     "stock sdpa": "attn_mask must be None, got a mask of shape [4, 1, 8, 8]",
     "padding": "attention_mask must be True everywhere, got padding",
     "mask": "attn_mask must be None, got a mask of shape [4, 1, 8, 8]",

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -346,9 +346,12 @@ class SequenceAttention:
         return one == other
 
 
-def active_attention() -> SequenceAttention | None:
-    """Return the attention that replaces torch's own at the moment, or None."""
-    attention = getattr(inspect.unwrap(functional.scaled_dot_product_attention), "__self__", None)
+def _find_replacement() -> SequenceAttention | Literal["ring"] | None:
+    """Return the attention that replaces torch's own at the moment, ``"ring"`` for ``ring_attention``, or None."""
+    attend = inspect.unwrap(functional.scaled_dot_product_attention)
+    if getattr(attend, "is_ring", False):
+        return "ring"
+    attention = getattr(attend, "__self__", None)
     return attention if isinstance(attention, SequenceAttention) else None
 
 
@@ -376,9 +379,9 @@ _REFUSED_OPTIONS = ("softcap", "s_aux", "position_bias", "cache", "head_mask")
 def register_attention() -> str:
     """Register dtrain's attention with transformers, and return its name for ``attn_implementation``.
 
-    In a step of ``context_parallel(method="ulysses")``, and in an evaluation with its ``eval_loss``, the attention exchanges
-    parts of sequences for heads, and stays within documents, without a mask. Elsewhere the attention is ``sdpa`` of
-    transformers, with its masks, so ``generate`` works as before, on whole prompts.
+    In a step of ``context_parallel``, and in an evaluation with its ``eval_loss``, the attention attends to whole sequences, or
+    to the documents of packed rows, without a mask. Elsewhere the attention is ``sdpa`` of transformers, with its masks, so
+    ``generate`` works as before, on whole prompts.
 
     Returns:
         ``"dtrain"``.
@@ -406,7 +409,7 @@ def _attend_transformers(
 ) -> tuple[Tensor, None]:
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    attention = active_attention()
+    attention = _find_replacement()
     if attention is not None:
         for name in _REFUSED_OPTIONS:
             if options.get(name) is not None:
@@ -422,7 +425,7 @@ def _attend_transformers(
 def _mask_transformers(*args: Any, **options: Any) -> Tensor | None:
     from transformers.masking_utils import sdpa_mask
 
-    attention = active_attention()
+    attention = _find_replacement()
     if attention is None:
         mask: Tensor | None = sdpa_mask(*args, **options)
         return mask
@@ -440,13 +443,15 @@ def _mask_transformers(*args: Any, **options: Any) -> Tensor | None:
             f"{_STEP_CALLER}: attention must be self-attention with the usual mask, got {problem}. Generate outside of the "
             "step and of eval_loss: there each rank runs whole prompts."
         )
-    attention.check_mask(options["mask_function"], length, torch.device(options["device"]))
+    # The parts of the ring are two chunks, whose positions transformers takes for documents.
+    if attention != "ring":
+        attention.check_mask(options["mask_function"], length, torch.device(options["device"]))
     return None
 
 
-def _check_window(attention: SequenceAttention, window: int | None) -> None:
-    if window is not None and window < attention.rows[1]:
+def _check_window(attention: SequenceAttention | Literal["ring"], window: int | None) -> None:
+    if window is not None and (attention == "ring" or window < attention.rows[1]):
+        limit = "be None for the ring" if attention == "ring" else f"reach over the sequence of {attention.rows[1]} tokens"
         raise ConfigError(
-            f"{_STEP_CALLER}: a sliding window must be at least as long as the sequence, {attention.rows[1]} tokens, got "
-            f"{window}. Use shorter sequences, or a model without a window."
+            f"{_STEP_CALLER}: a sliding window must {limit}, got {window}. Use shorter sequences, or a model without a window."
         )
