@@ -54,7 +54,7 @@ def in_parts(cases: dict[str, tuple[int, int]], ranks: int) -> dict[str, list[fl
             *leaves, weight = (tensor[:, :, own].clone() for tensor in tensors(*heads))
             leaves = [leaf.requires_grad_() for leaf in leaves]
             bounds = document_bounds(DOCUMENTS)
-            output = document_attention(*leaves, bounds, is_causal=causal, scale=0.7, axis=axis)
+            output = document_attention(*leaves, bounds, causal=causal, scale=0.7, axis=axis)
             (output * weight).sum().backward()
             results = [output.detach(), *(leaf.grad for leaf in leaves)]
             pairs = zip(results, whole(*heads, causal), strict=True)
@@ -74,9 +74,9 @@ def test_parts_of_rows_equal_masked_attention_on_whole_rows(ranks, count):
 @pytest.mark.parametrize("causal", [True, False])
 def test_one_rank_needs_no_axis(causal):
     *leaves, _ = tensors(8, 4)
-    output = document_attention(*leaves, document_bounds(DOCUMENTS), is_causal=causal, scale=0.7)
+    output = document_attention(*leaves, document_bounds(DOCUMENTS), causal=causal, scale=0.7)
     assert (output - whole(8, 4, causal)[0]).abs().max() <= TOLERANCE
-    rows = document_attention(*leaves, is_causal=causal)
+    rows = document_attention(*leaves, causal=causal)
     assert torch.equal(rows, F.scaled_dot_product_attention(*leaves, is_causal=causal, enable_gqa=True))
 
 

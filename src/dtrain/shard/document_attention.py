@@ -40,7 +40,7 @@ def document_attention(
     value: Tensor,
     bounds: tuple[Tensor, int] | None = None,
     *,
-    is_causal: bool = True,
+    causal: bool = True,
     scale: float | None = None,
     axis: DeviceMesh | None = None,
 ) -> Tensor:
@@ -60,7 +60,7 @@ def document_attention(
         value: ``[batch, key_heads, seq, value_dim]``.
         bounds: documents of the *whole* rows, from ``dt.data.document_bounds``: ``cu_seqlens`` int32 ``[documents + 1]`` among
             ``batch * seq`` tokens of all parts, and the largest length. None makes each row one document.
-        is_causal: if True, a token attends to earlier tokens only.
+        causal: if True, a token attends to earlier tokens only.
         scale: factor of the scores; None uses ``dim ** -0.5``.
         axis: one-dimensional mesh of the ranks that share rows, ``mesh["cp"]``; None if this rank has whole rows.
 
@@ -86,10 +86,10 @@ def document_attention(
     ranks = 1 if axis is None else axis.size()
     _check_tensors(query, key, value, ranks)
     if ranks == 1:
-        return _attend_whole(query, key, value, bounds, is_causal=is_causal, scale=scale)
+        return _attend_whole(query, key, value, bounds, causal=causal, scale=scale)
     assert axis is not None, "several ranks have an axis"
     whole = _parts_to_heads(query, key, value, axis)
-    output = _attend_whole(*whole, bounds, is_causal=is_causal, scale=scale)
+    output = _attend_whole(*whole, bounds, causal=causal, scale=scale)
     return _heads_to_parts(output, axis)
 
 
@@ -183,26 +183,26 @@ class _AllToAll(torch.autograd.Function):
 
 
 def _attend_whole(
-    query: Tensor, key: Tensor, value: Tensor, bounds: tuple[Tensor, int] | None, *, is_causal: bool, scale: float | None
+    query: Tensor, key: Tensor, value: Tensor, bounds: tuple[Tensor, int] | None, *, causal: bool, scale: float | None
 ) -> Tensor:
     batch, heads, seq, _ = query.shape
     grouped = heads != key.shape[1]
     if bounds is None or batch == 0:
-        return _attend(query, key, value, is_causal=is_causal, scale=scale, enable_gqa=grouped)
+        return _attend(query, key, value, is_causal=causal, scale=scale, enable_gqa=grouped)
     if query.is_cuda and query.dtype in _VARLEN_DTYPES:
-        return _attend_varlen(query, key, value, bounds, is_causal=is_causal, scale=scale)
+        return _attend_varlen(query, key, value, bounds, causal=causal, scale=scale)
     rows = _lengths_by_row(bounds[0], batch, seq)
     outputs = []
     # The gradient of a split is one concatenation; the gradient of each slice would have the size of the whole.
     for lengths, *tensors in zip(rows, query.split(1), key.split(1), value.split(1), strict=True):
         documents = zip(*(tensor.split(lengths, dim=2) for tensor in tensors), strict=True)
-        parts = [_attend(q, k, v, is_causal=is_causal, scale=scale, enable_gqa=grouped) for q, k, v in documents]
+        parts = [_attend(q, k, v, is_causal=causal, scale=scale, enable_gqa=grouped) for q, k, v in documents]
         outputs.append(torch.cat(parts, dim=2))
     return torch.cat(outputs)
 
 
 def _attend_varlen(
-    query: Tensor, key: Tensor, value: Tensor, bounds: tuple[Tensor, int], *, is_causal: bool, scale: float | None
+    query: Tensor, key: Tensor, value: Tensor, bounds: tuple[Tensor, int], *, causal: bool, scale: float | None
 ) -> Tensor:
     # The import takes long, and only a GPU needs it.
     from torch.nn.attention.varlen import varlen_attn
@@ -210,7 +210,7 @@ def _attend_varlen(
     batch, heads, seq, _ = query.shape
     cu_seqlens, longest = bounds
     q, k, v = (tensor.transpose(1, 2).reshape(batch * seq, tensor.shape[1], tensor.shape[3]) for tensor in (query, key, value))
-    options: dict[str, Any] = {"window_size": (-1, 0) if is_causal else (-1, -1), "scale": scale}
+    options: dict[str, Any] = {"window_size": (-1, 0) if causal else (-1, -1), "scale": scale}
     if heads != key.shape[1]:
         options["enable_gqa"] = True
     output = cast(Tensor, varlen_attn(q, k, v, cu_seqlens, cu_seqlens, longest, longest, **options))
@@ -292,7 +292,7 @@ class SequenceAttention:
             )
         if problem is not None:
             raise ConfigError(f"{_STEP_CALLER}: scaled_dot_product_attention: {problem}; see docs/parallelism.md.")
-        return document_attention(query, key, value, self.bounds, is_causal=is_causal, scale=scale, axis=self.axis)
+        return document_attention(query, key, value, self.bounds, causal=is_causal, scale=scale, axis=self.axis)
 
     def _fits(self, query: Tensor) -> bool:
         """Return True for parts of the batch's sequences. Without documents, a loss may run other numbers of rows."""
