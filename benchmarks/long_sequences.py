@@ -1,6 +1,6 @@
 """Peak memory of one rank, and bytes that it exchanges, for a packed row over more and more ranks along ``cp``.
 
-    python benchmarks/long_sequences.py                   # about two minutes on two free cores
+    python benchmarks/long_sequences.py                   # about a minute on two free cores
     python benchmarks/long_sequences.py --seq 8192        # a longer row
 
 The model is a stock Llama of transformers in float32, the row is packed from ragged documents. Memory is that of one rank's
@@ -135,13 +135,13 @@ def check_same(by_way: dict[str, dict[str, float]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seq", type=int, default=4096)
+    parser.add_argument("--seq", type=int, default=1024)
     seq = parser.parse_args().seq
     print(machine())
     by_way = {}
     for way, (cp, method) in WAYS.items():
         with Ranks(cp) as pool:
-            by_way[way] = pool.run(measured, cp, method, seq)[0]
+            by_way[way] = pool.run(measured, cp, method, seq, timeout_s=1800)[0]
     check_same(by_way)
     print(f"a row of {seq} tokens, {LAYERS} layers of {HIDDEN}, {HEADS} heads, {KEY_HEADS} key heads, float32, CPU ranks")
     print(table(by_way))
