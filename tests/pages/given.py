@@ -76,7 +76,6 @@ lengths = [len(each) for each in documents]
 batch = dt.data.PackedTokens(documents, seq=64, lengths=lengths)[0]
 batch = {name: value[None] for name, value in batch.items()}
 q = k = v = torch.zeros(1, 2, 64, 8)
-varlen_attn = lambda q, k, v, *bounds: None  # torch has it for GPUs only
 dataset = images = [torch.rand(3, 4, 4) for _ in range(64)]
 flip = lambda sample: sample.flip(-1)
 """,

@@ -88,7 +88,7 @@ activation_checkpointing.profile activation_checkpointing.cpu_checkpointing flop
 flops_profiler.module_depth flops_profiler.top_modules flops_profiler.detailed flops_profiler.output_file
 flops_profiler.recompute_fwd_factor wall_clock_breakdown memory_breakdown steps_per_print dump_state tensorboard wandb
 csv_monitor comet comms_logger checkpoint.tag_validation checkpoint.load_universal checkpoint.use_node_local_storage
-checkpoint.parallel_write compile tensor_parallel
+checkpoint.parallel_write compile tensor_parallel sequence_parallel_size
 """
 DEEPSPEED_ENGINE = """
 initialize forward backward step no_sync is_gradient_accumulation_boundary set_gradient_accumulation_boundary

@@ -124,6 +124,15 @@ def refused(case: str) -> str:
     mesh = build_mesh(cp=2)
     dims, buffers = {"inputs": 1}, {}
     try:
+        if case == "method":
+            context_parallel(mesh, batch_seq_dims=dims, method="all-to-all")
+        if case == "documents of the ring":
+            context_parallel(mesh, batch_seq_dims=dims, documents="documents")
+        if case == "documents in dims":
+            context_parallel(mesh, batch_seq_dims={**dims, "documents": 1}, method="ulysses", documents="documents")
+        options = {}
+        if case in ("no documents", "short documents"):
+            options = {"method": "ulysses", "documents": "documents"}
         if case == "no axis":
             context_parallel(build_mesh(), batch_seq_dims=dims)
         if case == "nothing":
@@ -139,8 +148,11 @@ def refused(case: str) -> str:
         if case == "short buffer":
             buffers = {"positions": -1}
         net = shard_model(make(), mesh)
-        step = compose_step(loss_fn, [context_parallel(mesh, batch_seq_dims=dims, buffer_seq_dims=buffers)])
+        sharded = context_parallel(mesh, batch_seq_dims=dims, buffer_seq_dims=buffers, **options)
+        step = compose_step(loss_fn, [sharded])
         given = batch()
+        if case in ("short documents", "unnamed documents"):
+            given["documents"] = given["inputs"][:, :4]
         if case == "length":
             given = {key: value[:, :6] for key, value in given.items()}
         if case == "list":
@@ -160,6 +172,27 @@ REFUSED = [
         "no axis",
         "mesh must have a cp axis, got axes ['dp_replicate', 'dp_shard'] of sizes [1, 2]. "
         "Pass for example dt.build_mesh(cp=2).",
+    ),
+    ("method", "method must be 'ring' or 'ulysses', got 'all-to-all'."),
+    (
+        "documents of the ring",
+        "documents must be None for the ring, which has no documents, got 'documents'. Pass method='ulysses'.",
+    ),
+    (
+        "documents in dims",
+        "documents must not be in batch_seq_dims, got 'documents'. Attention needs the documents of whole rows. Give "
+        "positions that restart in each document with the batch.",
+    ),
+    ("no documents", "the batch has no 'documents', only ['inputs', 'targets']. Correct documents=."),
+    (
+        "short documents",
+        "'documents' must be the document numbers [batch, seq] of whole rows of 8 tokens, got shape [5, 4]. Pass the "
+        "'documents' tensor of a packed batch.",
+    ),
+    (
+        "unnamed documents",
+        "documents must be the key of the documents of a packed batch, got None for a batch with 'documents'. Pass "
+        "method='ulysses', documents='documents', or leave the key out of the batch to attend beyond documents.",
     ),
     ("nothing", "batch_seq_dims must not be empty. Pass for example batch_seq_dims={'input_ids': 1}."),
     ("key", "the batch has no 'tokens', only ['inputs', 'targets']. Name keys of the batch in batch_seq_dims."),

@@ -3,40 +3,16 @@
 import pytest
 import torch
 from torch import nn
-from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import dtrain as dt
 from dtrain.dist.dtensor import full_tensor
 from dtrain.errors import ConfigError, PeerError
+from shard.llama import VOCAB, llama
 
-VOCAB, SEQ, SAMPLES, STEPS = 61, 16, 4, 3
+SEQ, SAMPLES, STEPS = 16, 4, 3
 DIMS = {"input_ids": 1, "labels": 1, "position_ids": 1}
 TOLERANCE = 1e-12  # largest difference of a loss or a parameter, in float64
-
-
-def llama(attention: str, kv_heads: int) -> nn.Module:
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        max_position_embeddings=64,
-        num_key_value_heads=kv_heads,
-        attn_implementation=attention,
-        **sizes,
-    )
-    net = LlamaForCausalLM(config)
-    # The norm of transformers rounds to float32 in every dtype, so no tolerance of float64 would hold.
-    for module in list(net.modules()):
-        for name, child in module.named_children():
-            if isinstance(child, LlamaRMSNorm):
-                setattr(module, name, nn.RMSNorm(len(child.weight), eps=child.variance_epsilon))
-    net.double()
-    for param in net.parameters():
-        if param.ndim == 2:
-            nn.init.normal_(param, std=0.3)  # so large that attention depends on positions
-    return net
 
 
 def batch(step: int, samples: slice = slice(None)) -> dict[str, torch.Tensor]:
@@ -81,9 +57,8 @@ def trained(
     microbatches: str = "",
 ) -> tuple[list[float], torch.Tensor]:
     """Return the losses of some steps and all parameters after them."""
-    if attention == "causal_sdpa":
-        AttentionInterface.register("causal_sdpa", sdpa_attention_forward)
     mesh = dt.build_mesh(**(degrees or {"cp": 2}))
+    assert dt.shard.register_attention() == "dtrain"
     net = llama(attention, kv_heads)
     if checkpointed:
         dt.shard.checkpoint_activations(net, blocks=(LlamaDecoderLayer,))
@@ -116,7 +91,7 @@ CASES = {
 def differences(cases: dict[str, dict]) -> dict[str, float]:
     largest = {}
     for name, options in cases.items():
-        losses, params = trained("causal_sdpa", **options)
+        losses, params = trained("dtrain", **options)
         expected_losses, expected = one_process(options.get("kv_heads", 4))
         pairs = zip(losses, expected_losses, strict=True)
         largest[name] = max((params - expected).abs().max().item(), *(abs(loss - value) for loss, value in pairs))
@@ -141,12 +116,12 @@ def test_llama_in_parts_on_data_parallel_ranks_equals_one_process(ranks):
 
 REFUSED = {
     "eager": ({"attention": "eager"}, "got no call of it on rank 0"),
-    "counted positions": ({"attention": "causal_sdpa", "drop": "position_ids"}, "the module 'model.rotary_emb' must return"),
+    "counted positions": ({"attention": "dtrain", "drop": "position_ids"}, "the module 'model.rotary_emb' must return"),
     "stock sdpa": (
         {"attention": "sdpa", "drop": "position_ids"},
         "the module 'model.rotary_emb' must return",
     ),
-    "labels": ({"attention": "causal_sdpa", "labels_in_model": True}, "not by a model's labels="),
+    "labels": ({"attention": "dtrain", "labels_in_model": True}, "not by a model's labels="),
     "mask of stock sdpa": ({"attention": "sdpa", "labels_in_model": True}, "attn_mask must be None"),
 }
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 import dtrain as dt
 import public
@@ -29,34 +29,36 @@ def test_documented_tp_plan_shards_the_example_model(ranks):
 
 
 def llama_of_the_page() -> list[float]:
-    """Return the loss of the page's step in parts, and the loss of stock attention on whole sequences."""
+    """Return the losses of the page's step and evaluation in parts, and the loss of stock attention on whole packed rows."""
     config = LlamaConfig(vocab_size=31, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2)
     names = {"dt": dt, "torch": torch, "mesh": dt.build_mesh(cp=2), "config": config}
     torch.manual_seed(0)
     exec(compile(BLOCKS[2], str(PAGE), "exec"), names)  # the page's own text
-    batch = names["collate"]([{"ids": torch.randint(0, 31, (9,))} for _ in range(3)])
-    for refused in (lambda: names["attend"](None, sliding_window=4), lambda: names["make_no_mask"](torch.zeros(1, 4))):
-        with pytest.raises(ValueError, match="causal_sdpa: "):
-            refused()
-    config = LlamaConfig(**{**config.to_dict(), "attn_implementation": "sdpa"})
-    whole = LlamaForCausalLM(config)
-    whole.load_state_dict(names["model"].state_dict())
-    expected = torch.nn.functional.cross_entropy(whole(batch["input_ids"]).logits.flatten(0, 1), batch["labels"].flatten())
-    model = dt.shard_model(names["model"], names["mesh"])
-    _, metrics = names["step"](names["step"].init(model, torch.optim.SGD(model.parameters(), lr=0.1)), batch)
-    return [dt.reduce_metrics(metrics)["loss"], expected.item()]
+    documents = [torch.randint(0, 31, (length,)) for length in (5, 3, 9, 7)]
+    blocks = list(dt.data.PackedTokens(documents, seq=12, lengths=[5, 3, 9, 7]))
+    batch = {key: torch.stack([block[key] for block in blocks]) for key in blocks[0]}
+    torch.manual_seed(0)
+    whole = AutoModelForCausalLM.from_config(LlamaConfig(**{**config.to_dict(), "attn_implementation": "sdpa"}))
+    logits = whole(batch["input_ids"], position_ids=batch["positions"], use_cache=False).logits
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+    model, names["valid_loader"] = names["model"], [batch]
+    state = names["step"].init(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    exec(compile(BLOCKS[3], str(PAGE), "exec"), names)
+    _, metrics = names["step"](state, batch)
+    return [dt.reduce_metrics(metrics)["loss"], dt.reduce_metrics(names["metrics"])["loss"], expected.item()]
 
 
 def test_documented_model_of_transformers_has_the_loss_of_one_process(ranks):
-    for loss, expected in ranks(2).run(llama_of_the_page):
-        assert abs(loss - expected) < 1e-5
+    for loss, valid_loss, expected in ranks(2).run(llama_of_the_page):
+        assert loss == pytest.approx(expected, abs=1e-5)
+        assert valid_loss == pytest.approx(expected, abs=1e-5)
 
 
 def test_documented_functions_are_public():
     named = public.named_in(PAGE.read_text())
     assert len(named) >= 10
     assert public.unknown_in(PAGE.read_text()) == set()
-    assert len(BLOCKS) == 3
+    assert len(BLOCKS) == 4
 
 
 def test_documented_files_exist():

@@ -530,7 +530,8 @@ class CollectiveSpec:
         operation: c10d operation.
         args: arguments, each tensor replaced by its shape, dtype and device.
         group: process group.
-        signature: operation, group, root, shapes, dtypes and devices. Collectives with equal signatures are interchangeable.
+        signature: operation, group, root, shapes, dtypes, devices and sizes of blocks. Collectives with equal signatures are
+            interchangeable.
     """
 
     operation: Any
@@ -547,7 +548,10 @@ class CollectiveSpec:
     @property
     def has_variable_sizes(self) -> bool:
         """True if ranks may pass tensors of different sizes."""
-        return _op_name(self.operation) in _VARIABLE_SIZE_OPS
+        name = _op_name(self.operation)
+        # Without sizes of the blocks all ranks pass equal blocks.
+        is_even = name == "alltoall_base_" and not any(isinstance(value, list) and value for value in self.args)
+        return name in _VARIABLE_SIZE_OPS and not is_even
 
     def fingerprint(self) -> list[float]:
         """Return numbers for group, group size and call, equal on all ranks of the group if their collectives match."""
@@ -601,7 +605,11 @@ def _add_tensors(signature: list[object], value: Any) -> None:
         signature += (tuple(value.shape), value.dtype, value.device.type)
     elif isinstance(value, list | tuple):
         for item in value:
-            _add_tensors(signature, item)
+            # Sizes of the blocks of an all-to-all.
+            if isinstance(item, int):
+                signature.append(item)
+            else:
+                _add_tensors(signature, item)
 
 
 def describe_collective(

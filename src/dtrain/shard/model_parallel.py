@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import wraps
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -240,11 +241,13 @@ def count_attention_calls() -> Iterator[list[None]]:
     """
     attend, calls = functional.scaled_dot_product_attention, list[None]()
 
+    @wraps(attend)
     def counted(*args: Any, **options: Any) -> Tensor:
         calls.append(None)
         return attend(*args, **options)
 
-    functional.scaled_dot_product_attention = counted
+    counting: Any = counted
+    functional.scaled_dot_product_attention = counting
     try:
         yield calls
     finally:
@@ -290,6 +293,8 @@ def _checked_arguments() -> Iterator[None]:
         return ring(query, key, value, None, 0.0, True, scale=scale, enable_gqa=enable_gqa)
 
     checked: Any = attend
+    # Attention of transformers asks, because the ring takes no mask.
+    checked.is_ring = True
     functional.scaled_dot_product_attention = checked
     try:
         yield

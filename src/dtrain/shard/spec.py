@@ -39,6 +39,8 @@ class ShardSpec:
         compute_device: device of forward and backward if the parameters are offloaded, else None.
         replica_info: replicas that train separately, which sum gradients only within a replica; see ``split_replicas``. None
             otherwise, and always in the spec of ``shard_model``.
+        documents: batch key of the documents that attention of a training step stays within; see ``context_parallel``. None
+            otherwise.
     """
 
     strategy: Strategy = "none"
@@ -53,6 +55,7 @@ class ShardSpec:
     plain_params: bool = False
     compute_device: torch.device | None = None
     replica_info: ReplicaInfo | None = field(default=None, repr=False)
+    documents: str | None = None
 
     def __reduce__(self) -> tuple[type[ShardSpec], tuple[()]]:
         # A copy of a model is on no mesh.

@@ -37,6 +37,7 @@ from dtrain.dist.step_sync import BackwardSync, RankStatus, StepCounts
 from dtrain.errors import ConfigError, PeerError, StepError
 from dtrain.launch import heartbeats
 from dtrain.memory.device_memory import release_cached_memory
+from dtrain.shard.document_attention import SplitLoss
 from dtrain.shard.grad_sync import grad_sync_of
 from dtrain.shard.spec import get_device, get_spec
 from dtrain.shard.unshard import eval_mode
@@ -76,13 +77,19 @@ def evaluate(
 
     Raises:
         ConfigError: no model; a batch whose samples cannot be counted (the other ranks raise a ``StepError``), or a loss that
-            is not a ``LossSum`` of single numbers.
+            is not a ``LossSum`` of single numbers; a model that trains within documents of packed rows, without ``eval_loss``
+            of its ``context_parallel``.
         StepError: no rank has a batch, or one rank has no batch to repeat.
         Exception: any error of the loader (the other ranks raise a ``StepError``).
     """
     if not isinstance(model, nn.Module):
         advice = "Pass state.model." if hasattr(model, "model") else "Pass the model."
         raise ConfigError(f"evaluate: model must be a torch.nn.Module, got {type(model).__name__}. {advice}")
+    if get_spec(model).documents is not None and not isinstance(loss_fn, SplitLoss):
+        raise ConfigError(
+            "evaluate: loss_fn must attend within documents as the training step does, got a loss without their bounds. Pass "
+            "sequences.eval_loss(loss_fn), where sequences is the transform of context_parallel."
+        )
     started = time.monotonic()
     with spans.span("evaluate"):
         device = get_device(model)

@@ -13,14 +13,13 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 import xxhash
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from dtrain.data.batch import FailedBatch, batch_spec, count_samples, list_tensors, narrow_batch, select_samples
 from dtrain.dist.collectives import all_gather_json, all_gather_numbers
@@ -245,6 +244,35 @@ _TF32 = _Tolerance(output=2e-2, loss=1e-3)
 _LOW_PRECISION = _Tolerance(output=0.15, loss=2e-2)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SequencePart:
+    """This rank's part of a batch of sequences, inside of ``SequenceSplit.part``.
+
+    Args:
+        batch: parts of the batch's sequences, and its other entries.
+        positions: positions of the part in the sequence, ``[n]`` int64.
+        on_loss: wrapper of a loss that runs on ``batch``, or on microbatches of it.
+        count_calls: function that returns the number of calls of attention so far.
+    """
+
+    batch: dict[str, Any]
+    positions: Tensor
+    on_loss: Callable[[LossFn], LossFn]
+    count_calls: Callable[[], int]
+
+
+class SequenceSplit(Protocol):
+    """Way to give each rank a part of each sequence, with attention to the whole sequence."""
+
+    def part(self, model: nn.Module, batch: Mapping[str, Any]) -> AbstractContextManager[SequencePart]:
+        """Return the context in which ``model`` runs on this rank's part of ``batch``, which stays as it is."""
+        ...
+
+    def whole(self, batch: Mapping[str, Any]) -> AbstractContextManager[None]:
+        """Return the context in which a model runs on the whole ``batch``."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class SequenceCheck:
     """Comparison of one run's first batch, in parts and whole.
@@ -252,17 +280,17 @@ class SequenceCheck:
     Args:
         state: state of the first step.
         loss_fn: loss of the step, with all its wrappers.
-        axis: mesh of the ranks that share sequences.
+        ranks: number of ranks that share sequences.
         seq_dims: batch keys -> sequence dims.
-        buffers: buffers that are sharded with the batch, and their sequence dims.
+        split: way to make parts of sequences.
     """
 
     state: TrainState
     loss_fn: LossFn
     _: KW_ONLY
-    axis: DeviceMesh
+    ranks: int
     seq_dims: Mapping[str, int]
-    buffers: list[tuple[Tensor, int]]
+    split: SequenceSplit
 
     def run(self, batch: Batch) -> bool:
         """Compare one sample of ``batch``. Return False if some rank has no valid batch with samples; nothing is compared then.
@@ -293,21 +321,10 @@ class SequenceCheck:
         return True
 
     def _run_parts(self, sample: dict[str, Any], outputs: _Outputs) -> dict[str, list[float]]:
-        # The import takes as long as half of torch, and only a model with a cp axis needs it.
-        from dtrain.shard.model_parallel import count_attention_calls, ring_attention
-
         def forward(model: nn.Module, _: Batch) -> LossSum:
-            part = _clone(sample)
-            sequences = [(part[key], dim % part[key].ndim) for key, dim in self.seq_dims.items()]
-            length = sequences[0][0].shape[sequences[0][1]]
-            positions = torch.arange(length, device=self.state.device)
-            with (
-                ring_attention(self.axis, [*sequences, (positions, 0)], self.buffers),
-                count_attention_calls() as calls,
-                outputs.recorded(positions),
-            ):
-                loss = self.loss_fn(model, part)
-            outputs.positions, outputs.attention_calls = positions.cpu(), len(calls)
+            with self.split.part(model, sample) as part, outputs.recorded(part.positions):
+                loss = part.on_loss(self.loss_fn)(model, part.batch)
+                outputs.positions, outputs.attention_calls = part.positions.cpu(), part.count_calls()
             return loss
 
         loss = self._forward(forward)
@@ -322,8 +339,9 @@ class SequenceCheck:
 
     def _run_whole(self, sample: dict[str, Any], outputs: _Outputs) -> dict[str, list[float]] | None:
         def forward(model: nn.Module, _: Batch) -> LossSum:
-            with outputs.compared():
-                return self.loss_fn(model, _clone(sample))
+            copy = {key: value.clone() if isinstance(value, Tensor) else value for key, value in sample.items()}
+            with self.split.whole(sample), outputs.compared():
+                return self.loss_fn(model, copy)
 
         try:
             return _loss_numbers(self._forward(forward))
@@ -372,7 +390,7 @@ class SequenceCheck:
                     f"batch_seq_dims (position_ids), got only {sorted(self.seq_dims)}, or a table in buffer_seq_dims. "
                     f"{_SWITCH_OFF}"
                 )
-        _compare_losses(rows, tolerance.loss, self.axis.size())
+        _compare_losses(rows, tolerance.loss, self.ranks)
 
 
 def _warn(problem: str, advice: str) -> None:
@@ -391,10 +409,6 @@ def _first_sample(batch: Batch, seq_dims: Mapping[str, int]) -> dict[str, Any]:
         with suppress(ConfigError):
             return dict(narrow_batch(batch, 0, 1))
     return dict(batch)
-
-
-def _clone(sample: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value.clone() if isinstance(value, Tensor) else value for key, value in sample.items()}
 
 
 def _loss_numbers(loss: Any) -> dict[str, list[float]]:

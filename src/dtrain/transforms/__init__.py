@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from dtrain.transforms.combinators import every as every
     from dtrain.transforms.combinators import masked as masked
     from dtrain.transforms.combinators import on_batch as on_batch
+    from dtrain.transforms.context_sharding import ContextParallelTransform as ContextParallelTransform
     from dtrain.transforms.context_sharding import context_parallel as context_parallel
     from dtrain.transforms.gradients.clipping import adaptive_clip as adaptive_clip
     from dtrain.transforms.gradients.clipping import centralize_gradients as centralize_gradients
