@@ -1,0 +1,355 @@
+"""List the pairs that were written without knowledge of the tool, and what it said about them.
+
+Each folder has a correct script, ``twin.py``, and ``bug.diff``, which makes a mistake in it. The authors knew that the tool compares
+runs on several ranks, repeated runs and resumes, and had not seen its code, its tests or its pages. Each pair was proven once, on
+2026-11-29, after all changes of the tool. ``first`` and ``objection`` are what it said then.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+FOLDER = Path(__file__).parent
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pair:
+    """A bug and its correct twin.
+
+    Args:
+        name: folder.
+        bug: the mistake, by its author.
+        visible: False if all layouts share the mistake, so that no comparison of runs can show it, by its author.
+        first: first cause that the proof of the bug named; "" if it found no difference.
+        found: True if the proof objected to the bug with a finding that it does not have for the twin.
+        right: True if the first cause is that of the bug, by reading both.
+        objection: first cause that the proof of the twin named, a false alarm; "" without one.
+    """
+
+    name: str
+    bug: str
+    visible: bool = True
+    first: str = ""
+    found: bool = False
+    right: bool = False
+    objection: str = ""
+
+    @property
+    def twin(self) -> Path:
+        """Path of the correct script."""
+        return FOLDER / self.name / "twin.py"
+
+    def text_of_bug(self) -> str:
+        """Return the script with the mistake."""
+        lines, result, position = self.twin.read_text(encoding="utf-8").splitlines(keepends=True), list[str](), 0
+        for line in (FOLDER / self.name / "bug.diff").read_text(encoding="utf-8").splitlines(keepends=True)[2:]:
+            if line.startswith("@@"):
+                begin = int(line.split()[1].removeprefix("-").split(",")[0]) - 1
+                result += lines[position:begin]
+                position = begin
+            elif line.startswith("+"):
+                result.append(line[1:])
+            elif line[0] in " -":
+                assert lines[position].rstrip("\n") == line[1:].rstrip("\n"), f"{self.name}: bug.diff does not fit twin.py"
+                result += lines[position : position + 1] if line[0] == " " else []
+                position += 1
+        return "".join(result + lines[position:])
+
+
+PAIRS = (
+    Pair(
+        name="a01_ring_gan",
+        bug=(
+            "Every rank draws its noise from a generator with the same seed, so the ranks' fake samples are copies of "
+            "each other and the global noise batch depends on the number of ranks."
+        ),
+        first="sampler_seed_per_rank",
+        found=True,
+    ),
+    Pair(
+        name="a02_digit_vae",
+        bug="Reparametrisation uses exp(logvar) as standard deviation instead of exp(0.5*logvar).",
+        visible=False,
+    ),
+    Pair(
+        name="a03_fsdp2_encoder",
+        bug=(
+            "Gradient norm is computed from the local shards only, no all-reduce; every rank clips its shard by another factor."
+        ),
+        first="clip_local_norm",
+        found=True,
+        right=True,
+    ),
+    Pair(
+        name="a04_zero_cnn",
+        bug="After a resume only rank 0 loads the optimizer state, the other ranks' shards of Adam moments start from zero.",
+        first="unknown",
+        found=True,
+    ),
+    Pair(
+        name="a05_padded_lm",
+        bug=(
+            "Each microbatch's mean over its own non-pad tokens is averaged with equal weight instead of dividing by "
+            "the step's total token count."
+        ),
+        first="local_loss_count",
+        found=True,
+        right=True,
+    ),
+    Pair(
+        name="a06_tp_mlp",
+        bug="The row-parallel layer adds its replicated bias before the all-reduce, so the bias is added once per rank.",
+        first="weights_differ_between_ranks",
+        objection="weights_differ_between_ranks",
+    ),
+    Pair(
+        name="a07_seqpar_attention",
+        bug="Position embedding starts at 0 on each rank's slice of the sequence, no offset (the causal mask has it).",
+        first="padding_in_loss",
+        found=True,
+    ),
+    Pair(
+        name="a08_compiled_mixer",
+        bug=(
+            "The compiled module's state dict (keys prefixed with _orig_mod.) is saved and loaded into the plain net "
+            "with strict=False on resume, so no weight is restored while optimizer and step are."
+        ),
+    ),
+    Pair(
+        name="a09_reinforce_track",
+        bug="Returns are normalised with mean and deviation of the rank's own environments.",
+        first="samples_interact",
+        found=True,
+        right=True,
+    ),
+    Pair(
+        name="a10_toy_ddpm",
+        bug="EMA weights are not in the checkpoint; after a resume the EMA copy restarts from the raw weights.",
+        first="state_not_saved",
+        found=True,
+        right=True,
+    ),
+    Pair(
+        name="a11_stream_forecast",
+        bug=(
+            "The stream ignores get_worker_info, so both workers deliver the same samples and every global batch is "
+            "trained on twice."
+        ),
+        visible=False,
+    ),
+    Pair(
+        name="a12_bpr_sampler",
+        bug="Sampler.set_epoch is never called, every epoch has the same order.",
+        visible=False,
+    ),
+    Pair(
+        name="a13_lbfgs_poisson",
+        bug=(
+            "The backtracking test evaluates the loss on the rank's own rows only, so ranks accept different step "
+            "lengths and their weights drift apart."
+        ),
+        first="gradient_not_reduced",
+        objection="gradient_not_reduced",
+    ),
+    Pair(
+        name="a14_two_tower",
+        bug=(
+            "Embeddings of other ranks are gathered without gradient, only the own slot is put back, while each rank "
+            "takes the loss of its own rows only."
+        ),
+        first="gradient_not_of_loss",
+        found=True,
+        right=True,
+    ),
+    Pair(
+        name="a15_lora_classifier",
+        bug=(
+            "Adapter checkpoint keeps only the keys with 'lora_', the trained classification head is missing and "
+            "starts afresh on resume (strict=False)."
+        ),
+        first="parameters_not_saved",
+        found=True,
+        right=True,
+    ),
+    Pair(
+        name="a16_stateful_lstm",
+        bug="Carried hidden and cell state is not saved, restarts from zeros on resume.",
+        first="state_not_saved",
+        found=True,
+        right=True,
+    ),
+    Pair(
+        name="a17_seg_miou",
+        bug="Mean IoU is computed per rank on its part of the validation set and then averaged over the ranks.",
+        first="metric_mean_of_means",
+        found=True,
+        right=True,
+    ),
+    Pair(
+        name="a18_sharded_ctr",
+        bug=(
+            "The sharded table's gradient is the sum over the ranks' local mean losses, not divided by the number of "
+            "ranks as DDP does for the dense part."
+        ),
+        first="weights_differ_between_ranks",
+        objection="weights_differ_between_ranks",
+    ),
+    Pair(
+        name="a19_gnn_multitask",
+        bug="The learned task weights (log_vars of the criterion) are not handed to the optimizer and stay at zero.",
+        visible=False,
+    ),
+    Pair(
+        name="a20_text_vocab",
+        bug=(
+            "Word ids come from iterating over a Python set of strings, so the mapping changes in every process (hash "
+            "randomisation): between ranks, between runs, after a resume."
+        ),
+        first="not_deterministic",
+        found=True,
+        right=True,
+    ),
+    Pair(
+        name="b01_moe_router",
+        bug=(
+            "The z-loss is added as a mean to a summed cross entropy (z.mean() instead of z.sum()), so the step "
+            "divides it by the weight once more."
+        ),
+        first="loss_weighting",
+        found=True,
+        right=True,
+    ),
+    Pair(
+        name="b02_gru_lm",
+        bug="The per-token mean is weighted by the number of sequences instead of the number of targets.",
+        first="loss_weighting",
+        found=True,
+        right=True,
+    ),
+    Pair(
+        name="b03_twin_views",
+        bug="The negatives are those of the own rank only, no gather.",
+        first="samples_interact",
+        found=True,
+        right=True,
+    ),
+    Pair(
+        name="b04_beta_vae",
+        bug="The controller's beta lives in a global dict and is not in the checkpoint.",
+        first="state_not_saved",
+        found=True,
+        right=True,
+    ),
+    Pair(
+        name="b05_tagger_accuracy",
+        bug="The validation accuracy is computed of rank 0's counts, without a reduction.",
+        first="metric_of_rank_0",
+        found=True,
+        right=True,
+    ),
+    Pair(
+        name="b06_swa_forecaster",
+        bug="The count of averaged models is kept in the closure of the transform, not in its state.",
+    ),
+    Pair(
+        name="b07_onecycle_mixer",
+        bug="The length of the one-cycle schedule is computed with the per-rank batch, although the loader's batch is global.",
+        first="rate_by_world_size",
+        found=True,
+        right=True,
+    ),
+    Pair(
+        name="b08_semi_supervised",
+        bug="The cursor of the own pool is not named in stateful, so a resume reads the unlabelled points from the beginning.",
+        first="augmentation_by_worker",
+        found=True,
+        objection="augmentation_by_worker",
+    ),
+    Pair(
+        name="b09_bandit_policy",
+        bug="Advantages are normalised with mean and deviation of the own rank's rewards.",
+        first="augmentation_by_worker",
+        found=True,
+    ),
+    Pair(
+        name="b10_ema_export",
+        bug=(
+            "The weights are exported after the use_average block, so the file holds the raw weights while the "
+            "reported score is the EMA's."
+        ),
+        visible=False,
+        first="export_without_ema",
+        found=True,
+        right=True,
+    ),
+    Pair(
+        name="b11_accel_accumulate",
+        bug=(
+            "Clips in every microstep with torch's function, also where gradients are not synchronised, instead of "
+            "once under sync_gradients."
+        ),
+    ),
+    Pair(
+        name="b12_accel_schedule",
+        bug="The scheduler is passed to prepare, which steps it once per process.",
+        first="schedule_by_world_size",
+        found=True,
+        right=True,
+    ),
+    Pair(
+        name="b13_accel_eval",
+        bug="Evaluation uses gather, so samples that pad the last batch are counted twice.",
+        first="evaluation_counts_twice",
+        found=True,
+        right=True,
+    ),
+    Pair(
+        name="b14_accel_resume",
+        bug="The scheduler is neither prepared nor registered for checkpointing.",
+        first="schedule_not_saved",
+        found=True,
+        right=True,
+    ),
+    Pair(
+        name="b15_lora_head",
+        bug=(
+            "The classifier head, unfrozen by hand, is not in the adapter checkpoint (get_peft_model_state_dict holds "
+            "LoRA tensors only)."
+        ),
+        first="parameters_not_saved",
+        found=True,
+        right=True,
+    ),
+    Pair(
+        name="b16_llama_labels",
+        bug="Labels are shifted by the script although the model shifts them itself, so it learns the token after the next.",
+        visible=False,
+    ),
+    Pair(
+        name="b17_bert_sentiment",
+        bug="The attention mask is not passed, so padding takes part and outputs depend on the longest sample of the batch.",
+        first="local_loss_count",
+        found=True,
+        objection="unknown",
+    ),
+    Pair(
+        name="b18_cnn_epochs",
+        bug="Sampler.set_epoch is not called, so each epoch has the same order.",
+        visible=False,
+    ),
+    Pair(
+        name="b19_distill_best",
+        bug="The best student is kept as a reference to state_dict(), so the last weights are exported.",
+        visible=False,
+        first="sampler_without_rank",
+        objection="sampler_without_rank",
+    ),
+    Pair(
+        name="b20_dice_trainer",
+        bug="The batch Dice is computed over the own rank's pictures, without summing over ranks.",
+        first="samples_interact",
+        found=True,
+        right=True,
+    ),
+)
