@@ -34,12 +34,18 @@ class MicrobatchList(list[Batch]):
     ``build_loader(max_tokens=)`` makes it. A step, an evaluation and ``split_batch`` take it like any batch, and run its
     microbatches in order. A ``microbatch_size`` splits them further.
 
+    Args:
+        microbatches: microbatches, in order.
+
     Example:
         >>> import dtrain as dt
         >>> batch = dt.data.MicrobatchList([torch.ones(1, 8), torch.ones(3, 2)])
         >>> [list(microbatch.shape) for microbatch in dt.data.split_batch(batch, 2)]
         [[1, 8], [2, 2], [1, 2]]
     """
+
+    def __init__(self, microbatches: Iterable[Batch] = ()) -> None:
+        super().__init__(microbatches)
 
 
 def list_microbatches(batch: Batch) -> Sequence[Batch]:
