@@ -62,6 +62,6 @@ def test_one_rank_writes_and_a_failure_of_one_is_that_of_all(tmp_path, ranks):
 
 def test_a_model_is_refused_because_its_weights_are_in_shards(tmp_path):
     with pytest.raises(
-        ConfigError, match=r"sources must be configs or tokenizers with save_pretrained, got GPT2LMHeadModel. Pass"
+        ConfigError, match=r"configs must be configs or tokenizers with save_pretrained, got GPT2LMHeadModel. Pass"
     ):
         save_pretrained_files(tmp_path, gpt2())

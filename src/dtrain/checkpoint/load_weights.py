@@ -26,7 +26,7 @@ from dtrain.dist.collectives import all_gather_json, broadcast_decision, raise_o
 from dtrain.dist.dtensor import to_local
 from dtrain.dist.init import get_dist_info
 from dtrain.errors import CheckpointError, CheckpointMismatchError, ConfigError
-from dtrain.fqn import buffers_by_fqn, compile_patterns, modules_by_fqn, parameters_by_fqn
+from dtrain.fqn import buffers_by_fqn, compile_patterns, is_of_peft, modules_by_fqn, parameters_by_fqn
 from dtrain.shard.buffers import persistent_buffers
 from dtrain.shard.spec import get_spec
 from dtrain.shard.unshard import reshard
@@ -300,9 +300,9 @@ def _base_names(model: nn.Module) -> _BaseNames:
         parent = modules[parent_name] if name else None
         base = base_of.get(parent_name, "")
         base_of[name] = _base_name(parent, base, key, is_copy=parent_name in copies)
-        if key == "modules_to_save" and base_of[name] is not None and _is_of_peft(parent, "AuxiliaryTrainingWrapper"):
+        if key == "modules_to_save" and base_of[name] is not None and is_of_peft(parent, "AuxiliaryTrainingWrapper"):
             copies.add(name)
-        is_adapter = base_of[name] is None or _is_of_peft(module, "BaseTunerLayer", "PeftModel")
+        is_adapter = base_of[name] is None or is_of_peft(module, "BaseTunerLayer", "PeftModel")
         for tensor in (*module._parameters, *module._buffers):
             full_name = f"{name}.{tensor}" if name else tensor
             if is_adapter:
@@ -318,21 +318,17 @@ def _base_name(parent: nn.Module | None, base: str | None, key: str, *, is_copy:
     """Return the name of the module ``key`` of ``parent`` in the base model, where ``parent`` has the name ``base``."""
     if base is None or is_copy:
         return base
-    if _is_of_peft(parent, "PeftModel"):
+    if is_of_peft(parent, "PeftModel"):
         return base if key == "base_model" else None
-    if _is_of_peft(parent, "BaseTuner") and key == "model":
+    if is_of_peft(parent, "BaseTuner") and key == "model":
         return base
-    if _is_of_peft(parent, "BaseTunerLayer", "AuxiliaryTrainingWrapper"):
+    if is_of_peft(parent, "BaseTunerLayer", "AuxiliaryTrainingWrapper"):
         return base if key in ("base_layer", "original_module", "modules_to_save") else None
     return f"{base}.{key}".lstrip(".")
 
 
 def _is_copy(name: str) -> bool:
     return ".modules_to_save." in name
-
-
-def _is_of_peft(module: nn.Module | None, *names: str) -> bool:
-    return any(base.__name__ in names and base.__module__.startswith("peft.") for base in type(module).__mro__)
 
 
 def _stored_region(tensor: Tensor, shape: Sequence[int]) -> Region:

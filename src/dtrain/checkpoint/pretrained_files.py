@@ -21,12 +21,12 @@ _CALLER = "save_pretrained_files"
 _FOLDER = "pretrained"
 
 
-def save_pretrained_files(root: AnyPath | str, *sources: Any) -> AnyPath:
+def save_pretrained_files(root: AnyPath | str, *configs: Any) -> AnyPath:
     """Write configs and tokenizers into ``<root>/pretrained``, where ``dt.checkpoint.convert`` finds them.
 
     Args:
         root: folder or URL of the checkpoints, as for ``save_sharded``; created if missing.
-        sources: objects with ``save_pretrained(folder)`` that write no weights: ``model.config``, ``model.generation_config``,
+        configs: objects with ``save_pretrained(folder)`` that write no weights: ``model.config``, ``model.generation_config``,
             a tokenizer, ``model.peft_config["default"]``.
 
     Returns:
@@ -41,13 +41,13 @@ def save_pretrained_files(root: AnyPath | str, *sources: Any) -> AnyPath:
         dt.checkpoint.convert("ckpt", "bert-hf", to="hf")
 
     Raises:
-        ConfigError: a source without ``save_pretrained``, or a model, whose weights are in shards. All ranks raise.
+        ConfigError: an object without ``save_pretrained``, or a model, whose weights are in shards. All ranks raise.
         CheckpointError: a failed file operation.
         PeerError: another rank failed.
     """
     folder = storage.resolve_path(root) / _FOLDER
     with raise_on_all_ranks(_CALLER):
-        savers = [_saver(source) for source in sources]
+        savers = [_saver(config) for config in configs]
         if get_dist_info().rank == 0:
             with tempfile.TemporaryDirectory() as scratch:
                 for save in savers:
@@ -63,11 +63,11 @@ def save_pretrained_files(root: AnyPath | str, *sources: Any) -> AnyPath:
     return folder
 
 
-def _saver(source: Any) -> Callable[[str], object]:
-    save: Callable[[str], object] | None = getattr(source, "save_pretrained", None)
-    if save is None or hasattr(source, "parameters"):
+def _saver(config: Any) -> Callable[[str], object]:
+    save: Callable[[str], object] | None = getattr(config, "save_pretrained", None)
+    if save is None or hasattr(config, "parameters"):
         raise ConfigError(
-            f"{_CALLER}: sources must be configs or tokenizers with save_pretrained, got {type(source).__name__}. "
+            f"{_CALLER}: configs must be configs or tokenizers with save_pretrained, got {type(config).__name__}. "
             "Pass model.config and the tokenizer."
         )
     return save
