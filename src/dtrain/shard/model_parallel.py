@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -204,6 +204,7 @@ def apply_tp_plan(
                 f"shard_model: tp_plan: {style} does not fit {entry.name!r}, a {kind}: {str(problem).rstrip('.')}. "
                 "Choose a style for this kind of module."
             ) from problem
+        entry.module.register_forward_hook(_wait_for_output)
         for key, buffer in entry.module.named_buffers():
             if is_dtensor(buffer):
                 raise ConfigError(
@@ -221,6 +222,29 @@ def apply_tp_plan(
         for _, module, key in places:
             module.register_parameter(key, first)
     return mesh[tuple(name for name in mesh.mesh_dim_names or () if name != "tp")]
+
+
+def _wait_for_output(module: nn.Module, args: object, output: Any) -> Any:
+    """Return the output of a planned module without torch's wrapper of a running collective.
+
+    A compiled block that gets such a wrapper computes a wrong gradient of its input (torch 2.13). An operation outside of
+    compiled code would wait, too.
+    """
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+    return _Wait.apply(output) if isinstance(output, AsyncCollectiveTensor) else output
+
+
+class _Wait(torch.autograd.Function):
+    """The tensor of a collective, once it has arrived. No copy."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Any) -> Tensor:  # type: ignore[override,unused-ignore]
+        return cast(Tensor, output.trigger_wait())
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override,unused-ignore]
+        return grad
 
 
 def _check_placements(
