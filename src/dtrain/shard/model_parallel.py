@@ -239,11 +239,11 @@ class _Wait(torch.autograd.Function):
     """The tensor of a collective, once it has arrived. No copy."""
 
     @staticmethod
-    def forward(ctx: Any, output: Any) -> Tensor:  # type: ignore[override,unused-ignore]
+    def forward(ctx: Any, output: Any) -> Tensor:
         return cast(Tensor, output.trigger_wait())
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override,unused-ignore]
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
         return grad
 
 
