@@ -232,7 +232,8 @@ def _wait_for_output(module: nn.Module, args: object, output: Any) -> Any:
     """
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
-    return _Wait.apply(output) if isinstance(output, AsyncCollectiveTensor) else output
+    wait: Any = _Wait.apply
+    return wait(output) if isinstance(output, AsyncCollectiveTensor) else output
 
 
 class _Wait(torch.autograd.Function):
