@@ -7,7 +7,7 @@ module whose name becomes part of all parameter names. Checkpoints must not depe
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
@@ -48,6 +48,20 @@ def unwrap_module(model: nn.Module) -> nn.Module:
     while (inner := _inner_module(model)) is not None:
         model = inner
     return model
+
+
+def is_transformers_model(module: nn.Module) -> bool:
+    """Return True for a model of Hugging Face's transformers, without an import of the library."""
+    return _has_base(module, "transformers", ["PreTrainedModel"])
+
+
+def is_of_peft(module: nn.Module | None, *names: str) -> bool:
+    """Return True for a module of one of these classes of Hugging Face's peft, without an import of the library."""
+    return _has_base(module, "peft", names)
+
+
+def _has_base(module: nn.Module | None, package: str, names: Collection[str]) -> bool:
+    return any(base.__name__ in names and base.__module__.startswith(f"{package}.") for base in type(module).__mro__)
 
 
 def _inner_module(module: nn.Module) -> nn.Module | None:

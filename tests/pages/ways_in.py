@@ -36,6 +36,16 @@ DataSpec.batch_transforms DataSpec.microbatch_transforms DataSpec.split_batch Da
 DataSpec.get_num_tokens_in_batch Evaluator.label Evaluator.dataloader Evaluator.metric_names Evaluator.subset_num_batches
 Evaluator.eval_interval Evaluator.device_eval_microbatch_size
 """
+COMPOSER_MODELS = """
+HuggingFaceModel HuggingFaceModel.model HuggingFaceModel.tokenizer HuggingFaceModel.use_logits HuggingFaceModel.metrics
+HuggingFaceModel.eval_metrics HuggingFaceModel.shift_labels HuggingFaceModel.allow_embedding_resizing
+HuggingFaceModel.peft_config HuggingFaceModel.should_save_peft_only HuggingFaceModel.forward HuggingFaceModel.eval_forward
+HuggingFaceModel.loss HuggingFaceModel.get_metrics HuggingFaceModel.update_metric HuggingFaceModel.generate
+HuggingFaceModel.get_metadata HuggingFaceModel.state_dict HuggingFaceModel.hf_from_composer_checkpoint
+HuggingFaceModel.load_huggingface_tokenizer_from_saved_state HuggingFaceModel.load_huggingface_model_from_saved_state
+write_huggingface_pretrained_from_composer_checkpoint ComposerClassifier ComposerModel LanguageCrossEntropy LanguagePerplexity
+MaskedAccuracy BinaryF1Score CrossEntropy MIoU Dice Generate soft_cross_entropy binary_cross_entropy_with_logits DiceLoss
+"""
 COMPOSER_OBSERVING = """
 ActivationMonitor CheckpointSaver EarlyStopper ExportForInferenceCallback Generate ImageVisualizer LoadCheckpoint LRMonitor
 MemoryMonitor MemorySnapshot NaNMonitor OOMObserver OptimizerMonitor RuntimeEstimator SpeedMonitor SystemMetricsMonitor
@@ -203,6 +213,7 @@ PAGES = {
         "parallelism_config": COMPOSER_PARALLELISM,
         "Launcher": COMPOSER_LAUNCHER,
     },
+    "from_composer_models.md": {"Row by row": COMPOSER_MODELS},  # mosaicml 0.32.1
     "from_ddp.md": {"Call by call": DDP},  # torch 2.13.0
     "from_deepspeed.md": {  # deepspeed 0.19.8
         "Batches and gradients": DEEPSPEED_BATCH,

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from dtrain.checkpoint.extra import per_rank as per_rank
     from dtrain.checkpoint.load import Restored as Restored
     from dtrain.checkpoint.load_weights import LoadWeightsResult as LoadWeightsResult
+    from dtrain.checkpoint.pretrained_files import save_pretrained_files as save_pretrained_files
     from dtrain.checkpoint.reader import verify as verify
     from dtrain.checkpoint.retention import prune as prune
     from dtrain.checkpoint.save import SaveHandle as SaveHandle

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
@@ -20,13 +20,13 @@ from dtrain.checkpoint.fetch import copy_into_
 from dtrain.checkpoint.layout import TensorRef
 from dtrain.checkpoint.mismatch import MismatchRow, check_targets
 from dtrain.checkpoint.model_state import finish_load
-from dtrain.checkpoint.plan import local_region
+from dtrain.checkpoint.plan import Region, local_region
 from dtrain.checkpoint.weights import are_equal, open_safetensors, open_step, read_batch
 from dtrain.dist.collectives import all_gather_json, broadcast_decision, raise_on_all_ranks
 from dtrain.dist.dtensor import to_local
 from dtrain.dist.init import get_dist_info
 from dtrain.errors import CheckpointError, CheckpointMismatchError, ConfigError
-from dtrain.fqn import buffers_by_fqn, compile_patterns, modules_by_fqn, parameters_by_fqn
+from dtrain.fqn import buffers_by_fqn, compile_patterns, is_of_peft, modules_by_fqn, parameters_by_fqn
 from dtrain.shard.buffers import persistent_buffers
 from dtrain.shard.spec import get_spec
 from dtrain.shard.unshard import reshard
@@ -62,7 +62,12 @@ class LoadWeightsResult:
 
 @explain_arguments
 def load_weights_(
-    model: nn.Module, path: AnyPath | str, *, rename: Rename | None = None, ignore: Sequence[str] = ()
+    model: nn.Module,
+    path: AnyPath | str,
+    *,
+    rename: Rename | None = None,
+    ignore: Sequence[str] = (),
+    extend_rows: Sequence[str] = (),
 ) -> LoadWeightsResult:
     """Copy stored weights into ``model`` by name. Every rank reads the bytes of its own shards only.
 
@@ -89,6 +94,11 @@ def load_weights_(
             that a mapping lacks do not change.
         ignore: patterns of names in the model that need not be stored (``*`` matches text without a dot, ``**`` any text)
             and then keep their values, such as a new head.
+        extend_rows: patterns of names of parameters that may have more rows than stored, such as the embedding of a larger
+            vocabulary. The stored rows come first, and the further rows keep their values.
+
+    Under adapters of peft, stored names of the base model need no ``rename``: the tensors go into ``base_layer``, and into the
+    trained copies of ``modules_to_save``. Adapters keep their values if the files store none of their tensors.
 
     All parameters and persistent buffers of the model must be stored in the same shape, tied tensors under any of their names.
     Floating-point dtypes are cast to the dtypes of the model; other dtypes must be equal. The extra state of modules does not
@@ -117,16 +127,23 @@ def load_weights_(
             advice = _ADAPTER_ADVICE if read_manifest(source).scope == "trainable" else _ADVICE
         else:
             files = open_safetensors(source)
-        match = _match_by_name(files.refs, model, rename, ignore, caller=f"{_CALLER}: {source}", advice=advice)
+        match = _match_by_name(files.refs, model, rename, ignore, extend_rows, caller=f"{_CALLER}: {source}", advice=advice)
         check_targets({match.names[key]: tensor for key, tensor in match.targets.items()}, f"{_CALLER}: {source}")
+        regions = {key: _stored_region(tensor, files.refs[key].shape) for key, tensor in match.targets.items()}
         # Files of models with tied weights may store them twice.
         for first, other in match.duplicates:
-            if not are_equal(files, first, other, [local_region(match.targets[first])]):
+            if not are_equal(files, first, other, [regions[first]]):
                 raise CheckpointMismatchError(
                     f"{_CALLER}: {source}: {first!r} and {other!r} must be equal, because both are {match.names[first]!r} of "
                     "the model. Leave out one of them with rename=."
                 )
-        tensors = read_batch(files, {name: local_region(tensor) for name, tensor in match.targets.items()})
+        tensors = read_batch(files, regions)
+        # Copies of a tensor may have other shards.
+        copies = [
+            (to_local(copy), read_batch(files, {key: _stored_region(copy, files.refs[key].shape)})[key])
+            for key, copies_of_tensor in match.copies.items()
+            for copy in copies_of_tensor.values()
+        ]
     names = hashlib.sha256(layout.canonical_json(sorted(match.names.items()))).hexdigest()
     hashes_by_rank = all_gather_json([files.content_hash, names])
     for rank, hashes in enumerate(hashes_by_rank):
@@ -136,9 +153,12 @@ def load_weights_(
                 "share the file system."
             )
     with torch.no_grad():
-        copy_into_({name: to_local(tensor) for name, tensor in match.targets.items()}, tensors)
+        targets = {key: _first_rows(to_local(tensor), tensors[key]) for key, tensor in match.targets.items()}
+        copy_into_(targets, tensors)
+        for copy, tensor in copies:
+            _first_rows(copy, tensor).copy_(tensor)
         finish_load(model, {})
-    loaded = tuple(match.names[name] for name in match.targets)
+    loaded = tuple(name for key in match.targets for name in (match.names[key], *match.copies.get(key, ())))
     return LoadWeightsResult(path=source, loaded=loaded, kept=tuple(match.kept), left_out=tuple(match.left_out))
 
 
@@ -149,6 +169,7 @@ class _NameMatch:
     Args:
         targets: tensor of the model, by stored name.
         names: name in the model, by stored name.
+        copies: further tensors of the model that are loaded from the same stored tensor, by name, by stored name.
         duplicates: pairs of stored names of one tensor of the model; the first name is in ``targets``.
         kept: names in the model that are not stored and need not be stored.
         left_out: stored names that ``rename`` maps to None.
@@ -156,6 +177,7 @@ class _NameMatch:
 
     targets: Mapping[str, Tensor]
     names: Mapping[str, str]
+    copies: Mapping[str, Mapping[str, Tensor]]
     duplicates: Sequence[tuple[str, str]]
     kept: Sequence[str]
     left_out: Sequence[str]
@@ -166,6 +188,7 @@ def _match_by_name(
     model: nn.Module,
     rename: Rename | None,
     ignore: Sequence[str],
+    extend_rows: Sequence[str],
     *,
     caller: str,
     advice: str,
@@ -177,24 +200,39 @@ def _match_by_name(
         CheckpointMismatchError: tensors without match or of another shape or dtype; lists the first ten.
     """
     here, aliases = _model_tensors(model, caller)
-    allowed = _ignore_matcher(ignore, {*here, *aliases}, caller)
-    names = _apply_rename(refs, rename, caller)
+    allowed = _pattern_matcher("ignore", ignore, {*here, *aliases}, caller)
+    may_extend = _pattern_matcher("extend_rows", extend_rows, {*here, *aliases}, caller)
+    longer = {aliases.get(name, name) for name in filter(may_extend, (*here, *aliases))}
+    base = _base_names(model)
+    names, copies = _apply_rename(refs, rename, caller), dict[str, dict[str, Tensor]]()
     rows: list[MismatchRow] = []
     stored_as: dict[str, str] = {}
     duplicates = []
-    for name, model_name in names.items():
+    for name, renamed in list(names.items()):
+        model_name, *further = [renamed] if renamed in here or renamed in aliases else base.places.get(renamed, [renamed])
+        names[name] = model_name
         first = aliases.get(model_name, model_name)
         if first in stored_as:
             duplicates.append((stored_as[first], name))
             continue
         stored_as[first] = name
+        copies[name] = {place: here[place] for place in further if place in here}
         tensor = here.get(first)
         label = name if name == model_name else f"{model_name} (stored as {name})"
         if tensor is None:
             rows.append(mismatch.unexpected_row(model_name, str(refs[name]), label=label))
-        elif (row := mismatch.compare_tensor(model_name, refs[name], tensor, allow_cast=True, label=label)) is not None:
-            rows.append(row)
+        else:
+            stored = refs[name]
+            if first in longer and stored.shape and stored.shape[0] < tensor.shape[0]:
+                stored = replace(stored, shape=(tensor.shape[0], *stored.shape[1:]))
+            row = mismatch.compare_tensor(model_name, stored, tensor, allow_cast=True, label=label)
+            if row is not None:
+                rows.append(row)
     may_be_absent = {aliases.get(name, name) for name in filter(allowed, (*here, *aliases))}
+    copied = {place for places in copies.values() for place in places}
+    stored_as |= dict.fromkeys(copied - stored_as.keys(), "")
+    if not base.adapters & stored_as.keys():
+        may_be_absent |= base.adapters
     absent = [first for first in here if first not in stored_as]
     kept = [first for first in absent if first in may_be_absent]
     for first in absent:
@@ -209,8 +247,9 @@ def _match_by_name(
             "Return at least one name of the model from rename=."
         )
     return _NameMatch(
-        targets={name: here[first] for first, name in stored_as.items()},
-        names={name: names[name] for name in stored_as.values()},
+        targets={name: here[first] for first, name in stored_as.items() if name},
+        names={name: names[name] for name in stored_as.values() if name},
+        copies={name: places for name, places in copies.items() if places},
         duplicates=duplicates,
         kept=kept,
         left_out=[name for name in refs if name not in names],
@@ -237,21 +276,92 @@ def _model_tensors(model: nn.Module, caller: str) -> tuple[dict[str, Tensor], di
     return tensors, aliases
 
 
-def _ignore_matcher(ignore: Sequence[str], names: Iterable[str], caller: str) -> Callable[[str], bool]:
-    if isinstance(ignore, str):
-        raise ConfigError(f"{caller}: ignore must be a list of patterns, got the string {ignore!r}. Write [{ignore!r}].")
-    if not isinstance(ignore, Iterable):
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
+class _BaseNames:
+    """Names of tensors of a model in its base model, if peft has put adapters into it.
+
+    Args:
+        places: names in the model by name in the base model; the trained copies of ``modules_to_save`` come last.
+        adapters: names of the tensors that the base model lacks.
+    """
+
+    places: Mapping[str, Sequence[str]]
+    adapters: frozenset[str]
+
+
+def _base_names(model: nn.Module) -> _BaseNames:
+    """Return the names of a model's tensors in its base model, by the structure of peft's modules, which need not be loaded."""
+    modules = dict(modules_by_fqn(model, include_duplicates=True))
+    base_of, copies = dict[str, str | None](), set[str]()
+    places: dict[str, list[str]] = {}
+    adapters = set[str]()
+    for name, module in modules.items():
+        parent_name, _, key = name.rpartition(".")
+        parent = modules[parent_name] if name else None
+        base = base_of.get(parent_name, "")
+        base_of[name] = _base_name(parent, base, key, is_copy=parent_name in copies)
+        if key == "modules_to_save" and base_of[name] is not None and is_of_peft(parent, "AuxiliaryTrainingWrapper"):
+            copies.add(name)
+        is_adapter = base_of[name] is None or is_of_peft(module, "BaseTunerLayer", "PeftModel")
+        for tensor in (*module._parameters, *module._buffers):
+            full_name = f"{name}.{tensor}" if name else tensor
+            if is_adapter:
+                adapters.add(full_name)
+            else:
+                places.setdefault(f"{base_of[name]}.{tensor}".lstrip("."), []).append(full_name)
+    return _BaseNames(
+        places={base: sorted(names, key=_is_copy) for base, names in places.items()}, adapters=frozenset(adapters)
+    )
+
+
+def _base_name(parent: nn.Module | None, base: str | None, key: str, *, is_copy: bool) -> str | None:
+    """Return the name of the module ``key`` of ``parent`` in the base model, where ``parent`` has the name ``base``."""
+    if base is None or is_copy:
+        return base
+    if is_of_peft(parent, "PeftModel"):
+        return base if key == "base_model" else None
+    if is_of_peft(parent, "BaseTuner") and key == "model":
+        return base
+    if is_of_peft(parent, "BaseTunerLayer", "AuxiliaryTrainingWrapper"):
+        return base if key in ("base_layer", "original_module", "modules_to_save") else None
+    return f"{base}.{key}".lstrip(".")
+
+
+def _is_copy(name: str) -> bool:
+    return ".modules_to_save." in name
+
+
+def _stored_region(tensor: Tensor, shape: Sequence[int]) -> Region:
+    """Return this rank's region of a tensor, without the rows beyond the stored shape."""
+    region = local_region(tensor)
+    if tuple(shape) == tuple(tensor.shape):
+        return region
+    rows = max(0, min(region.size[0], shape[0] - region.offset[0]))
+    return Region(offset=(min(region.offset[0], shape[0]), *region.offset[1:]), size=(rows, *region.size[1:]))
+
+
+def _first_rows(target: Tensor, tensor: Tensor) -> Tensor:
+    return target if target.shape == tensor.shape else target[: len(tensor)]
+
+
+def _pattern_matcher(parameter: str, patterns: Sequence[str], names: Iterable[str], caller: str) -> Callable[[str], bool]:
+    if isinstance(patterns, str):
         raise ConfigError(
-            f"{caller}: ignore must be a list of patterns such as ['head.*'], got {ignore!r}. Put a single pattern into a list."
+            f"{caller}: {parameter} must be a list of patterns, got the string {patterns!r}. Write [{patterns!r}]."
+        )
+    if not isinstance(patterns, Iterable):
+        raise ConfigError(
+            f"{caller}: {parameter} must be a list of patterns such as ['head.*'], got {patterns!r}. "
+            "Put a single pattern into a list."
         )
     names = list(names)
-    for pattern in ignore:
-        if not any(map(compile_patterns([pattern], caller=f"{caller}: ignore"), names)):
+    for pattern in patterns:
+        if not any(map(compile_patterns([pattern], caller=f"{caller}: {parameter}"), names)):
             raise ConfigError(
-                f"{caller}: ignore must match names of the model, got {pattern!r}. * matches text without a dot, ** any text. "
-                "Print [name for name, _ in model.named_parameters()] to see the names."
+                f"{caller}: {parameter} must match names of the model, got {pattern!r}. * matches text without a dot, ** any "
+                "text. Print [name for name, _ in model.named_parameters()] to see the names."
             )
-    return compile_patterns(ignore, caller=f"{caller}: ignore")
+    return compile_patterns(patterns, caller=f"{caller}: {parameter}")
 
 
 def _apply_rename(refs: Mapping[str, TensorRef], rename: Rename | None, caller: str) -> dict[str, str]:

@@ -45,7 +45,7 @@ from dtrain.shard.precision import (
 )
 from dtrain.shard.replicate import make_bucket_reducer
 from dtrain.shard.spec import Accumulate, Buffers, ShardSpec, Strategy, attach_spec, get_spec
-from dtrain.shard.unshard import register_forward_methods
+from dtrain.shard.unshard import generate_in_lockstep, register_forward_methods
 from dtrain.shard.wrapping import Blocks, IgnoredParams, WrapPlan, plan_wrapping
 from dtrain.typing import Plain
 
@@ -141,7 +141,8 @@ def shard_model(
             empty parameters are always ignored.
         tp_plan: module names (as in ``blocks``) -> parallel styles such as ``ColwiseParallel()`` from
             ``torch.distributed.tensor.parallel``, applied in order over the ``tp`` axis. Other parameters are replicated along
-            ``tp``, so their input activations must be equal on all ranks along ``tp``.
+            ``tp``, so their input activations must be equal on all ranks along ``tp``. ``"auto"`` takes the plan of a model of
+            transformers, if torch has its styles.
         offload: ``"params"`` stores shards, gradients and optimizer state in host memory (pinned if there is an accelerator),
             and the optimizer runs on the CPU. Units are copied to the device to be gathered. Ignored parameters stay on the
             device.
@@ -205,6 +206,7 @@ def shard_model(
         _apply_comm_config(model, wrap_plan, resolved_comm)
         register_forward_methods(wrap_plan.forward_methods)
         share_attributes(model)
+        generate_in_lockstep(model, True)
     objects.carry_over_()
     index, count = data_rank(mesh)
     spec = ShardSpec(

@@ -39,7 +39,7 @@ from dtrain.dist.dtensor import is_dtensor, local_slice, to_local
 from dtrain.dist.init import get_dist_info
 from dtrain.dist.rng import seeded_rng
 from dtrain.errors import ConfigError
-from dtrain.fqn import modules_by_fqn, parameters_by_fqn, unwrap_module
+from dtrain.fqn import is_transformers_model, modules_by_fqn, parameters_by_fqn, unwrap_module
 from dtrain.shard.fsdp2_private import init_root
 from dtrain.shard.params import ParamObjects, param_places
 from dtrain.shard.spec import get_spec
@@ -162,8 +162,7 @@ def _check_init_given(model: nn.Module) -> None:
         ConfigError: a transformers model without ``init``.
     """
     for name, module in modules_by_fqn(model):
-        bases = [base for base in type(module).__mro__ if base.__name__ == "PreTrainedModel"]
-        if any(base.__module__.startswith("transformers.") for base in bases) and any(p.is_meta for p in module.parameters()):
+        if is_transformers_model(module) and any(p.is_meta for p in module.parameters()):
             raise ConfigError(
                 f"materialize: {type(module).__name__} of transformers does not initialize weights on meta. Pass "
                 f"init=model.{f'{name}.' if name else ''}_init_weights."

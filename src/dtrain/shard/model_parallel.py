@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import wraps
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,15 +22,16 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from dtrain.dist.dtensor import chunks_per_dim, describe_placement, is_dtensor, to_local
 from dtrain.dist.mesh import MODEL_AXES, axis_size
 from dtrain.errors import ConfigError
-from dtrain.fqn import compile_patterns, modules_by_fqn
+from dtrain.fqn import compile_patterns, modules_by_fqn, unwrap_module
 from dtrain.shard.params import param_places
 
 # A step of a plain model imports this module, and an import of DTensors takes half as long as that of torch.
 if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
 
-TensorParallelPlan: TypeAlias = "Mapping[str, ParallelStyle]"
-"""Module name patterns (as in ``blocks``; ``""`` is the model itself) -> parallel styles, applied in this order."""
+TensorParallelPlan: TypeAlias = "Mapping[str, ParallelStyle] | Literal['auto']"
+"""Module name patterns (as in ``blocks``; ``""`` is the model itself) -> parallel styles, applied in this order; or ``"auto"``,
+the plan of a model of transformers."""
 
 _FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -54,7 +55,7 @@ def resolve_tp_plan(model: nn.Module, plan: TensorParallelPlan | None, mesh: Dev
 
     Raises:
         ConfigError: a plan without a ``tp`` axis or an axis without a plan, a mesh whose last axes are not ``cp`` and ``tp``, a
-            name without a match, or a style that is no ``ParallelStyle``.
+            name without a match, a style that is no ``ParallelStyle``, or a model without a plan that torch can express.
     """
     _check_axes(mesh)
     ranks = axis_size(mesh, "tp")
@@ -64,9 +65,10 @@ def resolve_tp_plan(model: nn.Module, plan: TensorParallelPlan | None, mesh: Dev
                 f"shard_model: a mesh with tp={ranks} needs a tp_plan. Pass tp_plan=, or build the mesh without tp."
             )
         return []
-    if not isinstance(plan, Mapping):
+    if plan != "auto" and not isinstance(plan, Mapping):
+        value = repr(plan) if isinstance(plan, str) else type(plan).__name__
         raise ConfigError(
-            f"shard_model: tp_plan must be a mapping of module names to styles, got {type(plan).__name__}. "
+            f"shard_model: tp_plan must be a mapping of module names to styles, or 'auto', got {value}. "
             "Pass {'mlp.up': ColwiseParallel()}, for example."
         )
     if ranks == 1:
@@ -76,6 +78,8 @@ def resolve_tp_plan(model: nn.Module, plan: TensorParallelPlan | None, mesh: Dev
         )
     from torch.distributed.tensor.parallel import ParallelStyle
 
+    is_optional = plan == "auto"
+    plan = _transformers_plan(model, ranks) if plan == "auto" else plan
     planned_modules: list[PlannedModule] = []
     for pattern, style in plan.items():
         if not isinstance(style, ParallelStyle):
@@ -87,13 +91,70 @@ def resolve_tp_plan(model: nn.Module, plan: TensorParallelPlan | None, mesh: Dev
         matches = {
             id(module): (name, module) for name, module in modules_by_fqn(model, include_duplicates=True) if is_match(name)
         }
-        if not matches:
+        # A plan of transformers names the modules of all configs of an architecture.
+        if not matches and not is_optional:
             raise ConfigError(
                 f"shard_model: tp_plan names {pattern!r}, but the model has no such module. "
                 "Print the names with model.named_modules()."
             )
         planned_modules += [PlannedModule(name=name, module=module, style=style) for name, module in matches.values()]
     return planned_modules
+
+
+def _transformers_plan(model: nn.Module, ranks: int) -> dict[str, ParallelStyle]:
+    """Translate the tensor-parallel plan of a model of transformers into torch's styles. ``model`` may contain this model.
+
+    Raises:
+        ConfigError: no plan, a plan with a style that torch lacks, or heads that ``ranks`` does not divide.
+    """
+    plans = ((name, module, module.__dict__.get("_tp_plan")) for name, module in modules_by_fqn(model))
+    found = next(((name, module, plan) for name, module, plan in plans if plan), None)
+    if found is None:
+        raise ConfigError(
+            f"shard_model: tp_plan='auto' needs a model of transformers with a plan, "
+            f"got {type(unwrap_module(model)).__name__}. Pass a mapping of module names to styles."
+        )
+    prefix, owner, names = found
+    config: Any = getattr(owner, "config", None)
+    config = getattr(config, "get_text_config", lambda: config)()
+    for key in ("num_attention_heads", "num_key_value_heads"):
+        heads = getattr(config, key, None)
+        if isinstance(heads, int) and heads % ranks:
+            raise ConfigError(
+                f"shard_model: tp must divide {key}={heads} for tp_plan='auto', got tp={ranks}. Use a smaller tp."
+            )
+    styles = _styles_of_transformers()
+    unknown = {pattern: style for pattern, style in names.items() if style not in styles}
+    if unknown:
+        listed = ", ".join(f"{pattern!r}: {style!r}" for pattern, style in unknown.items())
+        raise ConfigError(
+            f"shard_model: tp_plan='auto' needs styles that torch has, but the plan of {type(owner).__name__} contains "
+            f"{listed}. Pass a mapping of module names to styles without these modules."
+        )
+    translated = {f"{prefix}.{pattern}".lstrip("."): styles[style] for pattern, style in names.items()}
+    return {pattern: style for pattern, style in translated.items() if style is not None}
+
+
+def _styles_of_transformers() -> dict[str, ParallelStyle | None]:
+    """Return torch's styles by the names of transformers; None leaves a module whole."""
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
+
+    gathered, split = ColwiseParallel(output_layouts=Replicate()), RowwiseParallel(input_layouts=Replicate())
+    return {
+        "colwise": ColwiseParallel(),
+        "colwise_gather_output": gathered,
+        "colwise_rep": gathered,
+        "rowwise": RowwiseParallel(),
+        "rowwise_split_input": split,
+        "rowwise_rep": split,
+        "embedding_rowwise": split,
+        "embedding_colwise": gathered,
+        "sequence_parallel": SequenceParallel(use_local_output=True),
+        # A norm of each head. The heads, in the dim before the last, are those of this rank, so its gradient is partial.
+        "replicated_with_grad_allreduce": SequenceParallel(sequence_dim=-2, use_local_output=True),
+        "replicate": None,
+    }
 
 
 def _check_axes(mesh: DeviceMesh) -> None:
@@ -144,6 +205,7 @@ def apply_tp_plan(
                 f"shard_model: tp_plan: {style} does not fit {entry.name!r}, a {kind}: {str(problem).rstrip('.')}. "
                 "Choose a style for this kind of module."
             ) from problem
+        entry.module.register_forward_hook(_wait_for_output)
         for key, buffer in entry.module.named_buffers():
             if is_dtensor(buffer):
                 raise ConfigError(
@@ -161,6 +223,30 @@ def apply_tp_plan(
         for _, module, key in places:
             module.register_parameter(key, first)
     return mesh[tuple(name for name in mesh.mesh_dim_names or () if name != "tp")]
+
+
+def _wait_for_output(module: nn.Module, args: object, output: Any) -> Any:
+    """Return the output of a planned module without torch's wrapper of a running collective.
+
+    A compiled block that gets such a wrapper computes a wrong gradient of its input (torch 2.13). An operation outside of
+    compiled code would wait, too.
+    """
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+    wait: Any = _Wait.apply
+    return wait(output) if isinstance(output, AsyncCollectiveTensor) else output
+
+
+class _Wait(torch.autograd.Function):
+    """The tensor of a collective, once it has arrived. No copy."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Any) -> Tensor:
+        return cast(Tensor, output.trigger_wait())
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
 
 
 def _check_placements(

@@ -24,7 +24,7 @@ from dtrain.arguments import format_bytes, format_count
 from dtrain.dist.dtensor import describe_placement, full_tensor, tensor_mesh, to_local
 from dtrain.dist.mesh import MODEL_AXES
 from dtrain.errors import ConfigError
-from dtrain.fqn import modules_by_fqn, parameters_by_fqn, unwrap_module
+from dtrain.fqn import is_transformers_model, modules_by_fqn, parameters_by_fqn, unwrap_module
 from dtrain.shard.fsdp2_private import (
     UnitForward,
     compute_dtypes,
@@ -104,9 +104,10 @@ def unshard_params(model: nn.Module) -> Iterator[None]:
     """Unshard the whole model on every rank during a context, for evaluation or inspection.
 
     Parameters are plain tensors in the compute dtype of ``precision``, without gradients, and stay unsharded through forwards.
-    A rank may run the model alone, but with ``tp_plan`` all ranks along ``tp`` must run the model. Changes to parameters are
-    lost. Read parameters from ``named_parameters()``; ``state_dict()`` and loading return to shards. A model with plain
-    parameters (``replicate``, or without ``shard_model``) is unchanged, so changes to its parameters stay.
+    A rank may run the model alone, also ``generate`` of transformers. But with ``tp_plan`` all ranks along ``tp`` must run the
+    model. Changes to parameters are lost. Read parameters from ``named_parameters()``; ``state_dict()`` and loading return to
+    shards. A model with plain parameters (``replicate``, or without ``shard_model``) is unchanged, so changes to its parameters
+    stay.
 
     Mutates: the model's parameters (unsharded parameters are registered). The full model must fit in memory.
     Collective: one all-gather per unit, on entering; every rank must enter.
@@ -123,17 +124,31 @@ def unshard_params(model: nn.Module) -> Iterator[None]:
             # Parameters that an earlier forward left unsharded may be stale.
             reshard(model)
             unwrap_module(model).__dict__[_UNSHARDED_ATTRIBUTE] = True
+            generate_in_lockstep(model, False)
             for unit in units_of(model):
                 unit.set_reshard_after_forward(False, recurse=False)
                 unit.unshard()
             yield
         finally:
             unwrap_module(model).__dict__.pop(_UNSHARDED_ATTRIBUTE, None)
+            generate_in_lockstep(model, bool(units_of(model)))
             reshards = get_spec(model).strategy in ("full_shard", "hybrid_shard")
             # The first unit is the root, which stays unsharded after its forward.
             for index, unit in enumerate(units_of(model)):
                 unit.set_reshard_after_forward(reshards and index > 0, recurse=False)
             reshard(model)
+
+
+def generate_in_lockstep(model: nn.Module, needs_all_ranks: bool) -> None:
+    """Tell models of transformers inside ``model`` if each forward needs all ranks.
+
+    ``generate`` then runs forwards until the last rank is ready (``synced_gpus``), and models skip no layers at random.
+
+    Mutates: an attribute of these models.
+    """
+    for module in model.modules():
+        if is_transformers_model(module):
+            module.__dict__["_is_fsdp_managed_module"] = needs_all_ranks
 
 
 def is_unsharded(model: nn.Module) -> bool:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from dtrain.errors import ConfigError
-from dtrain.fqn import compile_patterns, modules_by_fqn, parameters_by_fqn
+from dtrain.fqn import compile_patterns, is_of_peft, modules_by_fqn, parameters_by_fqn
 from dtrain.shard.params import param_places
 
 BlockSelector: TypeAlias = "type[nn.Module] | str"
@@ -256,3 +256,6 @@ def _resolve_forward_methods(
             yield owner, name
             continue
         raise ConfigError(f"shard_model: forward_methods names {path!r}, but {problem}")
+    # This method of peft calls the base model, and not the forward of the root.
+    if "generate" not in paths and is_of_peft(model, "PeftModel") and callable(getattr(model, "generate", None)):
+        yield model, "generate"

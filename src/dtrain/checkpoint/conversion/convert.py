@@ -24,6 +24,7 @@ from dtrain import storage
 from dtrain.checkpoint import layout
 from dtrain.checkpoint.conversion.adapters import ADAPTER_CONFIG, ADAPTER_FILE, MergedStream, merge_adapter, select_adapter
 from dtrain.checkpoint.layout import DTYPES
+from dtrain.checkpoint.pretrained_files import find_pretrained_files
 from dtrain.checkpoint.weights import (
     MODEL_FILE,
     SOURCE_FORMATS,
@@ -222,6 +223,9 @@ def _read_companions(
         raise ConfigError(f"{_CALLER}: merge must be False unless to is 'hf' or 'safetensors', got {to=}. Leave out merge.")
     if config is not None and not merge and to not in ("hf", "peft"):
         raise ConfigError(f"{_CALLER}: config must be None unless to is 'hf' or 'peft', got {to=}. Leave out config.")
+    if config is None and kind == "dtrain" and (merge or to in ("hf", "peft")):
+        found = find_pretrained_files(path)
+        config = None if found is None else str(found)
     given = path if config is None else storage.resolve_path(config)
     files: dict[str, AnyPath] = {}
     try:
