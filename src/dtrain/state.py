@@ -118,7 +118,7 @@ class TrainState:
             >>> state.step
             1
         """
-        runs = _live_runs(model, optimizer)
+        runs = _find_runs(model, optimizer)
         if not runs:
             raise ConfigError(
                 "TrainState.newest: no state of this model is alive. Call newest in the `except` block around the function "
@@ -207,11 +207,8 @@ class TrainState:
     def _check_not_stale(self, caller: str) -> None:
         """Raise ``StaleStateError`` if a later state of this run exists, or if an average replaces its parameters."""
         context = self._run_context
-        if (average := context.swapped_average) is not None:
-            raise StaleStateError(
-                f"{caller}: the average {average!r} is in the place of the parameters. Leave "
-                f"`with dt.transforms.use_average(state, {average!r}):` first."
-            )
+        if context.replaced_by is not None:
+            raise StaleStateError(f"{caller}: {context.replaced_by}")
         if context.interrupted_write is not None:
             raise StaleStateError(f"{caller}: {context.interrupted_write}")
         if self._generation + 1 == context.load_generation:
@@ -348,7 +345,13 @@ def mark_interrupted_write(state: TrainState, caller: str, error: BaseException)
     error.add_note(message)
 
 
-def _live_runs(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> list[RunContext]:
+def live_runs(model: nn.Module) -> list[RunContext]:
+    """Return the runs that train ``model`` or parts of it and are alive, oldest first."""
+    attribute = unwrap_module(model).__dict__.get(_RUNS_ATTRIBUTE)
+    return attribute.live() if isinstance(attribute, ModelRuns) else []
+
+
+def _find_runs(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> list[RunContext]:
     """Return the runs of ``model`` that are alive, oldest first; only runs of ``optimizer`` if given.
 
     Raises:
@@ -356,8 +359,7 @@ def _live_runs(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> lis
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(f"TrainState.newest: model must be an nn.Module, got {type(model).__name__}. Pass the trained model.")
-    attribute = unwrap_module(model).__dict__.get(_RUNS_ATTRIBUTE)
-    alive = attribute.live() if isinstance(attribute, ModelRuns) else []
+    alive = live_runs(model)
     optimizers: list[torch.optim.Optimizer] = [run.newest_fields["optimizer"] for run in alive]
     if optimizer is not None:
         return [run for run, own in zip(alive, optimizers, strict=True) if optimizer in (own, *list_members(own))]
