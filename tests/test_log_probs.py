@@ -97,9 +97,7 @@ def test_mismatch_counts_only_the_tokens_of_the_mask():
 
 
 def test_refused():
-    with pytest.raises(
-        ConfigError, match=r"tokens must be int64 of shape \(2, 3\), got torch\.int64 of shape"
-    ):
+    with pytest.raises(ConfigError, match=r"targets must be int64 of shape \(2, 3\), got torch\.int64 of shape"):
         dt.token_log_probs(torch.ones(2, 3, 4), torch.zeros(2, 4, dtype=torch.int64))
     with pytest.raises(ConfigError, match="token_log_probs: temperature must be a finite number above 0"):
         dt.token_log_probs(torch.ones(1, 3), torch.zeros(1, dtype=torch.int64), temperature=0.0)

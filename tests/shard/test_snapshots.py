@@ -82,7 +82,7 @@ def gone_and_back(strategy: str, offload: bool) -> None:
         assert torch.equal(model(part), expected)
     state, _ = step(state, part)
     assert values(model) == second
-    assert snapshot(model, out=copy) is copy
+    assert snapshot(model, into=copy) is copy
     assert {name: to_local(tensor).flatten().tolist() for name, tensor in copy.items()} == second
 
 
@@ -127,10 +127,10 @@ def test_refused():
         restore_(other, copy)
     with pytest.raises(ConfigError, match="only the copy has 'more'"):
         restore_(model, {**copy, "more": torch.zeros(1)})
-    with pytest.raises(ConfigError, match=r"out must be placed as the model, got torch\.float64 \[2, 2\] for 'weight'"):
-        snapshot(model, out=snapshot(nn.Linear(2, 2).double()))
-    with pytest.raises(ConfigError, match="snapshot: out must be a dict of snapshot, got list"):
-        snapshot(model, out=[])
+    with pytest.raises(ConfigError, match=r"into must be placed as the model, got torch\.float64 \[2, 2\] for 'weight'"):
+        snapshot(model, into=snapshot(nn.Linear(2, 2).double()))
+    with pytest.raises(ConfigError, match="snapshot: into must be a dict of snapshot, got list"):
+        snapshot(model, into=[])
     with pytest.raises(ConfigError, match=r"restore_: copy must be a dict of snapshot, got Linear"):
         restore_(model, model)
     with pytest.raises(ConfigError, match=r"snapshot: model must be a torch\.nn\.Module, got dict"):

@@ -20,20 +20,20 @@ from dtrain.shard.unshard import is_unsharded, reshard
 from dtrain.state import live_runs
 
 
-def snapshot(model: nn.Module, *, offload: bool = False, out: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
+def snapshot(model: nn.Module, *, offload: bool = False, into: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
     """Copy this rank's shards of all parameters and buffers of a model.
 
     Args:
         model: plain, replicated or sharded model; not inside of ``unshard_params``.
         offload: if True, the copy is in the memory of the CPU, pinned if the model is on an accelerator. If False, it is on
             the device of the model.
-        out: earlier copy of the model to overwrite, so that no memory is allocated; None makes a new copy.
+        into: earlier copy of the model to overwrite, so that no memory is allocated; None makes a new copy.
 
     Returns:
         Tensors by clean name, placed as in the model (a parameter under FSDP2 is a DTensor), of the same dtypes, without
         gradients: parameters first, a tied parameter once, then buffers, persistent or not.
 
-    Mutates: ``out``. Sharded parameters that an earlier forward left gathered are sharded again.
+    Mutates: ``into``. Sharded parameters that an earlier forward left gathered are sharded again.
     Collective: none. Host sync: none; with ``offload`` on an accelerator one for each tensor.
 
     Example:
@@ -48,17 +48,17 @@ def snapshot(model: nn.Module, *, offload: bool = False, out: dict[str, Tensor] 
         True
 
     Raises:
-        ConfigError: not a model, an unsharded model, a model on the meta device, or an ``out`` of another model.
+        ConfigError: not a model, an unsharded model, a model on the meta device, or an ``into`` of another model.
         StaleStateError: an average or another copy is in the place of the parameters.
     """
     tensors = _tensors_of(model, "snapshot")
-    if out is None:
+    if into is None:
         return {name: _copy(tensor, offload=offload) for name, tensor in tensors.items()}
-    if not isinstance(out, dict):
-        raise ConfigError(f"snapshot: out must be a dict of snapshot, got {type(out).__name__}. Leave it out for a new copy.")
-    _check_fits(out, tensors, "snapshot: out")
-    _copy_all_(list(out.values()), [tensors[name] for name in out])
-    return out
+    if not isinstance(into, dict):
+        raise ConfigError(f"snapshot: into must be a dict of snapshot, got {type(into).__name__}. Leave it out for a new copy.")
+    _check_fits(into, tensors, "snapshot: into")
+    _copy_all_(list(into.values()), [tensors[name] for name in into])
+    return into
 
 
 def restore_(model: nn.Module, copy: Mapping[str, Tensor]) -> None:
@@ -77,7 +77,7 @@ def restore_(model: nn.Module, copy: Mapping[str, Tensor]) -> None:
         for batch in loader.until("3ep"):
             state, metrics = step(state, batch)
             if is_better(state):
-                dt.shard.snapshot(model, out=best)
+                dt.shard.snapshot(model, into=best)
         dt.shard.restore_(model, best)
 
     Raises:
