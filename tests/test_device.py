@@ -213,7 +213,7 @@ def test_tensors_of_ranks_are_on_their_device():
     with dt.testing.Ranks(2, device="cpu") as ranks:
         assert ranks.run(default_device_of_a_rank) == [["cpu", "cpu", "meta", "gloo"]] * 2
     if find_accelerator() is None:
-        with pytest.raises(RankError, match="before it was ready"), dt.testing.Ranks(2, device="cuda") as ranks:
+        with pytest.raises(RankError, match="before all ranks were ready"), dt.testing.Ranks(2, device="cuda") as ranks:
             ranks.run(default_device_of_a_rank)
 
 

@@ -280,3 +280,60 @@ def test_experiment_that_shows_a_cause_is_in_the_answer(tmp_path, monkeypatch):
     assert (finding["cause"], finding["shown"]) == ("gather_without_gradient", True)
     assert finding["evidence"] == "Shown by an experiment: with a gather that returns gradients, the runs agree."
     assert f"   {finding['evidence']}" in report.text().splitlines()
+
+
+OTHER_SLOPE = """
+import torch
+import torch.distributed as dist
+from torch import nn
+import dtrain as dt
+with dt.init_dist() as info:
+    mesh = dt.build_mesh()
+    dt.seed_all(0)
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.near, self.far = nn.Linear(3, 4), nn.Linear(3, 4)
+            self.far.load_state_dict(self.near.state_dict())
+        def forward(self, x):
+            y = self.near(x)
+            if info.world_size == 1:
+                return y
+            return OUTPUT  # on several ranks
+    model = dt.shard_model(Model(), mesh)
+    x = torch.randn(24, 3, generator=torch.Generator().manual_seed(1))
+    loader = dt.build_loader(torch.utils.data.TensorDataset(x), mesh=mesh, global_batch_size=12, seed=0)
+    step = dt.compose_step(lambda model, batch: dt.sum_loss(model(batch[0]).square().sum(1)))
+    state = step.init(model, torch.optim.SGD(model.parameters(), lr=0.01))
+    for batch in loader.until("2ba"):
+        state, metrics = step(state, batch)
+"""
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize(
+    ("output", "cause"),
+    [
+        ("(1.0 + info.world_size) * y - info.world_size * y.detach()", "gradient_not_of_loss"),
+        # The gradient is another one, and that of the loss.
+        ("y + y.square() - self.far(x).square()", "samples_interact"),
+    ],
+    ids=["detached", "another loss"],
+)
+def test_a_finite_difference_tells_whether_a_gradient_is_that_of_the_loss(output, cause, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("loop.py").write_text(OTHER_SLOPE.replace("OUTPUT", output))
+    report = dt.prove.prove("loop.py", steps=2, world_sizes=(2,), timeout_s=600.0)
+    finding = report.findings[0]
+    assert (finding.difference.kind, finding.cause.code) == ("gradient", cause), report.text()
+    assert finding.cause.shown == (cause == "gradient_not_of_loss")
+    if finding.cause.shown:
+        assert "the gradient is 3 times the slope of the loss, and equal to it in the other run." in finding.cause.evidence
+
+
+def test_a_script_with_a_process_group_of_gloo_names_no_gpu(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    script = Path(__file__).parent / "bugs" / "entropy_without_gradient.py"
+    report = dt.prove.prove(script, ["--fixed"], steps=2, world_sizes=(2,), fast=True, timeout_s=600.0)
+    assert report.passed, report.text()
+    assert not [remark for remark in report.remarks() if "GPU" in remark]

@@ -254,6 +254,40 @@ def test_rank_that_crashes_names_the_signal_the_collective_and_the_stack():
     assert any("in crash_in_a_collective" in line for line in stack)
 
 
+def abort_with_last_words() -> None:
+    # The libraries below Python write to the file descriptor.
+    os.write(2, b"terminate called: the pair is closed\n")
+    if get_dist_info().rank == 1:
+        os.abort()
+
+
+def test_last_words_of_a_rank_that_aborts_are_in_the_error():
+    with pytest.raises(RankError) as caught:
+        run_ranks(abort_with_last_words, 2)
+    first, second, *_ = str(caught.value).splitlines()
+    assert first == "run_ranks: abort_with_last_words: rank 1 of 2 died with exit code -6 (SIGABRT)"
+    assert second == "terminate called: the pair is closed"
+
+
+WARNS = """
+import sys
+from dtrain.testing import run_ranks
+
+def warn():
+    print("a warning", file=sys.stderr)
+
+if __name__ == "__main__":
+    run_ranks(warn, 2)
+"""
+
+
+def test_standard_error_of_ranks_is_shown(tmp_path):
+    (tmp_path / "warns.py").write_text(WARNS)
+    command = [sys.executable, str(tmp_path / "warns.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
+    assert done.stderr.count("a warning\n") == 2
+
+
 @pytest.mark.parametrize(
     ("fn", "message"),
     [
@@ -414,7 +448,8 @@ def _change_environment(monkeypatch, change):
 
 def test_rank_that_dies_at_startup_is_named(monkeypatch):
     _change_environment(monkeypatch, lambda rank: {"RANK": "two"} if rank == 1 else {})
-    with pytest.raises(RankError, match="run_ranks: rank 1 of 2 died with exit code 1 before it was ready"):
+    message = r"(?s)before all ranks were ready, rank 1 of 2 died with exit code 1\n.*rank variables must be whole numbers"
+    with pytest.raises(RankError, match=message):
         run_ranks(describe, 2, "a")
 
 

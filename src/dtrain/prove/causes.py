@@ -60,6 +60,14 @@ _SENTENCES: Mapping[str, Mapping[str, str]] = {
             "Padding changes the loss, and microbatches are padded to different lengths. Leave it out of sum and weight, "
             "and of means in the model."
         ),
+        "samples_interact": (
+            "The loss of a sample depends on the other samples of its rank and microbatch, as with negatives within a batch, a "
+            "statistic of the batch or a sort. Gather the samples of all ranks, or use grad_cache_step."
+        ),
+        "counts_microbatches": (
+            "A value of the script advances once for each microbatch of a rank. Advance it once a step, or compute it from "
+            "state.step."
+        ),
         "accumulation_not_scaled": (
             "The gradient grows with the number of microbatches. Divide each loss by the number of microbatches of the step."
         ),
@@ -114,6 +122,13 @@ _SENTENCES: Mapping[str, Mapping[str, str]] = {
         ),
         "gradient_not_reduced": (
             "A parameter has another gradient on each rank at the update. Reduce it over ranks, as the other gradients."
+        ),
+    },
+    "collectives": {
+        "gradient_not_of_loss": (
+            "The gradient is not the derivative of the loss. A forward uses numbers of other ranks without their gradient, as "
+            "dist.all_reduce gives them, or the gradient is changed before the update. torch.distributed.nn.functional has "
+            "collectives with a backward."
         ),
     },
     "parallelism": {
@@ -224,7 +239,8 @@ _SENTENCES: Mapping[str, Mapping[str, str]] = {
     "observing": {
         "metric_of_rank_0": "The metric is that of rank 0's samples. Reduce it over ranks: dt.reduce_metrics.",
         "metric_mean_of_means": (
-            "The metric is a mean of means over different numbers of samples. Add up sums and counts, and divide once."
+            "The metric is a mean of the values of ranks or batches. Add up sums and counts, and divide once. Gather the "
+            "scores of a metric that is no mean, such as AUC."
         ),
     },
     "memory": {
@@ -247,8 +263,10 @@ _GUESSES: Mapping[str, Collection[str]] = {
     **dict.fromkeys(("padding_in_loss", "local_loss_count", "local_batch_norm", "shared_random_per_rank"), ()),
     **dict.fromkeys(("gather_without_gradient", "clip_local_norm", "sampler_seed_per_rank", "adapter_init"), ()),
     **dict.fromkeys(("metric_of_rank_0", "metric_mean_of_means", "rotary_rounded", "gradient_lost"), ()),
-    **dict.fromkeys(("recompute_draws_again", "early_stop_not_saved", "unknown"), ()),
-    **dict.fromkeys(("sequence_part_alone", "sequence_mask_lost", "clip_norm_differs"), ()),
+    **dict.fromkeys(
+        ("recompute_draws_again", "early_stop_not_saved", "samples_interact", "counts_microbatches", "unknown"), ()
+    ),
+    **dict.fromkeys(("sequence_part_alone", "sequence_mask_lost", "clip_norm_differs", "gradient_not_of_loss"), ()),
     "rng_not_saved": ("rng", "generator"),
     "ema_not_saved": ("transform",),
     "state_not_saved": ("variable",),
@@ -268,6 +286,9 @@ OF_SEEDS = ("shared_random_per_rank", "sampler_seed_per_rank")
 OF_REACH = ("sequence_part_alone", "sequence_mask_lost")
 """Causes whose experiment counts the outputs that a change of one input reaches: too few, and too many."""
 
+OF_SLOPE = "gradient_not_of_loss"
+"""Cause whose experiment compares a gradient with a finite difference of the loss."""
+
 EXPERIMENTS: Mapping[str, str] = {
     "local_batch_norm": "with batch norm that uses its initial statistics",
     **dict.fromkeys(OF_SEEDS, "with the seeds of rank 0 on all ranks"),
@@ -276,5 +297,6 @@ EXPERIMENTS: Mapping[str, str] = {
     "padding_in_loss": "with samples cut to one length, so that nothing is padded",
     "recompute_draws_again": "with the random state restored before a block runs again",
     **dict.fromkeys(OF_REACH, "with another first element of a sequence"),
+    OF_SLOPE: "with the parameter moved up and down",
 }
 """Experiments by the code of the cause that they take out of both runs, as the begin of a sentence."""

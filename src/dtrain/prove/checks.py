@@ -24,9 +24,10 @@ from dtrain.prove.compare import (
     compare_records,
     describe_names,
     metric_name,
+    relative_difference,
 )
-from dtrain.prove.run_config import BASE
-from dtrain.prove.run_records import BITS, TENSORS, Fact, Row, RunRecord, matching_name
+from dtrain.prove.run_config import BASE, MOVE
+from dtrain.prove.run_records import BITS, TENSORS, Fact, LossFact, Row, RunRecord, matching_name
 
 FAR = 8.0
 """An error of this many times the measured effect of rounding is not rounding. Weights are rounded, too."""
@@ -477,3 +478,38 @@ def _rounded_exports(written: RunRecord) -> Iterator[Difference]:
         if dtypes and row["dtype"] not in dtypes | computed and bits < min(BITS.get(dtype, 64) for dtype in dtypes):
             text = f"is {row['dtype']}, and the model is {', '.join(sorted(dtypes))}"
             yield _contradiction("export_dtype", row["step"], "exported", row["name"], text)
+
+
+def slope_ratios(
+    moved: Sequence[tuple[RunRecord, RunRecord]], runs: tuple[RunRecord, RunRecord], place: tuple[int, int]
+) -> tuple[float, float] | None:
+    """Return the gradient along the move of a parameter over the finite difference of the loss, for each of two runs.
+
+    Args:
+        moved: for each run, its repetitions with the parameter moved up, and down by as much.
+        runs: the two runs as they are.
+        place: step and number of the optimizer.
+
+    Returns:
+        None if a loss or a gradient is missing, or a loss does not change.
+    """
+    losses = [[_loss(run, place) for run in pair] for pair in (*moved, runs)]
+    if any(loss is None for pair in losses for loss in pair):
+        return None
+    *pairs, (first, second) = [[loss for loss in pair if loss is not None] for pair in losses]
+    # Without weights, a loop may sum over ranks.
+    is_mean = relative_difference(first.mean, second.mean) <= TOLERANCE
+    ratios = []
+    for (up, down), records in zip(pairs, moved, strict=True):
+        rows = [[row for row in run.rows("slope") if (row["step"], row["optimizer_index"]) == place] for run in records]
+        change = (up.mean - down.mean) if is_mean else (up.total - down.total)
+        if not change or not all(rows):
+            return None
+        ratios.append(MOVE * sum(found[0]["slope"] for found in rows) / change)
+    return ratios[0], ratios[1]
+
+
+def _loss(record: RunRecord, place: tuple[int, int]) -> LossFact | None:
+    """Return the loss of a step; None without one."""
+    facts = (fact for fact in record.of_kind("loss", place[0]) if fact.optimizer_index == place[1] and fact.value.count)
+    return next((fact.value for fact in facts), None)

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from dtrain.data.batch import list_tensors, select_samples
 from dtrain.data.fetcher import Fetcher
+from dtrain.dist.dtensor import full_tensor, to_local
 from dtrain.prove.causes import OF_REACH
 from dtrain.prove.overrides import FrozenStatistics, replace_checkpoint
 from dtrain.prove.run_config import RunConfig
@@ -109,6 +110,38 @@ class Reach:
             outputs = [list_tensors([model(first, *args[1:], **kwargs)])[0][0] for first in (args[0], changed)]
         reached = (outputs[0] != outputs[1]).reshape(len(outputs[0]), -1).any(1)
         self._log.write("reach", reached=int(reached.sum()))
+
+
+class Slope:
+    """The move of one parameter before the first step, and the gradient along it, for a finite difference of the loss.
+
+    Each element moves by a share of itself and of ``_LEAST_MOVE``, so that parameters of 0 move, too.
+
+    Args:
+        config: the run, whose ``shifted`` names the parameter and the share.
+        log: files of the rank.
+    """
+
+    _LEAST_MOVE = 0.1
+
+    def __init__(self, config: RunConfig, log: RunLog) -> None:
+        self._shifted, self._log = config.shifted, log
+        self._direction: Tensor | None = None
+
+    def shift_(self, params: Mapping[str, Tensor]) -> None:
+        """Move the parameter, once. Mutates it. Collective for a DTensor, as in ``full_tensor``."""
+        if self._shifted is None or self._direction is not None or self._shifted[0] not in params:
+            return
+        name, share = self._shifted
+        param = params[name].detach()
+        self._direction = full_tensor(param).clone() + self._LEAST_MOVE
+        local = to_local(param)
+        local += share * (local + self._LEAST_MOVE)
+
+    def measure(self, name: str, gradient: Tensor) -> None:
+        """Write the gradient along the move, if it is that of the parameter. Collective for a DTensor."""
+        if self._direction is not None and self._shifted is not None and name == self._shifted[0]:
+            self._log.write("slope", slope=float((full_tensor(gradient.detach()) * self._direction).sum()))
 
 
 # Samples of a dataset whose lengths are read.

@@ -437,7 +437,10 @@ def keep_on_cpu(script: str, on_gpu: Callable[[], None]) -> None:
 
     def gpu_named() -> None:
         frame: FrameType | None = sys._getframe(1)
-        while frame is not None and str(frame.f_globals.get("__name__")).startswith(("torch.", "dtrain.prove.")):
+        while frame is not None and (module := str(frame.f_globals.get("__name__"))).startswith(("torch.", "dtrain.prove.")):
+            if module == "torch.distributed.distributed_c10d":
+                # A process group of gloo lists its devices, among them a GPU.
+                return
             frame = frame.f_back
         if frame is not None and is_of_script(frame.f_code.co_filename, script):
             on_gpu()

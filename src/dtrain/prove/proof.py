@@ -15,7 +15,7 @@ from typing import Any
 
 from dtrain.arguments import check_int
 from dtrain.errors import ConfigError
-from dtrain.prove.causes import EXPERIMENTS, OF_REACH, OF_SEEDS, Cause, cause
+from dtrain.prove.causes import EXPERIMENTS, OF_REACH, OF_SEEDS, OF_SLOPE, Cause, cause
 from dtrain.prove.checks import (
     check_record,
     check_training,
@@ -24,6 +24,7 @@ from dtrain.prove.checks import (
     module_errors,
     rounding_hides,
     rounding_of,
+    slope_ratios,
 )
 from dtrain.prove.compare import MAX_ROUNDING, Comparison, Difference, FactKey, compare_records, metric_name, unstable_keys
 from dtrain.prove.explain import explain, seeds_of_rank_0
@@ -33,6 +34,7 @@ from dtrain.prove.run_config import (
     BASE,
     EVEN,
     FLOAT32,
+    MOVE,
     ROUNDED,
     ROUNDED_AGAIN,
     SERVING,
@@ -51,6 +53,10 @@ from dtrain.prove.runs import RunOutcome, copy_work_folder, run_all
 _DATA_KINDS = ("initial", "ties", "samples", "lr", "evaluation")
 # Facts that follow from the length of a loader, which stays that of the script if its batches are replaced.
 _OF_LOADERS = ("samples", "lr", "steps")
+# Differences that follow from a state that a resume has lost.
+_OF_LOST_STATE = ("loss", "gradient", "parameter", "buffer", "initial", "transform", "metric", "steps", "exported")
+# Differences of gradients and slopes of losses that are no rounding.
+_SLOPES_AGREE = 1e-4
 
 
 def prove(
@@ -124,11 +130,15 @@ def prove(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Repetition:
-    """Two runs that were repeated with the same changes, and their comparison; ``shown`` if an experiment shows its cause."""
+    """Two runs that were repeated with the same changes, and their comparison.
+
+    ``shown`` is True if an experiment shows its cause, by ``result``.
+    """
 
     run: PlannedRun
     comparison: Comparison
     shown: bool = False
+    result: str = ""
 
 
 class _Proof:
@@ -144,6 +154,8 @@ class _Proof:
         self._unstable: set[FactKey] = set()
         self._rounding: Mapping[FactKey, float] = {}
         self._of_layout: set[str] = set()
+        # Findings of the resume on the same ranks.
+        self._lost: tuple[int, ...] = ()
         # By cause and kind of difference; None if the experiment says nothing.
         self._experiments: dict[tuple[str, str], _Repetition | None] = {}
 
@@ -301,11 +313,17 @@ class _Proof:
             likely = self._cause(run, difference, corrected)
             if (corrected and likely.code == "unknown") or self._allow(run, likely.code):
                 break
+            if run.after and not run.same_layout and self._lost and difference.kind in _OF_LOST_STATE:
+                # What the resume on the same ranks has lost shows in other ways.
+                numbers |= dict.fromkeys(self._lost)
+                break
             count = len(self._findings)
             numbers[self._find(run, difference, likely)] = None
             if len(self._findings) == count or (changed := self._corrected(run, difference, likely)) is None:
                 break
             run, comparison, corrected = changed.run, changed.comparison, (*corrected, likely.code)
+        if run.after and run.same_layout:
+            self._lost = tuple(numbers)
         return tuple(numbers)
 
     def _cause(self, run: PlannedRun, difference: Difference, corrected: Collection[str] = ()) -> Cause:
@@ -330,15 +348,16 @@ class _Proof:
                 return candidate
             key = candidate.code, difference.kind
             if key not in self._experiments and candidate.code in EXPERIMENTS and not run.after:
-                self._experiments[key] = self._without(candidate.code, run, difference)
+                is_of_slope = candidate.code == OF_SLOPE
+                self._experiments[key] = (
+                    self._measure_slope(run, difference) if is_of_slope else self._without(candidate.code, run, difference)
+                )
             experiment = self._experiments.get(key)
             if experiment is None:
-                untested.append(candidate)
+                # Nothing but the slope points to a gradient that is not that of the loss.
+                untested += [candidate] * (candidate.code != OF_SLOPE)
             elif experiment.shown:
-                result = "this difference goes" if experiment.comparison.differences else "the runs agree"
-                if candidate.code in OF_REACH:
-                    result = "other places of the output change"
-                evidence = f"Shown by an experiment: {EXPERIMENTS[candidate.code]}, {result}."
+                evidence = f"Shown by an experiment: {EXPERIMENTS[candidate.code]}, {experiment.result}."
                 return replace(candidate, shown=True, evidence=evidence)
         return untested[0] if untested else cause("unknown")
 
@@ -352,18 +371,39 @@ class _Proof:
         if code in OF_REACH:
             reference, record = (self._records[name] for name, _ in names)
             reaches = _reaches(reference, record, too_far=code == "sequence_mask_lost")
-            return None if reaches is None else replace(repetition, shown=reaches)
+            return None if reaches is None else replace(repetition, shown=reaches, result="other places of the output change")
         if not any(_differs_in_training(self._records[name], self._records[other]) for name, other in names):
             return None
         order = (*KINDS, "steps").index
         place = difference.step, order(difference.kind)
         later = all((other.step, order(other.kind)) > place for other in repetition.comparison.differences)
-        return replace(repetition, shown=later)
+        result = "this difference goes" if repetition.comparison.differences else "the runs agree"
+        return replace(repetition, shown=later, result=result)
+
+    def _measure_slope(self, run: PlannedRun, difference: Difference) -> _Repetition | None:
+        """Compare a gradient of the first step with the slope of the loss, in both runs; None if that cannot be tried."""
+        if run.config.dtype != "fp64" or difference.step or difference.reference is None:
+            return None
+        again = [
+            self._again(run, f"with {difference.name} moved by {share:g}", f"moved{share:+g}", shifted=(difference.name, share))
+            for share in (MOVE, -MOVE)
+        ]
+        if (up := again[0]) is None or (down := again[1]) is None:
+            return None
+        place = 0, difference.reference.optimizer_index
+        pairs = (up.run.against, down.run.against), (up.run.config.name, down.run.config.name)
+        moved = [(self._records[first], self._records[second]) for first, second in pairs]
+        ratios = slope_ratios(moved, (self._records[run.against], self._records[run.config.name]), place)
+        if ratios is None:
+            return None
+        text = f"the gradient is {ratios[1]:.3g} times the slope of the loss, and equal to it in the other run"
+        shown = abs(ratios[0] - 1.0) < _SLOPES_AGREE < abs(ratios[1] - 1.0)
+        return replace(up, shown=shown, result=text)
 
     def _corrected(self, run: PlannedRun, difference: Difference, likely: Cause) -> _Repetition | None:
         """Return both runs again without a difference: with its cause taken out, or with equal batches; None if impossible."""
         experiment = self._experiments.get((likely.code, difference.kind))
-        if experiment is not None and experiment.shown and likely.code not in OF_REACH:
+        if experiment is not None and experiment.shown and likely.code not in (*OF_REACH, OF_SLOPE):
             return experiment
         if difference.kind != "samples" or run.after or run.config.batches or run.config.ranks == 1:
             return None

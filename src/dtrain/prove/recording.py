@@ -28,7 +28,7 @@ from dtrain.dist.dtensor import to_local
 from dtrain.errors import ConfigError
 from dtrain.fqn import buffers_by_fqn, modules_by_fqn
 from dtrain.prove.evaluations import Evaluations, reshard
-from dtrain.prove.experiments import Replay
+from dtrain.prove.experiments import Replay, Slope
 from dtrain.prove.overrides import EvenRandom, FrozenStatistics, LowSums, cast_floats, use_one_dtype
 from dtrain.prove.run_config import RECORDED_LENGTHS, SAVE_INTERVAL, RunConfig
 from dtrain.prove.run_log import (
@@ -76,6 +76,7 @@ class StepFacts:
     """Observations of the step in progress, which are written when its update begins."""
 
     samples: list[str] = field(default_factory=list)
+    columns: list[str] = field(default_factory=list)
     losses: list[tuple[float, float | None]] = field(default_factory=list)
     forwards: int = 0
     backwards: int = 0
@@ -137,6 +138,7 @@ class RankRecorder:
         self.models = ScriptModels(self.dtype)
         self.random = EvenRandom(self._on_draw, active=config.even_random)
         self.replay = Replay(config, rank)
+        self.slope = Slope(config, self.log)
         self.averages_statistics = False
         self.scalers: list[torch.amp.GradScaler] = []
         if config.experiment == "local_batch_norm":
@@ -277,6 +279,7 @@ class RankRecorder:
         self.in_step = True
         self.stop_if_done()
         self.write_initial(state.optimizer)
+        self.slope.shift_(self.models.parameters())
         self.log.write(
             "layout",
             data_rank=state.spec.data_rank,
@@ -430,6 +433,7 @@ class RankRecorder:
             if param.grad is not None and (chosen is None or id(param) in chosen):
                 name = names.get(id(param), f"optimizer.{number}")
                 self.log.write_tensor("gradient", name, param.grad, order=number)
+                self.slope.measure(name, param.grad)
 
     def step_ends(self, state: TrainState) -> None:
         """Observe the state after a step."""

@@ -48,6 +48,8 @@ class RunConfig:
         batches: folder for the batches of training, which a run on one rank writes, and in which other runs find theirs; "" if
             the script reads its own.
         loaders: numbers of torch's loaders whose batches these are.
+        shifted: parameter that the run moves before the first step, and the share of each element, for a finite difference of
+            the loss; None moves none.
     """
 
     name: str
@@ -74,6 +76,7 @@ class RunConfig:
     seeds: Mapping[str, Sequence[int]] = field(default_factory=dict)
     batches: str = ""
     loaders: tuple[int, ...] = ()
+    shifted: tuple[str, float] | None = None
 
     @property
     def may_have_dtrain_loop(self) -> bool:
@@ -103,6 +106,9 @@ SAVE_INTERVAL = 2
 
 RECORDED_LENGTHS = 10
 """Updates that are recorded of a loop that cannot be shortened, as a multiple of the steps of the run."""
+
+MOVE = 1e-5
+"""Share by which a parameter moves for a finite difference of the loss. In float64 its error is some 1e-10."""
 
 SKETCH_SIZE = 2048
 """Largest number of numbers that represent a recorded tensor; see ``run_log``."""

@@ -157,6 +157,9 @@ START_TIMEOUT_S = 120.0
 STACK_TIMEOUT_S = 5.0
 # Time for the last collective and for closing the process groups. Seconds.
 END_TIMEOUT_S = 30.0
+_STANDARD_ERROR = 2
+# Lines of standard error of a rank that has died, in the error.
+ERROR_LINES = 10
 # Threads of a gloo group that run its collectives, as torch has them.
 _GLOO_THREADS = 2
 # Time until the exit of a rank whose pipe has closed. Seconds.
@@ -192,7 +195,8 @@ class _RankPool:
             ours, theirs = context.Pipe()
             self._pipes.append(ours)
             with theirs:
-                self._ranks.fork_from_server(run_worker, theirs, environment, str(self._stack_file(rank)), device)
+                files = str(self._stack_file(rank)), str(self._error_file(rank))
+                self._ranks.fork_from_server(run_worker, theirs, environment, *files, device)
         ours, theirs = context.Pipe()
         pids = [process.pid for process in self._ranks.processes]
         with theirs:
@@ -212,8 +216,7 @@ class _RankPool:
             for rank, message in self._receive(waiting, deadline):
                 if message is None:
                     raise RankError(
-                        f"run_ranks: rank {rank} of {len(self._pipes)} {self._describe_exit(rank)} before it was ready. See "
-                        "its output."
+                        f"run_ranks: before all ranks were ready, rank {rank} of {len(self._pipes)} {self._describe_exit(rank)}"
                     )
 
     def run(self, task: bytes, name: str, timeout_s: float) -> list[Any]:
@@ -306,12 +309,13 @@ class _RankPool:
         """Describe the exit of a rank whose pipe has closed: ``died with exit code 3``, or the signal and the call."""
         self._await_exit(rank)
         code = self._ranks.exits[rank].code if rank in self._ranks.exits else None
+        errors = self._error_file(rank).read_text(errors="replace").splitlines()[-ERROR_LINES:]
         if code is None or code >= 0:
-            return f"died with exit code {code}"
+            return "\n".join([f"died with exit code {code}", *errors])
         stack = self._stack_file(rank).read_text().rstrip()
         collective = find_collective(stack)
         text = f"died with exit code {code} ({signal_name(-code)}{f' in {collective}' if collective else ''})"
-        return f"{text}\n{stack}" if stack else text
+        return "\n".join([text, *errors, *([stack] if stack else [])])
 
     def _await_exit(self, rank: int) -> None:
         deadline = time.monotonic() + _EXIT_TIMEOUT_S
@@ -342,6 +346,9 @@ class _RankPool:
     def _stack_file(self, rank: int) -> Path:
         return Path(self._stack_folder.name) / f"rank-{rank}.txt"
 
+    def _error_file(self, rank: int) -> Path:
+        return Path(self._stack_folder.name) / f"rank-{rank}-stderr.txt"
+
 
 def find_collective(stack: str) -> str | None:
     """Return the collective in a stack of faulthandler: the outermost function of torch.distributed; None without one."""
@@ -359,12 +366,16 @@ def _follows_peer(cause: RootCause, answers: Mapping[int, dict[str, Any]]) -> bo
 STACK_SIGNAL = getattr(signal, "SIGRTMAX", signal.SIGUSR2)
 
 
-def run_worker(pipe: Connection[Any, Any], environment: dict[str, str], stack_file: str, device: str | None) -> None:
+def run_worker(
+    pipe: Connection[Any, Any], environment: dict[str, str], stack_file: str, error_file: str, device: str | None
+) -> None:
     """Run a rank: open the process group, then run tasks until the pipe closes. ``STACK_SIGNAL`` writes the call stacks.
 
-    If ``device`` is not None, tensors that a task makes are on the rank's device.
+    Standard error goes to ``error_file``, so that the last words of a rank that dies are not lost, and after each task to where
+    it was. If ``device`` is not None, tensors that a task makes are on the rank's device.
     """
     enter_rank(environment)
+    show_errors = _keep_errors(error_file)
     _share_gloo_device()
     with (
         init_dist(device=device or "cpu", backend="gloo", init_timeout_s=120) as info,
@@ -381,11 +392,31 @@ def run_worker(pipe: Connection[Any, Any], environment: dict[str, str], stack_fi
                 task = json.loads(pipe.recv_bytes())
             except (EOFError, ConnectionResetError):
                 return
+            answer = _run_task(task, info.rank)
+            show_errors()
             try:
-                pipe.send_bytes(_run_task(task, info.rank))
+                pipe.send_bytes(answer)
             # The caller gave up on this task.
             except (BrokenPipeError, ConnectionResetError):
                 os._exit(1)
+
+
+def _keep_errors(path: str) -> Callable[[], None]:
+    """Write this process's standard error to a file; the result writes what is new there to the former standard error."""
+    former = os.dup(_STANDARD_ERROR)
+    # Loader workers write to the same file.
+    errors = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+    os.dup2(errors, _STANDARD_ERROR)
+    shown = 0
+
+    def show() -> None:
+        nonlocal shown
+        sys.stderr.flush()
+        while block := os.pread(errors, 1 << 16, shown):
+            shown += len(block)
+            os.write(former, block)
+
+    return show
 
 
 def _share_gloo_device() -> None:

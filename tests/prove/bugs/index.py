@@ -64,6 +64,7 @@ CAUSES = {
     "positions_restart": "positions count from 0 in the part of each rank",
     "targets_lost": "a shift of the labels within a part loses one label of each part",
     "gather_without_gradient": "a gather between forward and loss stops the gradient",
+    "gradient_not_of_loss": "a collective of a forward passes its gradient on as it is, and the loss is no sum over ranks",
     "buffer_rounded": "a buffer is rounded to a dtype with too few bits for its values",
     "rotary_rounded": "the frequencies of the rotary embedding are rounded before they are multiplied by positions",
     "evaluation_drops_tail": "the evaluation leaves out the last samples",
@@ -193,6 +194,14 @@ ROWS = (
         cause="gradient_not_reduced",
         runs=("ranks",),
         thread="modelscope/FunASR#3472",
+        style="plain",
+    ),
+    SeededBug(
+        file="entropy_without_gradient.py",
+        bug="An entropy needs the mean assignment of all ranks, and all_reduce has no backward.",
+        cause="gradient_not_of_loss",
+        runs=("ranks",),
+        thread="lucidrains/vector-quantize-pytorch#158",
         style="plain",
     ),
     SeededBug(
