@@ -15,7 +15,7 @@ LAYERS = [
     ["storage"],
     ["schedules"],
     ["dist", "memory"],
-    ["run_context", "run_objects", "fqn", "init_checks", "shard/spec", "state"],
+    ["run_context", "run_objects", "fqn", "named_optimizers", "init_checks", "shard/spec", "state"],
     ["shard", "losses"],
     ["data"],
     ["step"],

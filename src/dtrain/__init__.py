@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from dtrain.losses import mean_loss as mean_loss
     from dtrain.losses import soft_cross_entropy as soft_cross_entropy
     from dtrain.losses import sum_loss as sum_loss
+    from dtrain.losses import token_log_probs as token_log_probs
     from dtrain.losses import transformers_loss as transformers_loss
     from dtrain.monitors.reduce_metrics import reduce_metrics as reduce_metrics
     from dtrain.run.run_dir import open_run as open_run

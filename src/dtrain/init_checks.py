@@ -12,6 +12,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from dtrain.dist.dtensor import is_dtensor
 from dtrain.errors import ConfigError
+from dtrain.named_optimizers import format_optimizer
 from dtrain.typing import Params
 
 # These optimizers write in place to tensors that DTensor would have to redistribute.
@@ -37,8 +38,8 @@ def check_model_and_optimizer(model: object, optimizer: object) -> None:
         )
     if isinstance(optimizer, list | tuple):
         raise ConfigError(
-            f"init: optimizer must be one torch.optim.Optimizer, got a {type(optimizer).__name__} of {len(optimizer)}. Give "
-            "the parameters as groups of one optimizer (dt.optim.param_groups), or make a state for each with missing_ok=True."
+            f"init: optimizer must be a torch.optim.Optimizer or a dict of optimizers, got a {type(optimizer).__name__} of "
+            f"{len(optimizer)}. Name the optimizers: step.init(model, {{'matrices': muon, 'rest': adamw}})."
         )
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(
@@ -161,8 +162,9 @@ def check_optimizer_params(params: Params, optimizer: torch.optim.Optimizer, *, 
     if missing and not missing_ok:
         names = f"{', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''}"
         raise ConfigError(
-            f"init: {type(optimizer).__name__} holds {len(trainable) - len(missing)} of {len(trainable)} trainable parameters, "
-            f"so these would never train: {names}. Add them, freeze them with requires_grad_(False), or pass missing_ok=True."
+            f"init: {format_optimizer(optimizer)} holds {len(trainable) - len(missing)} of {len(trainable)} trainable "
+            f"parameters, so these would never train: {names}. Add them, freeze them with requires_grad_(False), or pass "
+            "missing_ok=True."
         )
 
 

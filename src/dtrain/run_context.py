@@ -220,7 +220,7 @@ class RunContext:
             dropped run alive. ``TrainState.newest`` returns them when the variable of the loop is lost.
         interrupted_write: message about an update or load that was interrupted while writing parameters, else None. All
             states share the parameters.
-        swapped_average: name of the average that currently replaces the parameters, which all states share.
+        replaced_by: sentence that names the average or copy in the place of the parameters, and how to leave it; None without.
         monitor: observations of steps in this process.
         transform_cache: by transform name, values that a transform keeps for this run between steps but not in checkpoints.
             They belong to the run, because several runs may use one transform.
@@ -238,7 +238,7 @@ class RunContext:
     load_generation: int | None = None
     newest_fields: dict[str, Any] = field(default_factory=dict)
     interrupted_write: str | None = None
-    swapped_average: str | None = None
+    replaced_by: str | None = None
     monitor: StepMonitor = field(default_factory=StepMonitor)
     transform_cache: dict[str, Any] = field(default_factory=dict)
     lineage: Lineage = field(default_factory=Lineage)

@@ -19,6 +19,7 @@ from dtrain.dist.step_sync import StepCounts
 from dtrain.errors import ConfigError, StaleStateError
 from dtrain.fqn import parameters_by_fqn, unwrap_module
 from dtrain.init_checks import check_fused_foreach, check_model_and_optimizer, check_optimizer_params, check_params
+from dtrain.named_optimizers import format_optimizer, list_members, name_optimizers
 from dtrain.run_context import ModelRuns, RunContext
 from dtrain.run_objects import LOADER, is_tracked_loader, run_objects, unwrap
 from dtrain.schedules.clock import Clock
@@ -39,7 +40,8 @@ class TrainState:
 
     Args:
         model: model, mutated in place by training.
-        optimizer: optimizer, mutated in place by training.
+        optimizer: optimizer, mutated in place by training. Several optimizers are one with the groups and the state of all;
+            ``state.optimizer["matrices"]`` is one of them.
         spec: layout of the model.
         params: parameters by clean name (sharded parameters are DTensors), captured once; a tied parameter appears once.
         aliases: further names of tied parameters, with the name in ``params``.
@@ -116,7 +118,7 @@ class TrainState:
             >>> state.step
             1
         """
-        runs = _live_runs(model, optimizer)
+        runs = _find_runs(model, optimizer)
         if not runs:
             raise ConfigError(
                 "TrainState.newest: no state of this model is alive. Call newest in the `except` block around the function "
@@ -205,11 +207,8 @@ class TrainState:
     def _check_not_stale(self, caller: str) -> None:
         """Raise ``StaleStateError`` if a later state of this run exists, or if an average replaces its parameters."""
         context = self._run_context
-        if (average := context.swapped_average) is not None:
-            raise StaleStateError(
-                f"{caller}: the average {average!r} is in the place of the parameters. Leave "
-                f"`with dt.transforms.use_average(state, {average!r}):` first."
-            )
+        if context.replaced_by is not None:
+            raise StaleStateError(f"{caller}: {context.replaced_by}")
         if context.interrupted_write is not None:
             raise StaleStateError(f"{caller}: {context.interrupted_write}")
         if self._generation + 1 == context.load_generation:
@@ -263,13 +262,13 @@ class TrainState:
     def __repr__(self) -> str:
         return (
             f"TrainState(step={self.step}, params={len(self.params)}, strategy={self.spec.strategy!r}, "
-            f"optimizer={type(self.optimizer).__name__}, transform_states={sorted(self.transform_states)}, seed={self.seed})"
+            f"optimizer={format_optimizer(self.optimizer)}, transform_states={sorted(self.transform_states)}, seed={self.seed})"
         )
 
 
 def init_state(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer],
     *,
     seed: int = 0,
     run_length: RunLength | None = None,
@@ -298,13 +297,17 @@ def init_state(
     """
     check_init_dist_called("init")
     objects = run_objects(loader, stateful or {})
-    check_model_and_optimizer(model, optimizer)
+    for member in optimizer.values() if isinstance(optimizer, Mapping) else (optimizer,):
+        check_model_and_optimizer(model, member)
     spec = get_spec(model)
     params, aliases = parameters_by_fqn(model)
+    if isinstance(optimizer, Mapping):
+        optimizer = name_optimizers(params, optimizer)
     has_units = spec.mesh is not None and not spec.plain_params
     check_params(params, sharded=[name for name in params if name not in spec.ignored_params] if has_units else [])
     check_optimizer_params(params, optimizer, missing_ok=missing_ok)
-    check_fused_foreach(params, optimizer)
+    for member in list_members(optimizer):
+        check_fused_foreach(params, member)
     current_context().preemption.install_handlers()
     state = TrainState(
         model=model,
@@ -342,7 +345,13 @@ def mark_interrupted_write(state: TrainState, caller: str, error: BaseException)
     error.add_note(message)
 
 
-def _live_runs(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> list[RunContext]:
+def live_runs(model: nn.Module) -> list[RunContext]:
+    """Return the runs that train ``model`` or parts of it and are alive, oldest first."""
+    attribute = unwrap_module(model).__dict__.get(_RUNS_ATTRIBUTE)
+    return attribute.live() if isinstance(attribute, ModelRuns) else []
+
+
+def _find_runs(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> list[RunContext]:
     """Return the runs of ``model`` that are alive, oldest first; only runs of ``optimizer`` if given.
 
     Raises:
@@ -350,14 +359,13 @@ def _live_runs(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> lis
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(f"TrainState.newest: model must be an nn.Module, got {type(model).__name__}. Pass the trained model.")
-    attribute = unwrap_module(model).__dict__.get(_RUNS_ATTRIBUTE)
-    alive = attribute.live() if isinstance(attribute, ModelRuns) else []
+    alive = live_runs(model)
     optimizers: list[torch.optim.Optimizer] = [run.newest_fields["optimizer"] for run in alive]
     if optimizer is not None:
-        return [run for run, own in zip(alive, optimizers, strict=True) if own is optimizer]
+        return [run for run, own in zip(alive, optimizers, strict=True) if optimizer in (own, *list_members(own))]
     trained = [{id(param) for group in own.param_groups for param in group["params"]} for own in optimizers]
     if any(not params <= trained[-1] for params in trained):
-        names = ", ".join(type(own).__name__ for own in optimizers)
+        names = ", ".join(map(format_optimizer, optimizers))
         raise ConfigError(
             f"TrainState.newest: {len(alive)} runs train parts of this model (optimizers: {names}). Name the optimizer: "
             "TrainState.newest(model, optimizer)."

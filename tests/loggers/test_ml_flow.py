@@ -11,9 +11,11 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import suppress
 
+import numpy as np
 import pytest
 
 from dtrain.loggers.logger import UniqueNames, close, failed_loggers
+from dtrain.loggers.media import log_images, log_table, log_text
 from dtrain.loggers.trackers import mlflow, mlflow_name
 
 PATIENCE_S = 90.0
@@ -190,3 +192,22 @@ def test_converted_names_stay_unique():
     with pytest.warns(UserWarning, match="here: metric 'A' is written as 'a_2'. Another metric is written as 'a'"):
         assert names("A") == "a_2"
     assert names("A") == "a_2"
+
+
+def test_pictures_texts_and_tables_are_artifacts(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    log = mlflow("digits", path=tmp_path, tracking_uri=uri, timeout_s=PATIENCE_S)
+    log_images(log, 4, {"frame": np.ones((2, 1, 3, 5))})
+    log_text(log, 4, {"answer": "four"})
+    log_table(log, 4, {"rollouts": [{"reward": 0.5}]})
+    log._close_timeout_s = PATIENCE_S
+    close(log)
+    run_id = (tmp_path / "mlflow-run-id").read_text().strip()
+    media = sorted(entry.path for entry in client(uri).list_artifacts(run_id, "media"))
+    assert media == ["media/answer", "media/rollouts"]
+    assert [file.read_text() for file in sorted(tmp_path.rglob("step-00000004.*"))] == [
+        "four",
+        '{"columns": ["reward"], "data": [[0.5]]}',
+    ]
+    assert any(file.suffix == ".png" for file in tmp_path.rglob("frame*"))

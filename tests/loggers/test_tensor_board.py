@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from dtrain.loggers.logger import close, failed_loggers
+from dtrain.loggers.media import log_images, log_table, log_text
 from dtrain.loggers.trackers import tensorboard
 from dtrain.testing import inject_fault
 
@@ -81,3 +82,18 @@ def test_full_disk_warns_once(tmp_path):
         log(1, {"loss": 1.0})
         with pytest.warns(UserWarning, match="No space left on device"):
             close(log)
+
+
+def test_pictures_texts_and_tables_are_read_back(tmp_path):
+    log = tensorboard(tmp_path)
+    log_images(log, 4, {"frame": torch.ones(2, 1, 3, 5)})
+    log_text(log, 4, {"answer": "a\n# b"})
+    log_table(log, 4, {"rollouts": [{"prompt": "1|2", "reward": 0.5}]})
+    close(log)
+    events = read(tmp_path)
+    (picture,) = events.Images("frame")
+    assert (picture.step, picture.height, picture.width) == (4, 3, 10)
+    (answer,) = events.Tensors("answer/text_summary")
+    assert answer.tensor_proto.string_val[0].decode() == "    a\n    # b"
+    (rows,) = events.Tensors("rollouts/text_summary")
+    assert rows.tensor_proto.string_val[0].decode().splitlines()[2] == r"| 1\|2 | 0.5 |"

@@ -8,9 +8,11 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from dtrain.loggers.logger import close
+from dtrain.loggers.media import log_images, log_table, log_text
 from dtrain.loggers.trackers import wandb
 
 PATIENCE_S = 90.0
@@ -120,3 +122,15 @@ def test_refused_init_arguments_warn_once(tmp_path):
     log._close_timeout_s = PATIENCE_S
     with pytest.warns(UserWarning, match="wandb: .*no_such_argument.*. Metrics are no longer logged there"):
         close(log)
+
+
+def test_pictures_texts_and_tables_are_files_of_the_run(tmp_path):
+    log = wandb("digits", path=tmp_path, offline=True, init={"settings": quiet()}, timeout_s=PATIENCE_S)
+    log_images(log, 4, {"frame": np.ones((2, 1, 3, 5))})
+    log_text(log, 4, {"answer": "<four>"})
+    log_table(log, 4, {"rollouts": [{"reward": 0.5, "text": None}]})
+    log._close_timeout_s = PATIENCE_S
+    close(log)
+    kinds = {file.suffix: file for file in tmp_path.rglob("media/**/*.*") if file.is_file()}
+    assert {".png", ".html", ".json"} <= set(kinds)
+    assert kinds[".html"].read_text() == "<pre>&lt;four&gt;</pre>"

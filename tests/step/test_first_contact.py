@@ -97,8 +97,8 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "list of optimizers": (
         initialised(same, lambda model: [sgd(half) for half in model]),
-        "init: optimizer must be one torch.optim.Optimizer, got a list of 2. Give the parameters as groups of one optimizer "
-        "(dt.optim.param_groups), or make a state for each with missing_ok=True.",
+        "init: optimizer must be a torch.optim.Optimizer or a dict of optimizers, got a list of 2. Name the optimizers: "
+        "step.init(model, {'matrices': muon, 'rest': adamw}).",
     ),
     "class of an optimizer": (
         initialised(same, lambda model: torch.optim.AdamW),

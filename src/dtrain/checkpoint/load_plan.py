@@ -38,6 +38,7 @@ from dtrain.dist.dtensor import (
 )
 from dtrain.errors import ConfigError, CorruptCheckpointError
 from dtrain.fqn import buffers_by_fqn, compile_patterns
+from dtrain.named_optimizers import list_members
 from dtrain.run_objects import LOADER, STATEFUL
 from dtrain.schedules.clock import Clock, EpochPosition
 from dtrain.state import TrainState
@@ -380,6 +381,8 @@ def _plan_optimizer(
     """
     counts_on_device = (group for group in state.optimizer.param_groups if group.get("capturable") or group.get("fused"))
     on_device = {id(param) for group in counts_on_device for param in group["params"]}
+    row_sharding = [member for member in list_members(state.optimizer) if getattr(member, "shards_state_by_rows", False)]
+    by_rows = {id(param) for member in row_sharding for group in member.param_groups for param in group["params"]}
     shards = {name: to_local(param) for name, param in state.params.items()}
     used = {shard.untyped_storage().data_ptr() for shard in shards.values()}
     for name, content in optimizer["state"].items():
@@ -391,7 +394,7 @@ def _plan_optimizer(
             saved_ref=refs[key],
             step_device=param.device if id(param) in on_device else torch.device("cpu"),
             allow_cast=allow_cast,
-            by_rows=getattr(state.optimizer, "shards_state_by_rows", False) and row_group(param) is not None,
+            by_rows=id(param) in by_rows and row_group(param) is not None,
         )
         current = state.optimizer.state.get(param, {})
         for leaf in list_placeholders(content):

@@ -6,6 +6,8 @@
     for batch in loader:
         state, metrics = step(state, batch)
         log(state.clock.step, dt.reduce_metrics(metrics))
+    files = dt.loggers.media_files("media")
+    dt.loggers.log_text(files, state.step, {"answer": "4"})
 
 A logger that fails is dropped with one warning. Training continues.
 """
@@ -21,6 +23,10 @@ if TYPE_CHECKING:
     from dtrain.loggers.logger import failed_loggers as failed_loggers
     from dtrain.loggers.logger import fault_tolerant as fault_tolerant
     from dtrain.loggers.logger import multi as multi
+    from dtrain.loggers.media import log_images as log_images
+    from dtrain.loggers.media import log_table as log_table
+    from dtrain.loggers.media import log_text as log_text
+    from dtrain.loggers.media import media_files as media_files
     from dtrain.loggers.records import csv_file as csv_file
     from dtrain.loggers.records import in_memory as in_memory
     from dtrain.loggers.records import jsonl as jsonl

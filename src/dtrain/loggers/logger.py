@@ -17,7 +17,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -80,9 +80,23 @@ class _MultiLogger:
         for logger in self._loggers:
             logger(step, numbers)
 
+    @property
+    def takes_media(self) -> bool:
+        return any(map(takes_media, self._loggers))
+
+    def log_media(self, step: int, media: Mapping[str, Any], /) -> None:
+        for logger in self._loggers:
+            if takes_media(logger):
+                logger.log_media(step, media)  # type: ignore[attr-defined]
+
     def close(self) -> None:
         for logger in self._loggers:
             close(logger)
+
+
+def takes_media(logger: Logger) -> bool:
+    """Return True if a logger, or one of several, has ``log_media``, for pictures, texts and tables."""
+    return bool(getattr(logger, "takes_media", False))
 
 
 def close(logger: Logger) -> None:
@@ -179,6 +193,7 @@ def fault_tolerant(logger: Logger, *, name: str | None = None, timeout_s: float 
             lambda: _LoggerWriter(logger),
             convert=lambda numbers: {str(key): to_plain_value(value) for key, value in numbers.items()},
             timeout_s=timeout_s,
+            takes_media=takes_media(logger),
         )
     return logger if getattr(logger, "handles_failures", False) else FaultTolerantLogger(logger, name)
 
@@ -195,18 +210,31 @@ class FaultTolerantLogger:
         if hasattr(logger, "close"):
             register_open_logger(self)
 
+    @property
+    def takes_media(self) -> bool:
+        """True if the logger takes pictures, texts and tables, or has failed."""
+        return self._logger is None or takes_media(self._logger)
+
     def __call__(self, step: int, numbers: Mapping[str, Any], /) -> None:
-        if self._logger is None:
-            return
+        if self._logger is not None:
+            self._call(step, self._logger, numbers)
+
+    def log_media(self, step: int, media: Mapping[str, Any], /) -> None:
+        """Log pictures, texts and tables as ``loggers.media`` converts them."""
+        if self._logger is not None:
+            self._call(step, self._logger.log_media, media)  # type: ignore[attr-defined]
+
+    def _call(self, step: int, log: Callable[[int, Mapping[str, Any]], None], values: Mapping[str, Any]) -> None:
         spans.begin("log")
         try:
-            self._logger(step, numbers)
+            log(step, values)
         except Exception as error:  # noqa: BLE001 - training continues after any error
             logger, self._logger = self._logger, None
             unregister_logger(self)
             # A progress bar must restore the terminal.
             with suppress(Exception):
-                close(logger)
+                if logger is not None:
+                    close(logger)
             report_failure(self._name, step, error)
         finally:
             spans.end("log")
@@ -269,11 +297,12 @@ def _close_at_exit(pid: int) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricRecord:
-    """Logged record: the step of the loop, seconds since 1970, and plain values by written name."""
+    """Logged record: the step of the loop, seconds since 1970, plain values by written name, and pictures, texts and tables."""
 
     step: int
     time: float
     numbers: Mapping[str, Any]
+    media: Mapping[str, Any] = field(default_factory=dict)
 
 
 class RecordWriter(Protocol):
@@ -305,7 +334,9 @@ class BackgroundLogger:
         timeout_s: float,
         max_queued: int = MAX_QUEUED,
         close_timeout_s: float = CLOSE_TIMEOUT_S,
+        takes_media: bool = False,
     ) -> None:
+        self.takes_media = takes_media
         self._name, self._convert, self._max_queued = name, convert, max_queued
         self._timeout_s, self._close_timeout_s = timeout_s, min(close_timeout_s, timeout_s)
         self._records: deque[MetricRecord] = deque()
@@ -328,13 +359,21 @@ class BackgroundLogger:
         except Exception as error:  # noqa: BLE001 - training continues
             self._fail(step, error)
             return
+        self._queue(record)
+
+    def log_media(self, step: int, media: Mapping[str, Any], /) -> None:
+        """Log pictures, texts and tables as ``loggers.media`` converts them."""
+        if not self._ended:
+            self._queue(MetricRecord(step=step, time=time.time(), numbers={}, media=media))
+
+    def _queue(self, record: MetricRecord) -> None:
         with self._wake:
             failure, full = self._find_failure(), len(self._records) >= self._max_queued
             if failure is None and not full:
                 self._records.append(record)
                 self._wake.notify()
         if failure is not None:
-            self._fail(step, failure)
+            self._fail(record.step, failure)
         elif full and not self._skipped:
             self._skipped = True
             warnings.warn(
@@ -413,7 +452,10 @@ class _LoggerWriter:
 
     def write(self, records: Sequence[MetricRecord]) -> None:
         for record in records:
-            self._logger(record.step, record.numbers)
+            if record.media:
+                self._logger.log_media(record.step, record.media)  # type: ignore[attr-defined]
+            else:
+                self._logger(record.step, record.numbers)
 
     def close(self, *, failed: bool) -> None:
         close(self._logger)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import importlib.util
 import json
 import math
@@ -27,6 +28,7 @@ from dtrain.loggers.logger import (
     report_failure,
     to_plain_value,
 )
+from dtrain.loggers.media import Picture, Table, encode_table
 from dtrain.packages import missing_extra_error
 from dtrain.run.metadata import make_redactor, settings_to_plain
 from dtrain.run.run_files import flatten
@@ -94,6 +96,7 @@ def wandb(
         convert=lambda record: {names(name): value for name, value in numbers(record).items()},
         timeout_s=timeout_s,
         close_timeout_s=_CLOSE_TIMEOUT_S,
+        takes_media=True,
     )
 
 
@@ -105,6 +108,7 @@ class _WandbRun:
             # Write the id before the first request, so that a kill does not lead to two runs.
             _write_run_id(file, run_id)
         # W&B's console capture would replace sys.stdout from a thread. The launcher keeps all output.
+        self._package = package
         quiet = package.Settings(console="off", login_timeout=timeout_s)
         storage.make_folders(file.parent)
         self._run = package.init(**{"dir": str(file.parent), "id": run_id, "resume": "allow", "settings": quiet, **options})
@@ -113,7 +117,16 @@ class _WandbRun:
 
     def write(self, records: Sequence[MetricRecord]) -> None:
         for record in records:
-            self._run.log({"step": record.step, **record.numbers})
+            media = {name: self._to_media(value) for name, value in record.media.items()}
+            self._run.log({"step": record.step, **record.numbers, **media})
+
+    def _to_media(self, value: Any) -> Any:
+        if isinstance(value, Picture):
+            return self._package.Image(value.pixels)
+        if isinstance(value, Table):
+            # Columns of W&B have one type each.
+            return self._package.Table(columns=value.columns, data=value.rows, allow_mixed_types=True)
+        return self._package.Html(f"<pre>{html.escape(value)}</pre>", inject=False)
 
     def close(self, *, failed: bool) -> None:
         self._run.finish(exit_code=int(failed))
@@ -171,6 +184,7 @@ def mlflow(
         convert=lambda record: {names(each): value for each, value in numbers(record).items()},
         timeout_s=timeout_s,
         close_timeout_s=_CLOSE_TIMEOUT_S,
+        takes_media=True,
     )
 
 
@@ -224,8 +238,19 @@ class _MlflowRun:
             for record in records
             for name, value in record.numbers.items()
         ]
+        for record in records:
+            for name, value in record.media.items():
+                self._log_media(mlflow_name(name), record.step, value)
         for begin in range(0, len(metrics), _MAX_METRICS):
             self._client.log_batch(self._id, metrics=metrics[begin : begin + _MAX_METRICS])
+
+    def _log_media(self, name: str, step: int, value: Any) -> None:
+        """Log a picture by step, which MLflow shows beside the charts; a text or a table as an artifact."""
+        if isinstance(value, Picture):
+            self._client.log_image(self._id, value.pixels, key=name.replace("/", "_"), step=step)
+            return
+        text, suffix = (encode_table(value), "json") if isinstance(value, Table) else (value, "txt")
+        self._client.log_text(self._id, text, f"media/{name}/step-{step:08d}.{suffix}")
 
     def close(self, *, failed: bool) -> None:
         self._client.set_terminated(self._id, status="FAILED" if failed else "FINISHED")
@@ -270,6 +295,7 @@ def tensorboard(path: str | Path, *, settings: Any = None, ranks: Ranks = 0, tim
         lambda: _EventFileWriter(folder, writers.SummaryWriter, plain_settings),
         convert=NumericFilter(name),
         timeout_s=timeout_s,
+        takes_media=True,
     )
 
 
@@ -284,6 +310,13 @@ class _EventFileWriter:
         for record in records:
             for name, value in record.numbers.items():
                 self._writer.add_scalar(name, value, record.step, record.time)
+            for name, value in record.media.items():
+                if isinstance(value, Picture):
+                    self._writer.add_image(name, value.pixels, record.step, record.time, dataformats="HWC")
+                else:
+                    # TensorBoard renders markdown, in which indented lines are code.
+                    text = _to_markdown(value) if isinstance(value, Table) else "    " + value.replace("\n", "\n    ")
+                    self._writer.add_text(name, text, record.step, record.time)
         self._writer.flush()
 
     def _open(self, step: int) -> None:
@@ -299,6 +332,12 @@ class _EventFileWriter:
     def close(self, *, failed: bool) -> None:
         if self._writer is not None:
             self._writer.close()
+
+
+def _to_markdown(table: Table) -> str:
+    rows = [table.columns, ["---"] * len(table.columns), *table.rows]
+    cells = ([str(cell).replace("|", "\\|").replace("\n", " ") for cell in row] for row in rows)
+    return "\n".join(f"| {' | '.join(row)} |" for row in cells)
 
 
 def _read_run_id(file: Path) -> str | None:

@@ -214,6 +214,7 @@ class RunReport:
         event_counts: number of all events by name.
         about: content of each attempt's file as plain data, by number.
         differences: facts in ``about`` that differ between attempts, by dotted name and attempt, without times.
+        samples: newest picture, text and table of each name: name, kind, step and file.
         missing: missing or damaged parts, one line each.
     """
 
@@ -234,6 +235,7 @@ class RunReport:
     event_counts: dict[str, int] = field(default_factory=dict)
     about: dict[int, Row] = field(default_factory=dict)
     differences: dict[str, dict[int, Any]] = field(default_factory=dict)
+    samples: list[Row] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
 
 

@@ -10,6 +10,7 @@ import shlex
 from datetime import UTC, datetime
 from functools import partial
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, StrictUndefined
@@ -40,6 +41,8 @@ from dtrain.run.run_files import flatten
 _MAX_TEXT, _MAX_ROWS = 300, 400
 # metrics at the top of the page
 _MAX_RESULTS = 6
+# pictures, texts and tables, and bytes of each
+_MAX_SAMPLES, _MAX_SAMPLE_BYTES = 24, 4 << 20
 _EVENT_WORDS = {"seconds": "took", "bytes": "size", "blocked_s": "blocked training for"}
 
 
@@ -65,6 +68,7 @@ def render_page(report: Report) -> str:
         "metrics": list_metrics,
         "moment": format_moment,
         "percent": "{:.1%}".format,
+        "samples": list_samples,
         "results": lambda run: dict(list_results(run)[:_MAX_RESULTS]),
         "setting": format_setting,
         "settings": list_settings,
@@ -172,6 +176,30 @@ def list_events(run: RunReport) -> list[list[str]]:
         numbers = ["" if event[key] is None else str(event[key]) for key in ("attempt", "rank", "step")]
         rows.append([format_duration(event["at"]), event["name"], *numbers, ", ".join(fields)[:_MAX_TEXT]])
     return rows
+
+
+def list_samples(run: RunReport) -> list[dict[str, Any]]:
+    """Return pictures as data addresses, texts, and tables with columns and rows; a file that is too large has a note."""
+    samples = []
+    for row in run.samples[:_MAX_SAMPLES]:
+        file, sample = Path(row["file"]), {**row, "kind": "text", "text": ""}
+        try:
+            size = file.stat().st_size
+            if size > _MAX_SAMPLE_BYTES:
+                sample["text"] = f"{format_bytes(size)} are too many for the page, see {file}"
+            elif row["kind"] == "image":
+                sample |= {"kind": "image", "address": f"data:image/png;base64,{base64.b64encode(file.read_bytes()).decode()}"}
+            elif row["kind"] == "table":
+                content = json.loads(file.read_bytes())
+                cells = [[format_value(cell, "") for cell in values] for values in content["data"]]
+                sample |= {"kind": "table", "columns": [str(name) for name in content["columns"]], "rows": cells}
+            else:
+                sample["text"] = file.read_text(encoding="utf-8", errors="replace")
+        # A file may be cut or written by hand.
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            sample["text"] = f"{file} cannot be read: {error}"
+        samples.append(sample)
+    return samples
 
 
 def list_settings(run: RunReport) -> dict[str, str]:

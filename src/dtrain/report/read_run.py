@@ -46,6 +46,7 @@ from dtrain.run.run_files import (
     flatten,
     ledger_files,
     metrics_files,
+    newest_media,
     read_attempt,
     step_from_record,
 )
@@ -145,6 +146,7 @@ def _read_run(path: Path, folder: str, now: float) -> RunReport:
     return RunReport(
         name=path.resolve().name or folder,
         folder=folder,
+        samples=newest_media(path),
         started_at=started_at,
         duration_s=max(ends, default=0.0),
         attempts=attempt_reports(merged, abouts, started_at=origin, now=now),

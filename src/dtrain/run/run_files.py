@@ -7,6 +7,7 @@ A run may be stopped and resumed. Each start is an *attempt*, numbered from 1. A
     attempts/attempt-00001.json   settings, command line, versions, commit, ranks and hosts of an attempt; by rank 0, once
     ledger/rank-00000.jsonl       time spent and events, one file per rank for all attempts
     metrics.jsonl                 metrics logged by the loop; metrics.jsonl.1, .2, ... are older parts after rotation
+    media/NAME/step-00000120.png  pictures; texts end in .txt, tables in .json: {"columns": [...], "data": [[...], ...]}
     traces/, memory/              files of the profiler
     checkpoints/                  checkpoints of the examples, not needed for a report
 
@@ -44,13 +45,14 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
+from urllib.parse import quote, unquote
 
 import msgspec
 
 FORMAT = 1
 """Version of all files here. A reader of a newer version reads the known fields, and warns that there may be more."""
 
-ATTEMPTS, LEDGER, TRACES, MEMORY = "attempts", "ledger", "traces", "memory"
+ATTEMPTS, LEDGER, TRACES, MEMORY, MEDIA = "attempts", "ledger", "traces", "memory", "media"
 CHECKPOINTS = "checkpoints"
 METRICS = "metrics.jsonl"
 STEP, TIME = "step", "time"
@@ -63,12 +65,38 @@ Row = dict[str, Any]
 
 _MAX_STEP = 10**15
 _ATTEMPT_PATTERN = re.compile(r"attempt-(\d{5,})\.json")
+_MEDIA_PATTERN = re.compile(r"step-(\d{8,15})\.([a-z]+)")
 _RANK_PATTERN = re.compile(r"rank-(\d{5,})\.jsonl")
 _METRICS_PATTERN = re.compile(r"(metrics[^/]*\.jsonl)(\.\d{1,9})?")
 _MAX_ATTEMPT_BYTES = 4 << 20
 _CHUNK_BYTES = 1 << 16
 # A file without line ends must not fill the memory.
 _MAX_LINE_BYTES = 16 << 20
+
+
+MEDIA_SUFFIXES = {"image": "png", "text": "txt", "table": "json"}
+"""Endings of the files of pictures, texts and tables."""
+
+
+def media_name(name: str, step: int, suffix: str) -> str:
+    """Return the file of a picture, text or table, below ``media``: ``val%2Fsamples/step-00000120.png``."""
+    # A folder must not be "." or "..".
+    return f"{quote(name, safe='').replace('.', '%2E')}/step-{step:08d}.{suffix}"
+
+
+def newest_media(folder: Path) -> list[Row]:
+    """Return the picture, text or table of the last step of each name: ``name``, ``kind``, ``step`` and ``file``."""
+    kinds = {suffix: kind for kind, suffix in MEDIA_SUFFIXES.items()}
+    newest: dict[tuple[str, str], Row] = {}
+    for file in sorted((folder / MEDIA).glob("*/step-*.*")):
+        match = _MEDIA_PATTERN.fullmatch(file.name)
+        if match is None or match[2] not in kinds:
+            continue
+        name, kind = unquote(file.parent.name), kinds[match[2]]
+        row = {"name": name, "kind": kind, "step": int(match[1]), "file": str(file)}
+        if (known := newest.get((name, kind))) is None or known["step"] <= row["step"]:
+            newest[name, kind] = row
+    return [newest[key] for key in sorted(newest)]
 
 
 def attempt_name(attempt: int) -> str:

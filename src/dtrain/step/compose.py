@@ -26,6 +26,7 @@ from dtrain.dist.context import current_context
 from dtrain.dist.dtensor import is_dtensor, to_local
 from dtrain.dist.init import get_dist_info
 from dtrain.errors import ConfigError, StepError
+from dtrain.named_optimizers import list_members
 from dtrain.schedules.durations import RunLength
 from dtrain.schedules.hyperparameters import check_over_run
 from dtrain.shard.activations import time_compilation
@@ -80,7 +81,7 @@ class Step:
     def init(
         self,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer],
         *,
         seed: int = 0,
         loader: Any = None,
@@ -94,7 +95,9 @@ class Step:
 
         Args:
             model: sharded and materialized model; a plain module works in one process.
-            optimizer: optimizer of this model's parameters, built after sharding.
+            optimizer: optimizer of this model's parameters, built after sharding; or several by name, each parameter in one of
+                them: ``{"matrices": muon, "rest": adamw}``. The name is then the first part of the name of each group, so
+                ``scale_lr({"matrices": schedule})`` is a schedule of one optimizer.
             seed: seed of the random streams of transforms.
             loader: loader of the run. Its position is saved and loaded with the state, and the clock counts its epochs, also if
                 the step runs on slices or copies of its batches. A loader of ``build_loader``, torchdata's
@@ -112,7 +115,8 @@ class Step:
                 raises. 0 compares nothing, for a method that lets parameters differ on purpose.
 
         Mutates: this process's handling of SIGTERM, until the end of ``init_dist``'s block: from now on a SIGTERM makes
-        ``should_stop`` return True. Also ``loader``, which then issues a batch again that had no step.
+        ``should_stop`` return True. Also ``loader``, which then issues a batch again that had no step; and of several
+        optimizers the ``name`` of each group, and ``state``, which they share.
 
         Example:
             step = dt.compose_step(loss_fn, [dt.transforms.ema(0.999)])
@@ -123,9 +127,10 @@ class Step:
 
         Raises:
             ConfigError: an argument that is not a model or an optimizer; parameters on the meta device; an optimizer with
-                parameters of another model, or without some trainable parameters; a rank of a launcher without ``init_dist``;
-                a ``loader`` without ``state_dict``, such as a plain ``DataLoader``, or an object that a load cannot put back; a
-                negative ``replica_check_every``. With ``run_length``, a schedule whose value is invalid in some step.
+                parameters of another model, or without some trainable parameters; a parameter in two optimizers, by
+                name; a rank of a launcher without ``init_dist``; a ``loader`` without ``state_dict``, such as a plain
+                ``DataLoader``, or an object that a load cannot put back; a negative ``replica_check_every``. With
+                ``run_length``, a schedule whose value is invalid in some step.
 
         Warns: UserWarning, on rank 0, without ``run_length``: a schedule whose value is invalid once a run is long enough.
         """
@@ -561,9 +566,10 @@ def apply_gradients_of(state: TrainState, done: set[int], params: Sequence[Tenso
         return
     done.update(map(id, params))
     grads = [to_local(param.grad) for param in params if param.grad is not None]
-    with _restrict_optimizer_to(state.optimizer, {id(param) for param in params}) as nonempty:
-        if nonempty:
-            step_optimizer(state.optimizer)
+    for member in list_members(state.optimizer):
+        with _restrict_optimizer_to(member, {id(param) for param in params}) as nonempty:
+            if nonempty:
+                step_optimizer(member)
     for param, grad in zip(params, grads, strict=True):
         # FSDP2 may have allocated the gradient in another stream, which would reuse the memory too early.
         use_on_current_stream(grad)

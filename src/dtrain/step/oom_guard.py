@@ -30,6 +30,7 @@ from dtrain.dist.rng import RNGSnapshot
 from dtrain.dist.step_sync import BackwardSync, RankStatus, StepCounts
 from dtrain.errors import OutOfMemoryError, PeerError
 from dtrain.memory.device_memory import DeviceMemory, get_device_memory, is_out_of_memory
+from dtrain.named_optimizers import NamedOptimizers
 from dtrain.shard.buffers import BufferSnapshot
 from dtrain.state import TrainState
 from dtrain.step.microbatch_search import ProbeResult, RankMemory
@@ -479,6 +480,8 @@ def allocate_missing_state(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     Raises:
         torch.OutOfMemoryError: the tensors do not fit.
     """
+    if isinstance(optimizer, NamedOptimizers):
+        return [tensor for member in optimizer.members.values() for tensor in allocate_missing_state(member)]
     reserved: list[Tensor] = []
     for group in optimizer.param_groups:
         new = [param for param in group["params"] if param.requires_grad and not optimizer.state.get(param)]
@@ -496,6 +499,8 @@ def allocate_missing_state(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 def has_unknown_state(optimizer: torch.optim.Optimizer) -> bool:
     """Return True if the state of ``optimizer`` is unknown before its first step, because the user defines its methods."""
+    if isinstance(optimizer, NamedOptimizers):
+        return any(map(has_unknown_state, optimizer.members.values()))
     for base in type(optimizer).__mro__:
         if base.__module__.startswith(_KNOWN_MODULES):
             return False

@@ -41,6 +41,7 @@ from dtrain.dist.dtensor import (
 from dtrain.dist.incident import report_missing_ranks
 from dtrain.dist.init import get_dist_info
 from dtrain.errors import ConfigError, NonFiniteError, StepError
+from dtrain.named_optimizers import NamedOptimizers, list_members
 from dtrain.shard.grad_sync import grad_sync_of
 from dtrain.shard.params import check_dense
 from dtrain.shard.replicate import is_reducer_hook
@@ -217,32 +218,50 @@ def _divide_in_update(
 ) -> Callable[[], object]:
     """Return ``run`` such that the optimizer's kernel divides ``grads``. If it cannot do so, divide them now.
 
-    The kernel also writes the quotient to the gradients. Mutates: ``grads``, if the kernel does not divide.
+    The kernel also writes the quotient to the gradients. Of several optimizers, each with such a kernel divides its gradients.
+
+    Mutates: ``grads`` that no kernel divides.
     """
     if not isinstance(divisor, Tensor) and divisor == 1.0:
         return run
     # The kernel takes a float32.
     is_exact = not isinstance(divisor, Tensor) and float(np.float32(divisor)) == divisor
-    if not takes_grad_scale(optimizer) or not (is_exact or all([grad.dtype != torch.float64 for grad in grads])):  # noqa: C419
+    fused: list[Any] = []
+    if is_exact or all([grad.dtype != torch.float64 for grad in grads]):  # noqa: C419
+        fused = _fused_members(optimizer)
+    if not fused:
         divide_(grads, divisor)
         return run
+    if len(fused) < len(list_members(optimizer)):
+        divided_later = {id(p.grad) for member in fused for group in member.param_groups for p in group["params"]}
+        divide_([grad for grad in grads if id(grad) not in divided_later], divisor)
 
     def run_divided() -> None:
-        fused: Any = optimizer
         if isinstance(divisor, Tensor):
-            fused.grad_scale = divisor.to(grads[0].device, torch.float32)
+            scale = divisor.to(grads[0].device, torch.float32)
         else:
-            fused.grad_scale = torch.full((), divisor, dtype=torch.float32, device=grads[0].device)
+            scale = torch.full((), divisor, dtype=torch.float32, device=grads[0].device)
+        for member in fused:
+            member.grad_scale = scale
         try:
             run()
         finally:
-            del fused.grad_scale
+            for member in fused:
+                del member.grad_scale
 
     return run_divided
 
 
+def _fused_members(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+    """Return the optimizer, or those of several, whose kernel divides gradients, if no hook of several sees the gradients."""
+    is_observed = isinstance(optimizer, NamedOptimizers) and _is_observed(optimizer)
+    return [] if is_observed else [member for member in list_members(optimizer) if takes_grad_scale(member)]
+
+
 def takes_grad_scale(optimizer: torch.optim.Optimizer) -> bool:
     """Return True if the kernel of ``optimizer.step`` divides gradients, and no other code sees them in ``step``."""
+    if isinstance(optimizer, NamedOptimizers):
+        return len(_fused_members(optimizer)) == len(optimizer.members)
     # A scaler of torch uses these attributes.
     attributes = optimizer.__dict__
     if type(optimizer) not in _DIVIDE_IF_FUSED or "grad_scale" in attributes or "found_inf" in attributes:
@@ -442,6 +461,9 @@ def step_optimizer(optimizer: torch.optim.Optimizer) -> None:
     Mutates: parameters, and the optimizer's state. Collective: those of the optimizer, and one for each number that it reads;
     none on shards.
     """
+    if isinstance(optimizer, NamedOptimizers):
+        optimizer.step(run=step_optimizer)
+        return
     if _can_use_shards(optimizer):
         with torch.no_grad():
             shards = _ShardViews(optimizer)

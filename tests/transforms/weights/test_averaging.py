@@ -49,7 +49,7 @@ def test_use_average_restores_parameters_exactly_after_an_exception(dtype):
     with pytest.raises(BrokenError):
         _broken_inside(state, batch)
     assert all(torch.equal(a, b) for a, b in zip(before, (*model.state_dict().values(), *means.values()), strict=True))
-    assert state._run_context.swapped_average is None
+    assert state._run_context.replaced_by is None
 
 
 @pytest.mark.parametrize(

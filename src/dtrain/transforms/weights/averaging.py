@@ -20,6 +20,7 @@ from dtrain.schedules.durations import Duration, RunLength, parse_window
 from dtrain.schedules.hyperparameters import hyperparameter
 from dtrain.shard.buffers import BufferSnapshot
 from dtrain.shard.grad_sync import grad_sync_of
+from dtrain.shard.snapshots import exchange_
 from dtrain.shard.unshard import is_unsharded, reshard
 from dtrain.state import TrainState
 from dtrain.step.normalization import make_metric
@@ -268,17 +269,18 @@ def use_average(state: TrainState, name: str = "ema") -> Iterator[None]:
     buffers.capture()
     # An earlier forward may have left unsharded copies, which the next forward would reuse.
     reshard(state.model)
-    state._run_context.swapped_average = name
+    leave = f"`with dt.transforms.use_average(state, {name!r}):`"
+    state._run_context.replaced_by = f"the average {name!r} is in the place of the parameters. Leave {leave} first."
     try:
         for key, average in averages.items():
-            undo.append(_exchange_(state.params[key], average))
+            undo.append(exchange_(state.params[key], average))
         yield
     finally:
         reshard(state.model)
         for restore in undo:
             restore()
         buffers.restore()
-        state._run_context.swapped_average = None
+        state._run_context.replaced_by = None
 
 
 def load_average_(state: TrainState, name: str = "ema") -> None:
@@ -333,27 +335,6 @@ def _find_average(state: TrainState, name: str, caller: str) -> Mapping[str, Ten
             f"{caller}: the model must be sharded, got an unsharded model. Enter unshard_params inside the context."
         )
     return averages
-
-
-def _exchange_(param: Tensor, average: Tensor) -> Callable[[], None]:
-    """Exchange the contents of ``param`` and ``average``. Mutates both. Return a function that undoes the exchange."""
-    with torch.no_grad():
-        own, mean = to_local(param), to_local(average)
-        original = own.clone()
-        own.copy_(mean)
-        if own.dtype == mean.dtype:
-            mean.copy_(original)
-
-            def exchange_again() -> None:
-                _exchange_(param, average)
-
-            return exchange_again
-
-    def restore_copy() -> None:
-        with torch.no_grad():
-            to_local(param).copy_(original)
-
-    return restore_copy
 
 
 def _half_life_decay(life: Duration, interval: Duration, run_length: RunLength | None) -> float:
