@@ -178,6 +178,7 @@ def run_save(save: SaveRequest, task: SaveTask[SaveResult]) -> SaveResult:
         if save.info.rank == 0:
             if result.written:
                 heartbeats.report(heartbeats.ProgressKind.COMMITTED, save.step)
+            if result.written and save.options.mode != "memory":
                 seconds = time.monotonic() - save.started_at
                 spans.record_event("committed", step=save.step, seconds=seconds, bytes=result.bytes)
             _remove_old_steps(root, decision.run_id, save)
