@@ -35,6 +35,8 @@ LOOPBACK = "DTRAIN_LOOPBACK"
 JOB_SECRET = "DTRAIN_JOB_SECRET"
 # Beginning of the path of a rank's folder for the sockets of its workers. The launcher removes such folders at the end.
 SOCKET_FOLDER_PREFIX = "DTRAIN_SOCKET_FOLDER_PREFIX"
+# Folder in shared memory for copies of states, which outlive the ranks. The launcher removes it at the end.
+MEMORY_FOLDER = "DTRAIN_MEMORY_FOLDER"
 # File in which a rank records the exception that leaves its script.
 FAILURE_FILE = "DTRAIN_FAILURE_FILE"
 NCCL_INTERFACE = "NCCL_SOCKET_IFNAME"

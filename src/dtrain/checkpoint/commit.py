@@ -23,6 +23,7 @@ from dtrain.checkpoint import layout
 from dtrain.checkpoint.checkpoint_info import scan_root
 from dtrain.checkpoint.data_file import StagedFiles, digest_blocks, plan_blocks, write_data_file
 from dtrain.checkpoint.layout import Blocks, Manifest
+from dtrain.checkpoint.memory_tier import check_free_memory
 from dtrain.checkpoint.retention import (
     RetentionRules,
     apply_retention,
@@ -39,7 +40,7 @@ from dtrain.checkpoint.write_plan import INLINE, RankWritePlan, link_frozen_file
 from dtrain.dist.collectives import broadcast_decision, broadcast_json, gather_json, raise_on_all_ranks
 from dtrain.dist.context import current_context
 from dtrain.dist.init import DistInfo, get_dist_info
-from dtrain.errors import CheckpointError
+from dtrain.errors import CheckpointError, ConfigError
 from dtrain.launch import heartbeats
 from dtrain.run_context import Commit, Lineage
 from dtrain.storage import AnyPath
@@ -49,7 +50,7 @@ _CALLER = "save_sharded"
 WRITE_THREADS = 2
 _ADVICE = ". The step was not committed and earlier steps are unchanged. Free space or repair the file system, then save again."
 
-SaveMode = Literal["sync", "async"]
+SaveMode = Literal["sync", "async", "memory"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +64,12 @@ class SaveOptions(RetentionRules):
         """Raise ConfigError if an option is invalid."""
         check_choice(caller, "mode", self.mode, get_args(SaveMode))
         RetentionRules.check(self, caller)
+        given = [name for name in ("incremental", "keep_last", "keep_every", "keep_steps") if getattr(self, name)]
+        if self.mode == "memory" and given:
+            raise ConfigError(
+                f"{caller}: {given[0]} must not be set with mode='memory', got {getattr(self, given[0])}. Leave it out: memory "
+                "holds one step, and the next one until it is complete."
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,6 +178,7 @@ def run_save(save: SaveRequest, task: SaveTask[SaveResult]) -> SaveResult:
         if save.info.rank == 0:
             if result.written:
                 heartbeats.report(heartbeats.ProgressKind.COMMITTED, save.step)
+            if result.written and save.options.mode != "memory":
                 seconds = time.monotonic() - save.started_at
                 spans.record_event("committed", step=save.step, seconds=seconds, bytes=result.bytes)
             _remove_old_steps(root, decision.run_id, save)
@@ -209,7 +217,10 @@ def prepare_save(save: SaveRequest) -> SaveDecision:
     save.acquire_lock(run_id, resumed_steps(root, lineages[0]))
     decision = _decide(save, run_id)
     if decision.action == "write":
-        check_free_space(root, save.total_bytes, caller=_CALLER)
+        if save.options.mode == "memory":
+            check_free_memory(root, save.total_bytes)
+        else:
+            check_free_space(root, save.total_bytes, caller=_CALLER)
         storage.make_folders(root)
         remove_leftovers(root)
         if decision.replaces and not storage.supports_rename(root):
@@ -357,9 +368,11 @@ def _remove_old_steps(root: AnyPath, run_id: str, save: SaveRequest) -> None:
     """Remove steps that the commit made superfluous. The step is durable, so a failure is a warning."""
     lineage = save.lineages[0]
     history = lineage.roots[str(root)]
-    protected = {save.step, *resumed_steps(root, lineage), *history.unknown_steps}
+    is_memory = save.options.mode == "memory"
+    protected = {save.step} if is_memory else {save.step, *resumed_steps(root, lineage), *history.unknown_steps}
     try:
-        apply_retention(root, run_id, save.options, protected=protected, newest=history.newest)
+        rules = RetentionRules(keep_last=1) if is_memory else save.options
+        apply_retention(root, run_id, rules, protected=protected, newest=history.newest)
     except (OSError, CheckpointError) as error:
         warnings.warn(
             f"{_CALLER}: step {save.step} is committed, but older steps could not be removed: {error}. "

@@ -111,6 +111,7 @@ def load_sharded(
 
     Args:
         root: root passed to ``save_sharded`` (a folder or a URL), whose last committed step is loaded; or the folder of a step.
+            A newer step of the run in memory (``mode="memory"``) comes first. If it is damaged, the step on disk is loaded.
         state: state from ``Step.init`` or ``init_state``, with model, optimizer and transforms as in the saved run; or several
             states by name, as they were saved.
         extra: objects with ``load_state_dict``, or dicts, lists and tensors, which are filled in place, by name, as in the
@@ -570,7 +571,7 @@ def _apply(
     # The next save of this step must write what the load left out.
     key = None if loaded.ignored else content_key(new_states, "all", None, entry_digests)
     lineage = Lineage(run_id=manifest.run_id, resumed_from=str(folder))
-    lineage.roots[str(folder.parent)] = choice.history({manifest.step: key})
+    lineage.roots.update(choice.histories(folder, {manifest.step: key}))
     for state in states.values():
         # Earlier commits of this process belong to the abandoned lineage.
         state._run_context.lineage = lineage

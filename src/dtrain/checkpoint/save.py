@@ -33,6 +33,7 @@ from dtrain.checkpoint.extra import check_loaders, check_stops, objects_of
 from dtrain.checkpoint.layout import Manifest, MeshLayout, SaveScope
 from dtrain.checkpoint.load import OneOrSeveral, load_sharded
 from dtrain.checkpoint.lock import Lock, lock_root
+from dtrain.checkpoint.memory_tier import find_memory_root, memory_root
 from dtrain.checkpoint.save_thread import SaveTask, process_instance, save_thread
 from dtrain.checkpoint.state_dict import (
     States,
@@ -52,6 +53,7 @@ from dtrain.dist.context import current_context, register_shutdown_hook
 from dtrain.dist.init import get_dist_info
 from dtrain.errors import CheckpointError, ConfigError, PeerError
 from dtrain.run_objects import unwrap
+from dtrain.schedules.durations import Duration
 from dtrain.shard.replica_check import raise_if_params_differ, replica_check_of
 from dtrain.state import TrainState
 from dtrain.step.optimizer_state import check_saved_state
@@ -134,7 +136,9 @@ def save_sharded(
         extra: objects that do not belong to the run, by name: objects with ``state_dict`` and ``load_state_dict``, or dicts,
             lists and tensors, which a load fills in place. They must be equal on all ranks, unless marked by
             ``dt.checkpoint.per_rank``. Tensors inside must not be sharded.
-        mode: "sync" waits for the commit, "async" does not.
+        mode: "sync" waits for the commit, "async" does not. "memory" copies the state into shared memory that ``dtrain launch``
+            keeps when ranks die, instead of ``root``; a load from ``root`` finds the step there if it is the newest one. Memory
+            holds one step, and the next one until it is complete.
         scope: "all" saves the whole state, "weights" parameters and buffers, "trainable" the trained parameters (an adapter).
             The last two take neither ``extra`` nor a root that holds whole states, because a run could not resume from such a
             step.
@@ -187,8 +191,10 @@ def start_save(
     with spans.span("save"):
         with _on_all_ranks():
             states = _as_states(state)
-            _check_arguments(states, scope, extra, dtype)
+            _check_arguments(states, scope, options.mode, extra, dtype)
             options.check(_CALLER)
+            if options.mode == "memory":
+                target = memory_root(target.root if isinstance(target, Checkpointer) else storage.resolve_path(target), _CALLER)
             checkpointer = target if isinstance(target, Checkpointer) else checkpointer_of(target, states.values())
             shared, write_plan, facts = _plan_save(states, extra, scope, dtype, options)
         total_bytes, entry_digests = _agree_on_contents(states, facts, shared)
@@ -219,7 +225,7 @@ def start_save(
                 started_at=started_at,
             )
         task = save_thread().submit(f"the save of step {request.step}", partial(run_save, request))
-        if options.mode == "sync":
+        if options.mode != "async":
             try:
                 task.result()
             except BaseException:
@@ -265,13 +271,15 @@ def _as_states(state: TrainState | Mapping[str, TrainState]) -> dict[str, TrainS
     return dict(state)
 
 
-def _check_arguments(states: States, scope: str, extra: Mapping[str, Any], dtype: torch.dtype | None) -> None:
+def _check_arguments(states: States, scope: str, mode: str, extra: Mapping[str, Any], dtype: torch.dtype | None) -> None:
     for state in states.values():
         state._check_not_stale(_CALLER)
         state._check_replicas_joined(_CALLER)
     if len({state._run_context.lineage.run_id for state in states.values()}) > 1:
         raise ConfigError(f"{_CALLER}: the states {list(states)} must belong to one run. Load them from one checkpoint.")
     check_choice(_CALLER, "scope", scope, get_args(SaveScope))
+    if scope != "all" and mode == "memory":
+        raise ConfigError(f"{_CALLER}: scope must be 'all' with mode='memory', got {scope!r}. Save the whole state.")
     if scope != "all" and extra:
         raise ConfigError(
             f"{_CALLER}: extra must be empty with scope={scope!r}, got {sorted(extra)}. Pass only one of the two."
@@ -383,6 +391,7 @@ class Checkpointer:
     Args:
         root: folder on a file system that all ranks share, or a URL.
         mode: as in ``save_sharded``, like all further options.
+        memory_every: ``keep`` copies the state into memory when the run crosses this duration, as ``"10ba"``; None for never.
 
     Raises:
         ConfigError: an invalid option.
@@ -394,11 +403,13 @@ class Checkpointer:
         root: AnyPath | str,
         *,
         mode: SaveMode = "sync",
+        memory_every: Duration | int | str | None = None,
         incremental: bool = False,
         keep_last: int | None = None,
         keep_every: int | None = None,
         keep_steps: Collection[int] = (),
     ) -> None:
+        self._memory_every = None if memory_every is None else Duration.parse(memory_every)
         self.root = storage.resolve_path(root)
         self._options = SaveOptions(
             mode=mode, incremental=incremental, keep_last=keep_last, keep_every=keep_every, keep_steps=keep_steps
@@ -427,6 +438,33 @@ class Checkpointer:
         Collective: as ``save_sharded``; every rank must call it.
         """
         return start_save(self, state, extra or {}, scope, dtype, self._options)
+
+    @explain_arguments
+    def keep(
+        self,
+        state: TrainState | Mapping[str, TrainState],
+        *,
+        extra: Mapping[str, Any] | None = None,
+    ) -> bool:
+        """Copy ``state`` into memory if the run has crossed ``memory_every``, and return True then. Call it after each step.
+
+        A restarted job loads this step instead of an older one on disk. Nothing happens where nobody keeps the memory of ranks
+        that die: without ``dtrain launch``, on several nodes, and without ``memory_every``.
+
+        for batch in loader.until("3ep"):
+            state, metrics = step(state, batch)
+            checkpoints.keep(state)
+
+        Collective: as ``save_sharded``, if it copies; every rank must call it.
+
+        Raises:
+            CheckpointError: shared memory has no room for two copies of the state.
+        """
+        first = state if isinstance(state, TrainState) else next(iter(state.values()))
+        if self._memory_every is None or find_memory_root(self.root) is None or not first.crossed(self._memory_every):
+            return False
+        start_save(self, state, extra or {}, "all", None, SaveOptions(mode="memory"))
+        return True
 
     @explain_arguments
     def load(

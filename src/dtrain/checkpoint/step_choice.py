@@ -27,6 +27,7 @@ from dtrain.checkpoint.checkpoint_info import (
     scan_root,
     skipped_steps,
 )
+from dtrain.checkpoint.memory_tier import find_memory_root
 from dtrain.checkpoint.reader import iter_sound_steps_before
 from dtrain.dist.collectives import all_gather_json, broadcast_decision, raise_on_all_ranks
 from dtrain.dist.init import get_dist_info
@@ -51,11 +52,15 @@ class StepChoice:
         folder: folder of the step.
         named: if True, the caller named the folder of the step instead of a root.
         scan: listing of the root, on rank 0; None on other ranks, or if the root of a named step cannot be listed.
+        disk: root on disk if the step is in memory, else None.
+        disk_scan: its listing, on rank 0.
     """
 
     folder: AnyPath
     named: bool
     scan: RootScan | None = None
+    disk: AnyPath | None = None
+    disk_scan: RootScan | None = None
 
     def check_listed(self, folder: AnyPath) -> None:
         """Raise CorruptCheckpointError if the listing found the manifest of the step corrupt."""
@@ -63,33 +68,61 @@ class StepChoice:
             if step.path == folder:
                 raise CorruptCheckpointError(step.reason)
 
-    def history(self, steps: dict[int, object]) -> RootHistory:
-        """Return the facts about the root for the run that continues from the step."""
-        if self.scan is None:
-            return RootHistory(steps=steps)
-        return RootHistory(steps=steps, looked=True, newest=newest_commit(self.scan.committed))
+    def histories(self, folder: AnyPath, steps: dict[int, object]) -> dict[str, RootHistory]:
+        """Return the facts about its root, and about the root on disk, for the run that continues from a step."""
+        roots = {str(folder.parent): _history(self.scan, steps)}
+        return roots if self.disk is None else roots | {str(self.disk): _history(self.disk_scan, {})}
 
 
-def choose_on_all_ranks(path: AnyPath) -> StepChoice | None:
+def _history(scan: RootScan | None, steps: dict[int, object]) -> RootHistory:
+    if scan is None:
+        return RootHistory(steps=steps)
+    return RootHistory(steps=steps, looked=True, newest=newest_commit(scan.committed))
+
+
+def choose_on_all_ranks(path: AnyPath, *, memory: bool = True) -> StepChoice | None:
     """Choose the step that a path names on rank 0: the folder of a step, or the newest step of a root; None for an empty root.
+
+    Args:
+        path: folder of a step, or a root.
+        memory: if True, a newer step of the run in memory comes before the newest step of a root.
 
     Collective: one broadcast of JSON on the control group.
     """
     scan: RootScan | None = None
+    disk_scan: RootScan | None = None
 
     def choose() -> list[Any]:
-        nonlocal scan
+        nonlocal scan, disk_scan
         named = as_step_folder(path, _CALLER)
         if named is not None:
             # Beside steps of another format version, the step is a copy from elsewhere.
             with suppress(CheckpointError):
                 scan = scan_root(named.parent)
-            return [str(named), True]
+            return [str(named), True, False]
         scan = scan_root(path)
-        return [str(scan.newest.path) if scan.newest else None, False]
+        if memory and (kept := find_memory_root(path)) is not None and _is_ahead(in_memory := scan_root(kept), scan):
+            scan, disk_scan = in_memory, scan
+        return [str(scan.newest.path) if scan.newest else None, False, disk_scan is not None]
 
-    folder, named = cast(list[Any], broadcast_decision(_CALLER, choose))
-    return None if folder is None else StepChoice(folder=storage.resolve_path(folder), named=named, scan=scan)
+    folder, named, is_memory = cast(list[Any], broadcast_decision(_CALLER, choose))
+    if folder is None:
+        return None
+    return StepChoice(
+        folder=storage.resolve_path(folder),
+        named=named,
+        scan=scan,
+        disk=path if is_memory else None,
+        disk_scan=disk_scan,
+    )
+
+
+def _is_ahead(memory: RootScan, disk: RootScan) -> bool:
+    """Return True if the newest step in memory is a later one of the run whose step is the newest on disk."""
+    newest = memory.committed[-1] if memory.committed else None
+    if newest is None or disk.newest is None:
+        return newest is not None
+    return newest.step > disk.newest.step and (not disk.committed or disk.committed[-1].run_id == newest.run_id)
 
 
 class AgreedRead(NamedTuple):
@@ -175,6 +208,13 @@ def read_on_all_ranks(
                     f"{_CALLER}: all steps of {path} were removed by another process during the load. Save again."
                 )
             choice, folder, refused, looks = again, again.folder, {}, looks + 1
+        elif bad is not None and choice.disk is not None:
+            again = choose_on_all_ranks(path, memory=False)
+            if again is None:
+                raise CorruptCheckpointError(f"{_CALLER}: {folder} is corrupt: {bad}. {path} has no step.")
+            if get_dist_info().rank == 0:
+                warnings.warn(f"{_CALLER}: {folder} in memory is corrupt: {bad}. Loading {again.folder} instead.", stacklevel=4)
+            choice, folder = again, again.folder
         elif bad is not None:
             refused[folder.name] = f"corrupt: {bad}"
             folder = _previous_sound_step(folder, bad, on_corrupt)

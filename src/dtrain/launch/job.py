@@ -26,7 +26,7 @@ from dtrain.launch.agent import Agent, start_agent
 from dtrain.launch.failure import HANG_EXIT_CODE, describe_exit
 from dtrain.launch.heartbeats import ProgressDecoder, ProgressKind, ProgressRecord
 from dtrain.launch.job_output import JobOutput
-from dtrain.launch.launch_dir import create_run_dir, write_launch_record
+from dtrain.launch.launch_dir import SharedFolders, create_run_dir, write_launch_record
 from dtrain.launch.launch_plan import (
     DEFAULT_SILENCE_S,
     LOOPBACK_ADDRESS,
@@ -336,11 +336,11 @@ class Job:
         line = f"dtrain: launch: rank {rank} of {world} could not be started: {reason}; use fewer"
         self.worker_group.fail([line], time.monotonic())
 
-    def preload(self, socket_prefix: str) -> None:
+    def preload(self, folders: SharedFolders) -> None:
         """Set the common environment of the ranks, and start the fork server if there are modules to preload."""
         # A single node has a secret of its own.
         secret = {launch_protocol.JOB_SECRET: secrets.token_hex(16)} if self.plan.layout.nodes == 1 else {}
-        extra = {launch_protocol.SOCKET_FOLDER_PREFIX: socket_prefix}
+        extra = folders.environment
         if self.output.has_live_line:
             extra[launch_protocol.LIVE_LINE] = "1"
         self.starter.common_environment = build_common_environment(self.plan, {**os.environ, **secret}) | extra

@@ -14,7 +14,7 @@ import sys
 import tempfile
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from itertools import count
 from pathlib import Path
@@ -28,6 +28,8 @@ from dtrain.packages import git_commit, package_versions
 RUNS_FOLDER = "runs"
 # The path of a socket may have 107 bytes. A rank adds up to 24 characters for its folder, and 18 for the socket.
 _MAX_SOCKET_PARENT_BYTES = 60
+_SHARED_MEMORY = Path("/dev/shm")
+_MEMORY_PREFIX, _LOCK_SUFFIX = "dtrain-", ".lock"
 
 
 def create_run_dir(path: str | None, *, now: datetime, name: str | None = None) -> Path:
@@ -127,6 +129,64 @@ def _make_folder(wanted: Path, *, reuse: bool) -> Path:
 
 
 RECORD_NAME = "launch.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedFolders:
+    """Folders of one launch that its ranks share, outside of the folder of the launch. They end with the launch.
+
+    Args:
+        socket_prefix: beginning of the paths of the ranks' folders for sockets.
+        memory: folder in shared memory for copies of states; None on several nodes, or without shared memory.
+        memory_lock: descriptor that keeps the folder in memory from being removed as a leftover; None without a folder.
+    """
+
+    socket_prefix: str
+    memory: Path | None = None
+    memory_lock: int | None = None
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Variables that tell the ranks of the folders."""
+        variables = {launch_protocol.SOCKET_FOLDER_PREFIX: self.socket_prefix}
+        return variables if self.memory is None else variables | {launch_protocol.MEMORY_FOLDER: str(self.memory)}
+
+    def remove(self) -> None:
+        """Remove the folders, also those of ranks that were killed. Call this function after the last rank has ended."""
+        remove_socket_folders(self.socket_prefix)
+        if self.memory is not None:
+            _remove_memory(self.memory)
+
+
+def make_shared_folders(*, nodes: int) -> SharedFolders:
+    """Make the folders of a launch. Leftovers in memory of launches that were killed are removed.
+
+    Mutates: files in shared memory.
+    """
+    prefix = choose_socket_prefix()
+    try:
+        if nodes > 1 or not _SHARED_MEMORY.is_dir():
+            return SharedFolders(socket_prefix=prefix)
+        for lock in _SHARED_MEMORY.glob(f"{_MEMORY_PREFIX}*{_LOCK_SUFFIX}"):
+            # Another user's folder cannot be opened.
+            with suppress(OSError), open(lock, "rb") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _remove_memory(lock.with_name(lock.name.removesuffix(_LOCK_SUFFIX)))
+        folder = _SHARED_MEMORY / f"{_MEMORY_PREFIX}{secrets.token_hex(8)}"
+        lock = folder.with_name(f"{folder.name}{_LOCK_SUFFIX}")
+        fd = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        folder.mkdir(mode=0o700)
+    except OSError:
+        # The ranks say so when they want to use it.
+        return SharedFolders(socket_prefix=prefix)
+    return SharedFolders(socket_prefix=prefix, memory=folder, memory_lock=fd)
+
+
+def _remove_memory(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    with suppress(OSError):
+        folder.with_name(f"{folder.name}{_LOCK_SUFFIX}").unlink(missing_ok=True)
 
 
 def choose_socket_prefix() -> str:

@@ -18,7 +18,7 @@ from typing import NoReturn
 from dtrain import launch_protocol
 from dtrain.launch import failure, processes
 from dtrain.launch.job import Job
-from dtrain.launch.launch_dir import choose_socket_prefix, remove_socket_folders
+from dtrain.launch.launch_dir import SharedFolders, make_shared_folders
 from dtrain.launch.launch_plan import LaunchPlan
 from dtrain.launch.terminal import NonBlockingWriter
 from dtrain.launch.topology import find_stale_variables
@@ -48,16 +48,16 @@ def launch_job(plan: LaunchPlan) -> int:
         # An ignored signal might never become pending.
         signal.signal(number, lambda *_: None)
     signal.pthread_sigmask(signal.SIG_BLOCK, watched)
-    socket_prefix = choose_socket_prefix()
+    folders = make_shared_folders(nodes=plan.layout.nodes)
     launcher_alive, write_end = os.pipe()
     supervisor = os.fork()
     if supervisor == 0:
         os.close(write_end)
-        _run_supervisor(plan, launcher_alive, socket_prefix)
+        _run_supervisor(plan, launcher_alive, folders)
     os.close(launcher_alive)
     code, ending_signal = _wait_for_supervisor(supervisor, watched)
     processes.kill_descendants(timeout_s=_KILL_TIMEOUT_S, exclude_sessions=foreign_sessions)
-    remove_socket_folders(socket_prefix)
+    folders.remove()
     os.close(write_end)
     if code == -signal.SIGKILL and ending_signal is not None:
         _write_stderr(failure.describe_interrupt(ending_signal))
@@ -76,13 +76,13 @@ def _write_stderr(text: str) -> None:
     stderr.close()
 
 
-def _run_supervisor(plan: LaunchPlan, launcher_alive: int, socket_prefix: str) -> NoReturn:
+def _run_supervisor(plan: LaunchPlan, launcher_alive: int, folders: SharedFolders) -> NoReturn:
     code = 1
     try:
         # Ctrl-C in a terminal reaches only the launcher, which forwards the signal.
         os.setsid()
         processes.set_process_title([_SUPERVISOR_TITLE], comm=_SUPERVISOR_TITLE)
-        code = supervise(plan, launcher_alive=launcher_alive, socket_prefix=socket_prefix)
+        code = supervise(plan, launcher_alive=launcher_alive, folders=folders)
     except BaseException:  # noqa: BLE001 - a fork must not return into its parent's callers; the launcher ends the ranks
         _write_stderr(traceback.format_exc().rstrip("\n"))
     finally:
@@ -128,13 +128,13 @@ _OUTPUT_TIMEOUT_S = 10.0
 _CHUNK = 1 << 16
 
 
-def supervise(plan: LaunchPlan, *, launcher_alive: int, socket_prefix: str) -> int:
+def supervise(plan: LaunchPlan, *, launcher_alive: int, folders: SharedFolders) -> int:
     """Run the job and return the launcher's exit code. No process of the job is left.
 
     Args:
         plan: options of the launch.
         launcher_alive: read end of a pipe that is closed when the launcher exits.
-        socket_prefix: beginning of the paths of the ranks' folders for sockets.
+        folders: folders that the ranks share.
 
     Mutates: this process's signal handlers; the process must be single-threaded and of its own.
     """
@@ -169,10 +169,10 @@ def supervise(plan: LaunchPlan, *, launcher_alive: int, socket_prefix: str) -> i
     if plan.rendezvous is not None:
         job.join_nodes(plan.rendezvous)
     if not job.worker_group.stopping:
-        job.preload(socket_prefix)
+        job.preload(folders)
     result = job.run_attempts()
     job.stop_services()
-    remove_socket_folders(socket_prefix)
+    folders.remove()
     job.output.finish(job.final_lines(result), timeout_s=_OUTPUT_TIMEOUT_S, give_up=should_stop_waiting)
     return result.code
 

@@ -1,0 +1,178 @@
+"""Steps in memory outlive ranks that die: real jobs, whose restarted ranks go on from memory or from disk."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from dtrain.launch import launch_dir
+
+LOOP = """
+    import json, os, signal, sys
+    from pathlib import Path
+    import torch
+    from torch import nn
+    import dtrain as dt
+
+    DEATHS = json.loads(sys.argv[1])  # [restart, step, rank]
+    MODE = sys.argv[2] if len(sys.argv) > 2 else "memory"
+    restart = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    torch.set_default_dtype(torch.float64)
+    with dt.init_dist() as info:
+        mesh = dt.build_mesh()
+        dt.seed_all(0)
+        model = dt.shard_model(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)), mesh)
+        data = torch.utils.data.TensorDataset(torch.randn(48, 8, generator=torch.Generator().manual_seed(1)))
+        loader = dt.build_loader(data, mesh=mesh, global_batch_size=4, seed=0)
+        step = dt.compose_step(lambda model, batch: dt.sum_loss(model(batch[0]).square().sum(1)))
+        checkpoints = dt.Checkpointer("ckpt", memory_every=None if MODE == "none" else "1ba")
+        state = step.init(model, torch.optim.AdamW(model.parameters(), lr=0.01), loader=loader)
+        state = checkpoints.load(state, missing_ok=True)
+        for batch in loader.until("12ba"):
+            state, metrics = step(state, batch)
+            loss = dt.reduce_metrics(metrics)["loss"]
+            if info.rank == 0:
+                with open("losses.jsonl", "a") as file:
+                    file.write(json.dumps([restart, state.step, loss]) + "\\n")
+            if state.crossed("5ba"):
+                checkpoints.save(state)
+            kept = checkpoints.keep(state)
+            assert kept == (MODE != "none")
+            if [restart, state.step, info.rank] in DEATHS:
+                BEFORE_DEATH
+                os.kill(os.getpid(), signal.SIGKILL)
+        checkpoints.save(state)
+        whole = [param.full_tensor().detach().flatten() for param in model.parameters()]
+        if info.rank == 0:
+            Path("weights.txt").write_text(torch.cat(whole).numpy().tobytes().hex())
+"""
+
+
+def loop(before_death: str = "pass") -> str:
+    return LOOP.replace("BEFORE_DEATH", before_death)
+
+
+def losses(folder: Path) -> dict[int, list[tuple[int, float]]]:
+    """Return the steps and losses of each start."""
+    starts: dict[int, list[tuple[int, float]]] = {}
+    for line in (folder / "losses.jsonl").read_text().splitlines():
+        restart, step, loss = json.loads(line)
+        starts.setdefault(restart, []).append((step, loss))
+    return starts
+
+
+def left_in_memory() -> set[str]:
+    return {path.name for path in Path("/dev/shm").glob("dtrain-*")}
+
+
+@pytest.fixture
+def undisturbed(run, tmp_path):
+    """Losses and weights of a run that nothing disturbs."""
+    result = run(loop(), "[]", "none")
+    assert result.code == 0, result.err
+    found = dict(losses(tmp_path)[0]), (tmp_path / "weights.txt").read_text()
+    for name in ("losses.jsonl", "weights.txt"):
+        (tmp_path / name).unlink()
+    for path in sorted((tmp_path / "ckpt").rglob("*"), reverse=True):
+        path.rmdir() if path.is_dir() else path.unlink()
+    return found
+
+
+def test_a_restarted_job_loses_no_step_that_is_in_memory(run, tmp_path, undisturbed):
+    before = left_in_memory()
+    result = run(loop(), "[[0, 3, 1], [1, 8, 0]]", options=["--max-restarts", "3"])
+    assert result.code == 0, result.err
+    starts = losses(tmp_path)
+    assert [[step for step, _ in starts[restart]] for restart in sorted(starts)] == [
+        [1, 2, 3],
+        [4, 5, 6, 7, 8],
+        [9, 10, 11, 12],
+    ]
+    expected, weights = undisturbed
+    assert {step: loss for steps in starts.values() for step, loss in steps} == expected
+    assert (tmp_path / "weights.txt").read_text() == weights
+    assert "loaded /dev/shm/dtrain-" in result.err
+    assert sorted(path.name for path in (tmp_path / "ckpt").iterdir() if path.is_dir()) == [
+        f"step-{step:08d}" for step in (5, 10, 12)
+    ]
+    assert left_in_memory() <= before
+
+
+FLIPS_A_BIT = """
+                for path in Path(os.environ["DTRAIN_MEMORY_FOLDER"]).rglob("*"):
+                    if path.is_file() and path.stat().st_size > 500 and "lock" not in path.name and "manifest" not in path.name:
+                        content = bytearray(path.read_bytes())
+                        content[len(content) // 2] ^= 1
+                        path.write_bytes(content)
+"""
+
+
+def test_a_flipped_bit_in_memory_is_found_and_the_disk_is_used(run, tmp_path, undisturbed):
+    result = run(loop(FLIPS_A_BIT.strip()), "[[0, 8, 0]]", options=["--max-restarts", "1"])
+    assert result.code == 0, result.err
+    starts = losses(tmp_path)
+    assert [step for step, _ in starts[1]] == [6, 7, 8, 9, 10, 11, 12]
+    assert "in memory is corrupt" in result.err
+    expected, weights = undisturbed
+    assert dict(starts[1]) == {step: loss for step, loss in expected.items() if step > 5}
+    assert (tmp_path / "weights.txt").read_text() == weights
+
+
+def test_memory_is_given_back_however_the_job_ends(start, tmp_path):
+    before = left_in_memory()
+    waits = "Path('ready').write_text('ready'); import time; time.sleep(600)"
+    job = start(loop(waits), "[[0, 2, 0]]")
+    job.wait_for("ready")
+    (folder,) = {name for name in left_in_memory() - before if not name.endswith(".lock")}
+    assert any(Path("/dev/shm", folder).rglob("*"))
+    os.kill(job.pid, signal.SIGTERM)
+    job.wait()
+    assert left_in_memory() <= before
+
+
+def test_memory_of_a_killed_launch_is_removed_by_the_next_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(launch_dir, "_SHARED_MEMORY", tmp_path)
+    first = launch_dir.make_shared_folders(nodes=1)
+    (first.memory / "step").write_text("a copy")
+    live = launch_dir.make_shared_folders(nodes=1)
+    assert first.memory.exists()
+    # The end of a process gives its locks back.
+    os.close(first.memory_lock)
+    launch_dir.make_shared_folders(nodes=1).remove()
+    assert not first.memory.exists()
+    assert live.memory.exists()
+    live.remove()
+    assert list(tmp_path.iterdir()) == [] or all(path.suffix == ".lock" for path in tmp_path.iterdir())
+
+
+REFUSED = """
+    import torch
+    from torch import nn
+    import dtrain as dt
+
+    with dt.init_dist():
+        model = dt.shard_model(nn.Linear(4, 4), dt.build_mesh())
+        step = dt.compose_step(lambda model, batch: dt.sum_loss(model(batch).sum(1)))
+        state = step.init(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for arguments in ARGUMENTS:
+            try:
+                dt.save_sharded("ckpt", state, **arguments)
+                print("saved")
+            except dt.errors.DtrainError as error:
+                print(type(error).__name__, error)
+"""
+
+
+def test_saves_in_memory_that_cannot_be(run, tmp_path):
+    arguments = "({'mode': 'memory', 'keep_last': 2}, {'mode': 'memory', 'scope': 'weights'})"
+    result = run(REFUSED.replace("ARGUMENTS", arguments), n=1, shown="0")
+    assert result.code == 0, result.err
+    assert result.out.splitlines() == [
+        "ConfigError save_sharded: keep_last must not be set with mode='memory', got 2. Leave it out: memory holds one step, "
+        "and the next one until it is complete.",
+        "ConfigError save_sharded: scope must be 'all' with mode='memory', got 'weights'. Save the whole state.",
+    ]
