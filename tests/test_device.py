@@ -56,7 +56,7 @@ COMPARISONS_WITH_CUDA = {
     "planning/simulate.py": (2, "the plan simulates CUDA or a CPU"),
     "profiling/profiler.py": (1, "the history of allocations exists on CUDA"),
     "prove/overrides.py": (3, "a script may name a GPU, which the CPU replaces"),
-    "shard/document_attention.py": (1, "attention of variable length exists on CUDA"),
+    "shard/sequence_attention.py": (1, "attention of variable length exists on CUDA"),
     "shard/fsdp.py": (1, "symmetric memory exists on CUDA"),
     "surgery/normalization.py": (1, "torch's fused norms exist on CUDA"),
 }

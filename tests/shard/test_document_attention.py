@@ -11,7 +11,7 @@ from dtrain.data.packed_tokens import document_bounds, document_mask
 from dtrain.dist.collective_replay import get_interceptor
 from dtrain.dist.mesh import build_mesh
 from dtrain.errors import ConfigError
-from dtrain.shard.document_attention import document_attention
+from dtrain.shard.sequence_attention import document_attention
 
 TOLERANCE = 1e-12  # largest difference of an output or a gradient near 1, in float64
 BATCH, SEQ, DIM, VALUE_DIM = 2, 12, 4, 6

@@ -67,6 +67,11 @@ def is_placed_like(tensor: Tensor, like: Tensor) -> bool:
     return is_dtensor(tensor) and tensor.placements == like.placements and tensor.device_mesh == like.device_mesh
 
 
+def replicate() -> Any:
+    """Return torch's placement of a whole copy on each rank."""
+    return torch.distributed.tensor.Replicate()
+
+
 def full_tensor(tensor: Tensor) -> Tensor:
     """Gather a distributed tensor to a plain tensor; a plain tensor is returned unchanged.
 

@@ -17,10 +17,10 @@ from dtrain.lazy_imports import attach
 if TYPE_CHECKING:
     from dtrain.shard.activations import checkpoint_activations as checkpoint_activations
     from dtrain.shard.activations import offload_activations as offload_activations
-    from dtrain.shard.document_attention import document_attention as document_attention
-    from dtrain.shard.document_attention import register_attention as register_attention
     from dtrain.shard.fsdp import CommConfig as CommConfig
     from dtrain.shard.precision import convert_to_fp8 as convert_to_fp8
+    from dtrain.shard.sequence_attention import document_attention as document_attention
+    from dtrain.shard.sequence_attention import register_attention as register_attention
     from dtrain.shard.snapshots import restore_ as restore_
     from dtrain.shard.snapshots import snapshot as snapshot
     from dtrain.shard.snapshots import use_snapshot as use_snapshot

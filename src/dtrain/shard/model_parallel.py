@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from dtrain.dist.dtensor import chunks_per_dim, describe_placement, is_dtensor, to_local
+from dtrain.dist.dtensor import chunks_per_dim, describe_placement, is_dtensor, replicate, to_local
 from dtrain.dist.mesh import MODEL_AXES, axis_size
 from dtrain.errors import ConfigError
 from dtrain.fqn import compile_patterns, modules_by_fqn, unwrap_module
@@ -137,10 +137,9 @@ def _transformers_plan(model: nn.Module, ranks: int) -> dict[str, ParallelStyle]
 
 def _styles_of_transformers() -> dict[str, ParallelStyle | None]:
     """Return torch's styles by the names of transformers; None leaves a module whole."""
-    from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 
-    gathered, split = ColwiseParallel(output_layouts=Replicate()), RowwiseParallel(input_layouts=Replicate())
+    gathered, split = ColwiseParallel(output_layouts=replicate()), RowwiseParallel(input_layouts=replicate())
     return {
         "colwise": ColwiseParallel(),
         "colwise_gather_output": gathered,

@@ -37,8 +37,8 @@ from dtrain.dist.step_sync import BackwardSync, RankStatus, StepCounts
 from dtrain.errors import ConfigError, PeerError, StepError
 from dtrain.launch import heartbeats
 from dtrain.memory.device_memory import release_cached_memory
-from dtrain.shard.document_attention import SplitLoss
 from dtrain.shard.grad_sync import grad_sync_of
+from dtrain.shard.sequence_attention import SplitLoss
 from dtrain.shard.spec import get_device, get_spec
 from dtrain.shard.unshard import eval_mode
 from dtrain.step.microbatches import BatchWatch, tensor_shapes

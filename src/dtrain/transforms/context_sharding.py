@@ -17,7 +17,7 @@ from dtrain.data.packed_tokens import document_bounds
 from dtrain.dist.mesh import axis_size
 from dtrain.errors import ConfigError
 from dtrain.fqn import buffers_by_fqn, compile_patterns
-from dtrain.shard.document_attention import SequenceAttention, SplitLoss
+from dtrain.shard.sequence_attention import SequenceAttention, SplitLoss
 from dtrain.shard.spec import attach_spec, get_device, get_spec
 from dtrain.state import TrainState
 from dtrain.step.sanity_checks import SequenceCheck, SequencePart

@@ -24,6 +24,7 @@ from torch.nn import functional
 from dtrain.dist.dtensor import is_dtensor
 from dtrain.dist.incident import report_missing_ranks
 from dtrain.errors import ConfigError
+from dtrain.packages import missing_extra_error
 from dtrain.typing import Batch, LossFn, LossSum
 
 _CALLER = "document_attention"
@@ -94,24 +95,25 @@ def document_attention(
 
 
 def _check_tensors(query: Tensor, key: Tensor, value: Tensor, ranks: int) -> None:
-    problem = None
+    problem, advice = None, "Pass the tensors of one layer"
     if any(is_dtensor(tensor) for tensor in (query, key, value)):
-        problem = "query, key and value must be plain tensors, got a DTensor. Use ColwiseParallel() with its local output"
+        problem, advice = (
+            "query, key and value must be plain tensors, got a DTensor",
+            "Use ColwiseParallel() with its local output",
+        )
     elif not query.ndim == key.ndim == value.ndim == 4:
         problem = f"query, key and value must be [batch, heads, seq, dim], got {query.ndim}, {key.ndim} and {value.ndim} dims"
     elif not query.shape[2] == key.shape[2] == value.shape[2]:
         lengths = f"{query.shape[2]}, {key.shape[2]} and {value.shape[2]}"
-        problem = f"query, key and value must have the same length, got {lengths}. Use self-attention without a cache of keys"
+        problem, advice = f"query, key and value must have the same length, got {lengths}", "Use self-attention without a cache"
     elif query.shape[0] != key.shape[0] or key.shape[:2] != value.shape[:2] or query.shape[1] % key.shape[1]:
         shapes = f"{list(query.shape[:2])}, {list(key.shape[:2])} and {list(value.shape[:2])}"
         problem = f"[batch, heads] of key and value must be equal and divide the heads of query, got {shapes}"
     elif query.shape[1] % ranks:
-        problem = (
-            f"the number of query heads must be a multiple of the {ranks} ranks along cp, got {query.shape[1]} heads on this "
-            "rank. Use a smaller cp, or a smaller tp"
-        )
+        problem = f"the number of query heads must be a multiple of the {ranks} ranks along cp, got {query.shape[1]} heads on this rank"
+        advice = "Use a smaller cp, or a smaller tp"
     if problem is not None:
-        raise ConfigError(f"{_CALLER}: {problem}.")
+        raise ConfigError(f"{_CALLER}: {problem}. {advice}.")
 
 
 def _parts_to_heads(query: Tensor, key: Tensor, value: Tensor, axis: DeviceMesh) -> tuple[Tensor, Tensor, Tensor]:
@@ -279,19 +281,19 @@ class SequenceAttention:
     ) -> Tensor:
         """Attend like torch's function. Arguments that would need a mask, or random numbers of whole rows, are refused."""
         self.calls += 1
-        problem = None
+        problem, advice = None, "Name the documents of packed rows"
         if attn_mask is not None:
-            problem = f"attn_mask must be None, got a mask of shape {list(attn_mask.shape)}. Name the documents of packed rows"
+            problem = f"attn_mask must be None, got a mask of shape {list(attn_mask.shape)}"
         elif dropout_p:
-            problem = f"dropout_p must be 0, got {dropout_p}. Switch the dropout of attention off"
+            problem, advice = f"dropout_p must be 0, got {dropout_p}", "Switch the dropout of attention off"
         elif query.ndim == 4 and not self._fits(query):
             problem = (
                 f"query must have {self.rows[0]} rows of {self.rows[1] // self._ranks} tokens, as the batch, got "
-                f"{query.shape[0]} rows of {query.shape[2]} tokens. Run the model on the batch as it is, and generate outside "
-                "of the step"
+                f"{query.shape[0]} rows of {query.shape[2]} tokens"
             )
+            advice = "Run the model on the batch as it is, and generate outside of the step"
         if problem is not None:
-            raise ConfigError(f"{_STEP_CALLER}: scaled_dot_product_attention: {problem}; see docs/parallelism.md.")
+            raise ConfigError(f"{_STEP_CALLER}: scaled_dot_product_attention: {problem}. {advice}; see docs/parallelism.md.")
         return document_attention(query, key, value, self.bounds, causal=is_causal, scale=scale, axis=self.axis)
 
     def _fits(self, query: Tensor) -> bool:
@@ -398,7 +400,7 @@ def register_attention() -> str:
     try:
         from transformers import AttentionInterface, AttentionMaskInterface
     except ImportError as error:
-        raise ConfigError("register_attention: transformers must be installed. Run pip install 'dtrain[hf]'.") from error
+        raise missing_extra_error("register_attention: needs the package transformers", "hf") from error
     AttentionInterface.register(_NAME, _attend_transformers)
     AttentionMaskInterface.register(_NAME, _mask_transformers)
     return _NAME
