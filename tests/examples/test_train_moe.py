@@ -21,9 +21,7 @@ STEPS = ("--until", "8ba", "--save-every", "3ba", "--microbatch", "4")
 def active_parameters(model: nn.Module) -> int:
     """Count the parameters that a row passes through, without routers."""
     total = sum(param.numel() for name, param in model.named_parameters() if "router" not in name)
-    idle = sum(
-        param.numel() * (EXPERTS - TOP_K) // EXPERTS for name, param in model.named_parameters() if ".experts." in name
-    )
+    idle = sum(param.numel() * (EXPERTS - TOP_K) // EXPERTS for name, param in model.named_parameters() if ".experts." in name)
     return total - idle
 
 
