@@ -5,8 +5,8 @@
     dtrain launch -n 2 examples/train_moe.py --rate 0     # no bias: see how uneven the load becomes
 
 Each MLP of the dense model becomes EXPERTS experts of half its width, of which every byte uses two. On two CPU
-cores that other work shared, both runs take 301 s. The held-out loss is 1.787 nats per byte, that of the dense model 1.778: so few
-bytes are not enough for the experts. The busiest expert has 1.18 times the mean load, and 2.53 times without a bias.
+cores that other work shared, both runs take 301 s. The held-out loss is 1.787 nats per byte, that of the dense model 1.778:
+so few bytes are not enough for the experts. The busiest expert has 1.18 times the mean load, and 2.53 times without a bias.
 The same command resumes, also with another number of processes: biases and loads are those of the global batch. There are two
 runs: OUT/dense and OUT/experts. DeepSeek-V3, arXiv:2412.19437; Wang et al. 2024, arXiv:2408.15664.
 """
