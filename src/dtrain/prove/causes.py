@@ -60,6 +60,14 @@ _SENTENCES: Mapping[str, Mapping[str, str]] = {
             "Padding changes the loss, and microbatches are padded to different lengths. Leave it out of sum and weight, "
             "and of means in the model."
         ),
+        "samples_interact": (
+            "The loss of a sample depends on the other samples of its rank and microbatch, as with negatives within a batch, a "
+            "statistic of the batch or a sort. Gather the samples of all ranks, or use grad_cache_step."
+        ),
+        "counts_microbatches": (
+            "A value of the script advances once for each microbatch of a rank. Advance it once a step, or compute it from "
+            "state.step."
+        ),
         "accumulation_not_scaled": (
             "The gradient grows with the number of microbatches. Divide each loss by the number of microbatches of the step."
         ),
@@ -231,7 +239,8 @@ _SENTENCES: Mapping[str, Mapping[str, str]] = {
     "observing": {
         "metric_of_rank_0": "The metric is that of rank 0's samples. Reduce it over ranks: dt.reduce_metrics.",
         "metric_mean_of_means": (
-            "The metric is a mean of means over different numbers of samples. Add up sums and counts, and divide once."
+            "The metric is a mean of the values of ranks or batches. Add up sums and counts, and divide once. Gather the "
+            "scores of a metric that is no mean, such as AUC."
         ),
     },
     "memory": {
@@ -254,7 +263,9 @@ _GUESSES: Mapping[str, Collection[str]] = {
     **dict.fromkeys(("padding_in_loss", "local_loss_count", "local_batch_norm", "shared_random_per_rank"), ()),
     **dict.fromkeys(("gather_without_gradient", "clip_local_norm", "sampler_seed_per_rank", "adapter_init"), ()),
     **dict.fromkeys(("metric_of_rank_0", "metric_mean_of_means", "rotary_rounded", "gradient_lost"), ()),
-    **dict.fromkeys(("recompute_draws_again", "early_stop_not_saved", "unknown"), ()),
+    **dict.fromkeys(
+        ("recompute_draws_again", "early_stop_not_saved", "samples_interact", "counts_microbatches", "unknown"), ()
+    ),
     **dict.fromkeys(("sequence_part_alone", "sequence_mask_lost", "clip_norm_differs", "gradient_not_of_loss"), ()),
     "rng_not_saved": ("rng", "generator"),
     "ema_not_saved": ("transform",),

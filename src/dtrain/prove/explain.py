@@ -65,9 +65,14 @@ def explain(
     if difference.kind in ("mode", "frozen"):
         return (cause(f"{difference.kind}_differs"),)
     if resumed:
+        if again := _inputs_that_begin_again(difference, reference):
+            return (replace(cause("state_not_saved", "variable"), evidence=again),)
         code = _of_resume(difference, record, reference)
         if code == "parameters_not_saved" and (part := _part_that_begins_again(record, reference, difference.step)):
             return (replace(cause("shards_not_saved"), evidence=part),)
+        is_same = len(record.ranks) == len(reference.ranks)
+        if code == "unknown" and is_same and (lost := _lost_variable(record, reference, difference.step)):
+            return (replace(cause("state_not_saved", "variable"), evidence=lost),)
         return (cause(code, difference.kind),)
     if not config.recompute:
         draws = difference.kind == "gradient" and any(row["draws"] for row in reference.step_rows(difference.step))
@@ -163,6 +168,36 @@ def _of_resume(difference: Difference, record: RunRecord, reference: RunRecord) 
     saved = {fact.name: fact.value for kind in ("parameter", "buffer") for fact in reference.of_kind(kind, step - 1)}
     loaded = [fact.value.digest == saved[fact.name].digest for fact in record.of_kind("initial", step) if fact.name in saved]
     return "unknown" if all(loaded) else "parameters_not_saved"
+
+
+def _inputs_that_begin_again(difference: Difference, reference: RunRecord) -> str:
+    """Return which inputs have the values of the first step after a resume, in a sentence, if others go on; "" without one."""
+    fact, other = difference.reference, difference.other
+    if difference.kind != "samples" or fact is None or other is None:
+        return ""
+    first = next(one for one in reference.of_kind("samples") if one.optimizer_index == fact.optimizer_index)
+    names = [name for name, number in fact.fields.items() if other.fields.get(name) != number]
+    if len(names) == len(fact.fields) or any(other.fields.get(name) != first.fields.get(name) for name in names):
+        return ""
+    return (
+        f"{' and '.join(names)} of the inputs begin{'s' * (len(names) == 1)} again, and the other inputs go on."
+        if names
+        else ""
+    )
+
+
+def _lost_variable(record: RunRecord, reference: RunRecord, step: int) -> str:
+    """Return which number of the script a resume has lost, in a sentence; "" without one. A later step may overwrite others."""
+    end = max(reference.steps, default=0)
+    for fact in record.of_kind("variable", step):
+        value, names = fact.value, (fact.name, fact.optimizer_index)
+        last = [run.facts.get((end, names[1], "variable", names[0])) for run in (reference, record)]
+        before = reference.facts.get(fact.key)
+        if value["type"] != "number" or before is None or None in last:
+            continue
+        if all(a is not None and b is not None and a.value["digest"] != b.value["digest"] for a, b in ((before, fact), last)):
+            return f"{fact.name} is {value['value']:.6g} instead of {before.value['value']:.6g}."
+    return ""
 
 
 def _begins_again(record: RunRecord, reference: RunRecord) -> bool:
@@ -262,12 +297,16 @@ def _of_loss(evidence: _Evidence) -> tuple[Cause, ...]:
         return of_parts
     if counted := _count_that_explains(evidence):
         return (replace(cause(weighting), shown=True, evidence=counted),)
+    if counted := _counter_of_microbatches(evidence):
+        return (replace(cause("counts_microbatches"), evidence=counted),)
     causes = (*of_parts, *_circumstances(evidence))
     if not is_weighted and not causes and (factor := _common_factor(evidence)) is not None and not _is_near(factor, 1.0):
         return (cause("accumulation_not_scaled"),)
     # Each microbatch has the weight 1, as for means.
     of_means = is_weighted and a.weight == a.count and b.weight == b.count and a.count != b.count
     weighted = replace(cause(weighting), shown=of_means)
+    if not of_means and _all_weigh_alike(evidence):
+        return *causes, cause("samples_interact"), weighted
     if _lengths(evidence.record, step) == _lengths(evidence.reference, step):
         return *causes, weighted
     padding = cause("padding_in_loss")
@@ -306,6 +345,37 @@ def _circumstances(evidence: _Evidence) -> tuple[Cause, ...]:
     return tuple(cause(code) for code, is_given in circumstances.items() if is_given)
 
 
+def _all_weigh_alike(evidence: _Evidence) -> bool:
+    """Return True if all counts of items are multiples of the number of samples, so that another count explains nothing."""
+    runs, samples = (evidence.reference, evidence.record), "the number of samples"
+    counts = [one for run in runs for row in run.step_rows(evidence.difference.step) for one in row.get("counts", ())]
+    return bool(counts) and all(
+        one.get(name, 0) * counts[0][samples] == counts[0][name] * one[samples] for one in counts for name in counts[0]
+    )
+
+
+def _counter_of_microbatches(evidence: _Evidence) -> str:
+    """Return which number of the script grows with the microbatches of a step, in a sentence; "" without one."""
+    step, runs = evidence.difference.step, (evidence.reference, evidence.record)
+    forwards = [rows[0]["forwards"] if (rows := run.step_rows(step)) else 0 for run in runs]
+    # With as many microbatches of other sizes, a sample meets another value.
+    are_equal = forwards[0] == forwards[1]
+    if are_equal and forwards[0] < 2:
+        return ""
+    for fact in evidence.reference.of_kind("variable", step):
+        later = (step + 1, *fact.key[1:])
+        values = [[run.facts.get(key) for key in (fact.key, later)] for run in runs]
+        if fact.value["type"] == "number" and all(other is not None for pair in values for other in pair):
+            grown = [pair[1].value["value"] - pair[0].value["value"] for pair in values if pair[0] and pair[1]]
+            # Another multiple of the same number may be a coincidence.
+            unit = forwards[0] if are_equal else grown[0]
+            if unit and all(
+                _is_near(growth * forwards[0], unit * count) for growth, count in zip(grown, forwards, strict=True)
+            ):
+                return f"{fact.name} grows by {grown[0]:.6g} and by {grown[1]:.6g} in a step, as the number of forwards."
+    return ""
+
+
 def _count_that_explains(evidence: _Evidence) -> str:
     """Return which count of items, as weight of the losses, makes both runs equal, in a sentence; "" if none does."""
     step, names = evidence.difference.step, None
@@ -315,20 +385,27 @@ def _count_that_explains(evidence: _Evidence) -> str:
                 return ""
             for counts in row["counts"]:
                 names = set(counts) if names is None else names & set(counts)
-    for name in sorted(names or ()):
-        expected, mean = (_weighted_loss(run, step, name) for run in (evidence.reference, evidence.record))
-        if expected is not None and mean is not None and _is_near(expected, mean):
-            return f"With {name} as weights, the losses of both runs have one mean."
+    for of_total in (False, True):
+        for name in sorted(names or ()):
+            means = [_weighted_loss(run, step, name, of_total=of_total) for run in (evidence.reference, evidence.record)]
+            if means[0] is not None and means[1] is not None and _is_near(means[0], means[1]):
+                what = "totals are means: with" if of_total else "losses of both runs have one mean with"
+                return f"The {what} {name} as weights{', those of both runs agree' if of_total else ''}."
     return ""
 
 
-def _weighted_loss(record: RunRecord, step: int, name: str) -> float | None:
-    """Return the mean of the losses of a step, weighted by a count of the microbatches; None if all counts are equal."""
+def _weighted_loss(record: RunRecord, step: int, name: str, *, of_total: bool) -> float | None:
+    """Return the mean of the losses of a step, or of their totals, weighted by a count of the microbatches; None if useless.
+
+    Equal counts say nothing about losses, and totals without a weight are losses.
+    """
     losses, counts = list[float](), list[float]()
     for row in record.step_rows(step):
-        losses += [total / (weight or 1.0) for total, weight in row["losses"]]
+        if of_total and any(weight in (None, 1.0) for _, weight in row["losses"]):
+            return None
+        losses += [total / (1.0 if of_total else weight or 1.0) for total, weight in row["losses"]]
         counts += [microbatch[name] for microbatch in row["counts"]]
-    if not sum(counts) or (len(counts) > 1 and len(set(counts)) == 1):
+    if not sum(counts) or (not of_total and len(counts) > 1 and len(set(counts)) == 1):
         return None
     return sum(loss * count for loss, count in zip(losses, counts, strict=True)) / sum(counts)
 
@@ -340,6 +417,9 @@ def _is_near(a: float, b: float) -> bool:
 def _of_gradient(evidence: _Evidence) -> tuple[Cause, ...]:
     step, causes = evidence.difference.step, _circumstances(evidence)
     of_forward = (cause("gradient_not_of_loss"),) if evidence.config.ranks > 1 else ()
+    if _lengths(evidence.record, step) != _lengths(evidence.reference, step):
+        causes = (*causes, cause("padding_in_loss"))
+    interact = (cause("samples_interact"),) if _all_weigh_alike(evidence) else ()
     if _gathers(evidence.record, step):
         return (*causes, *of_forward)
     factor = _common_factor(evidence)
@@ -368,7 +448,7 @@ def _of_gradient(evidence: _Evidence) -> tuple[Cause, ...]:
         text = f"Every element is that of the other run times one of {factors} factors."
         clips = cause("clip_local_norm")
         return (replace(clips, shown=True, evidence=text) if factors > 1 else clips,)
-    return *causes, *of_forward, cause("unknown")
+    return *causes, *of_forward, *interact, cause("unknown")
 
 
 def _of_lr(evidence: _Evidence) -> str:

@@ -12,7 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from dtrain.data.batch import list_tensors
 from dtrain.prove.recording import RankRecorder, StepFacts, UpdateObserver
-from dtrain.prove.run_log import count_items, count_samples, sample_hashes
+from dtrain.prove.run_log import column_hashes, count_items, count_samples, sample_hashes
 from dtrain.prove.script_values import script_line
 
 
@@ -57,6 +57,7 @@ class PlainLoop(UpdateObserver):
         # A model may get a part of each sample that depends on the padding, such as all tokens but the last.
         is_whole = bool(inputs) and count_samples(self._batch) == count_samples(inputs)
         facts.add_batch(self._batch if is_whole else inputs)
+        facts.columns += column_hashes(self._batch if is_whole else inputs)
         facts.counts.append(count_items(self._batch if is_whole else inputs))
         # A rank may compute a part of each sequence.
         if is_whole and inputs[0].shape not in {tensor.shape for tensor in list_tensors(self._batch)}:

@@ -53,6 +53,8 @@ from dtrain.prove.runs import RunOutcome, copy_work_folder, run_all
 _DATA_KINDS = ("initial", "ties", "samples", "lr", "evaluation")
 # Facts that follow from the length of a loader, which stays that of the script if its batches are replaced.
 _OF_LOADERS = ("samples", "lr", "steps")
+# Differences that follow from a state that a resume has lost.
+_OF_LOST_STATE = ("loss", "gradient", "parameter", "buffer", "initial", "transform", "metric", "steps", "exported")
 # Differences of gradients and slopes of losses that are no rounding.
 _SLOPES_AGREE = 1e-4
 
@@ -152,6 +154,8 @@ class _Proof:
         self._unstable: set[FactKey] = set()
         self._rounding: Mapping[FactKey, float] = {}
         self._of_layout: set[str] = set()
+        # Findings of the resume on the same ranks.
+        self._lost: tuple[int, ...] = ()
         # By cause and kind of difference; None if the experiment says nothing.
         self._experiments: dict[tuple[str, str], _Repetition | None] = {}
 
@@ -309,11 +313,17 @@ class _Proof:
             likely = self._cause(run, difference, corrected)
             if (corrected and likely.code == "unknown") or self._allow(run, likely.code):
                 break
+            if run.after and not run.same_layout and self._lost and difference.kind in _OF_LOST_STATE:
+                # What the resume on the same ranks has lost shows in other ways.
+                numbers |= dict.fromkeys(self._lost)
+                break
             count = len(self._findings)
             numbers[self._find(run, difference, likely)] = None
             if len(self._findings) == count or (changed := self._corrected(run, difference, likely)) is None:
                 break
             run, comparison, corrected = changed.run, changed.comparison, (*corrected, likely.code)
+        if run.after and run.same_layout:
+            self._lost = tuple(numbers)
         return tuple(numbers)
 
     def _cause(self, run: PlannedRun, difference: Difference, corrected: Collection[str] = ()) -> Cause:

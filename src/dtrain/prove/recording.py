@@ -76,6 +76,7 @@ class StepFacts:
     """Observations of the step in progress, which are written when its update begins."""
 
     samples: list[str] = field(default_factory=list)
+    columns: list[str] = field(default_factory=list)
     losses: list[tuple[float, float | None]] = field(default_factory=list)
     forwards: int = 0
     backwards: int = 0

@@ -157,6 +157,31 @@ def sample_hashes(batch: Any) -> list[str]:
     return ["/".join(pair) for pair in _hash_rows([tensor for tensor in tensors if tensor.ndim], count, whole=False)]
 
 
+# Limits of the columns that are hashed: their number, and the elements of the batch.
+_MAX_COLUMNS, _MAX_COLUMN_ELEMENTS = 512, 1 << 20
+
+
+def column_hashes(batch: Any) -> list[str]:
+    """Hash each sample of a batch whose samples may be along the second axis of a tensor, as in a recurrent network.
+
+    That is the axis of all tensors, or of those whose first axis has another size than that of the first tensor. The list is
+    empty if there is no such axis.
+    """
+    tensors = [tensor.detach() for tensor in list_tensors(batch) if tensor.ndim and tensor.numel()]
+    if not tensors or sum(tensor.numel() for tensor in tensors) > _MAX_COLUMN_ELEMENTS:
+        return []
+    is_mixed = len({tensor.shape[0] for tensor in tensors}) > 1
+    for count in tensors[0].shape[0 if is_mixed else 1 : 2]:
+        rows = [
+            tensor if tensor.ndim < 2 or (is_mixed and tensor.shape[0] == count) else full_tensor(tensor).transpose(0, 1)
+            for tensor in tensors
+            if tensor.ndim > 1 or is_mixed
+        ]
+        if count <= _MAX_COLUMNS and all(row.shape[0] == count for row in rows):
+            return ["/".join(pair) for pair in _hash_rows(rows, count, whole=False)]
+    return []
+
+
 def field_digests(batch: Any) -> dict[str, int]:
     """Return a digest of each tensor of a batch, by its name as in ``"batch[1]"``. The order of the rows does not count.
 

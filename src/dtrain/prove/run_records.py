@@ -95,6 +95,7 @@ class Fact:
         order: place among facts of the same kind and step.
         line: line of the script that the fact comes from, as in ``"loop.py:31"``; "" if none is known.
         fields: digests of the tensors of the samples by name.
+        columns: samples along the second axis of the tensors, each with its number; empty if it counts none.
     """
 
     step: int
@@ -106,6 +107,7 @@ class Fact:
     order: int = 0
     line: str = ""
     fields: Mapping[str, int] = field(default_factory=dict)
+    columns: Counter[str] = field(default_factory=Counter)
 
     @property
     def key(self) -> tuple[int, int, str, str]:
@@ -297,7 +299,8 @@ def _facts_of_steps(ranks: list[list[Row]]) -> Iterator[Fact]:
         samples = [tuple(row["samples"]) for row in own]
         fields = {name: sum(row["fields"].get(name, 0) for row in own) % 2**64 for row in own for name in row["fields"]}
         line = {kind: _line_of_step(first, kind) for kind in ("samples", "loss", "lr")}
-        of_samples = {"line": line["samples"], "fields": fields}
+        columns = Counter(chain.from_iterable(row.get("columns", ()) for row in own))
+        of_samples = {"line": line["samples"], "fields": fields, "columns": columns}
         yield _fact(first, "samples", "", Counter(chain.from_iterable(samples)), by_rank=samples, **of_samples)
         yield _fact(first, "rng", "", first["rng"], by_rank=(row["rng"] for row in rows))
         by_rank = (sum(total for total, _ in row["losses"]) for row in rows)
