@@ -24,7 +24,10 @@ from dtrain.fqn import modules_by_fqn
 from dtrain.shard.spec import Buffers
 
 Scoring = Literal["softmax", "sigmoid"]
+"""Function of a router's logits: over all experts, or for each expert by itself."""
+
 Scope = Literal["batch", "sequence"]
+"""Rows whose choices make the shares of a load-balancing loss."""
 
 
 class Routing(NamedTuple):
@@ -256,7 +259,21 @@ def set_shares_(model: nn.Module, counts: Mapping[str, Tensor]) -> None:
 
 
 def share_from_load_(share: Tensor, load: Tensor) -> None:
-    """Set the shares to those of ``load``, both ``[experts]``; keep them if nothing was counted. Mutates: ``share``."""
+    """Set the shares of experts to those of their choices; keep them if nothing was counted.
+
+    Args:
+        share: float ``[experts]``.
+        load: ``[experts]``, the choices of each expert in a global batch.
+
+    Mutates: ``share``. Host sync: none.
+
+    Example:
+        >>> import dtrain as dt
+        >>> share = torch.tensor([0.5, 0.5])
+        >>> dt.experts.share_from_load_(share, torch.tensor([3, 1]))
+        >>> share.tolist()
+        [0.75, 0.25]
+    """
     total = load.sum()
     share.copy_(torch.where(total > 0, load.to(share.dtype) / total.clamp(min=1), share))
 
