@@ -338,10 +338,10 @@ def muon_groups(
     stacks = {name for name, param in params.items() if is_stack(name, param)}
     flat = next((name for name in stacks if params[name].ndim != 3), None)
     if (stacked is not None and not stacks) or flat is not None:
+        got = f"{stacked!r}, which matches none" if flat is None else f"{flat}, which has {params[flat].ndim} dims"
         raise ConfigError(
-            "muon_groups: stacked must match parameters with three dims, got "
-            + (f"{stacked!r}, which matches none. " if flat is None else f"{flat}, which has {params[flat].ndim} dims. ")
-            + "Name the stacked matrices of experts, such as '**.experts.*'."
+            f"muon_groups: stacked must match parameters with three dims, got {got}. Name the stacked matrices of experts, such "
+            "as '**.experts.*'."
         )
     if not hidden and not stacks:
         raise ConfigError("muon_groups: no trainable parameter is a hidden matrix. Use torch.optim.AdamW.")
