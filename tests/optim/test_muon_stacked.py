@@ -137,11 +137,11 @@ def test_stacks_need_no_communication(ranks):
         (lambda: Muon([nn.Parameter(torch.ones(2, 3, 3))]), r"must have two dims, got shape \(2, 3, 3\)"),
         (
             lambda: muon_groups(nn.Linear(2, 2), head=(), stacked="weight"),
-            "muon_groups: stacked must match parameters with three dims, got weight, which has 2 dims. Name the stacked",
+            "muon_groups: stacked must match parameters with three dims, got weight, which has 2 dims. Name the matrices",
         ),
         (
             lambda: muon_groups(nn.Linear(2, 2), head=(), stacked="experts.*"),
-            "got 'experts.\\*', which matches none. Name the stacked matrices",
+            "got 'experts.\\*', which matches none. Name the matrices",
         ),
     ],
 )

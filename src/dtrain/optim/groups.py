@@ -340,7 +340,7 @@ def muon_groups(
     if (stacked is not None and not stacks) or flat is not None:
         got = f"{stacked!r}, which matches none" if flat is None else f"{flat}, which has {params[flat].ndim} dims"
         raise ConfigError(
-            f"muon_groups: stacked must match parameters with three dims, got {got}. Name the stacked matrices of experts, such "
+            f"muon_groups: stacked must match parameters with three dims, got {got}. Name the matrices of experts, such "
             "as '**.experts.*'."
         )
     if not hidden and not stacks:

@@ -1,6 +1,6 @@
 """Measure experts: grouped products, the step that counts first, memory per rank by unit, Muon on stacks.
 
-    python benchmarks/experts.py              # about a minute on two free cores
+    python benchmarks/moe.py              # about a minute on two free cores
 
 Times are ratios of processor time in one run, with the A/A band beside them. Memory counts the bytes of tensors on a rank.
 """
