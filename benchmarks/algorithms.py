@@ -83,6 +83,23 @@ class Block(nn.Module):
         return self.head(self.group_norm(x.transpose(1, 2)).transpose(1, 2))
 
 
+class Mixture(Block):
+    """The block with experts in place of its wide layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.experts = dt.experts.Router(64, 8, top_k=2), dt.experts.Experts(64, 128, 8)
+        self.inner, self.outer = nn.Identity(), nn.Identity()
+        self.dropout = nn.Dropout(0.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x) + self.places(torch.arange(x.shape[1]))
+        x = x + self.attention(*[self.rms(x)] * 3, need_weights=False)[0]
+        rows = self.norm(x)
+        x = x + self.experts(rows, self.router(rows))
+        return self.head(self.group_norm(x.transpose(1, 2)).transpose(1, 2))
+
+
 def images(generator: torch.Generator) -> Batch:
     x = torch.rand(32, 3, 16, 16, generator=generator)
     return {"x": x, "y": torch.randint(CLASSES, (32,), generator=generator)}
@@ -142,6 +159,7 @@ TRANSFORMS: dict[str, Case] = {
     "sam": Case(make=lambda: dt.transforms.sam(0.05), exact=False),  # the second forward counts in the batch norms once
     "ema": Case(make=lambda: dt.transforms.ema(0.999)),
     "swa": Case(make=lambda: dt.transforms.swa(start=0, end=10**9, every=5)),
+    "balance_experts": Case(make=lambda: dt.transforms.balance_experts(0.001), kind=Mixture, draw=texts),
     "freeze": Case(make=lambda: dt.transforms.freeze("stages.**")),
     "freeze_layers": Case(make=lambda: dt.transforms.freeze_layers(start=10**6, end=2 * 10**6)),
     "local_sgd": Case(make=lambda: dt.transforms.local_sgd(5)),

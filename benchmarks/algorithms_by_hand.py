@@ -158,6 +158,20 @@ class Swa(Ema):
                 torch._foreach_lerp_(self.averages, self.params, 1.0 / self.averaged)
 
 
+class BalanceExperts(Hand):
+    """The routers count in buffers; the loop moves the biases."""
+
+    def begin(self) -> None:
+        self.routers = [module for module in self.model.modules() if isinstance(module, dt.experts.Router)]
+
+    def done(self) -> None:
+        for router in self.routers:
+            load = router.load.double()
+            router.bias += 0.001 * (load.mean() - load).sign().to(router.bias.dtype)
+            router.share.copy_(load / load.sum())
+            router.load.zero_()
+
+
 class Freeze(Hand):
     def begin(self) -> None:
         next(iter(self.model.children())).requires_grad_(False)
@@ -305,6 +319,7 @@ class LossScale(Hand):
 
 
 METHODS: dict[str, type[Any]] = {
+    "balance_experts": BalanceExperts,
     "nothing": Hand,
     "clip_by_norm": ClipByNorm,
     "clip_by_value": ClipByValue,

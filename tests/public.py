@@ -18,6 +18,7 @@ DOORS = (
     "dtrain.data",
     "dtrain.dist",
     "dtrain.errors",
+    "dtrain.experts",
     "dtrain.launch",
     "dtrain.loggers",
     "dtrain.memory",

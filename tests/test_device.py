@@ -44,6 +44,7 @@ XPU = torch.device("xpu", 0)
 USES_OF_CUDA = {
     "cli/torch_probe.py": (4, "`dtrain env` compares torch's build for CUDA, and its NCCL, with NVIDIA's driver"),
     "dist/rng.py": (2, "a variable of cuBLAS"),
+    "experts.py": (1, "torch's grouped product on a GPU needs a compute capability, a number of NVIDIA's GPUs"),
     "memory/device_memory.py": (1, "the snapshot of allocations is a format of the CUDA allocator"),
     "profiling/profiler.py": (2, "the history of allocations exists on CUDA"),
     "prove/overrides.py": (1, "a script may name a GPU, which the CPU replaces"),
@@ -51,6 +52,7 @@ USES_OF_CUDA = {
 }
 # Comparisons with the device type "cuda" and reads of ``is_cuda``.
 COMPARISONS_WITH_CUDA = {
+    "experts.py": (1, "torch's grouped product exists on CUDA"),
     "memory/device_memory.py": (2, "the snapshot of allocations is a format of the CUDA allocator"),
     "planning/estimate.py": (1, "NCCL's buffers and batches in device memory exist on CUDA"),
     "planning/simulate.py": (2, "the plan simulates CUDA or a CPU"),

@@ -16,7 +16,7 @@ LAYERS = [
     ["schedules"],
     ["dist", "memory"],
     ["run_context", "run_objects", "fqn", "named_optimizers", "init_checks", "shard/spec", "state"],
-    ["shard", "losses"],
+    ["shard", "losses", "experts"],
     ["data"],
     ["step"],
     ["checkpoint"],

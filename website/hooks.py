@@ -107,6 +107,7 @@ GUIDES = {
     "train_diffusion": "diffusion",
     "train_embeddings": "embeddings",
     "train_dpo": "preferences",
+    "train_moe": "experts",
     "tensor_parallel": "parallelism",
     "plan_gpt": "planning",
     "on_ray": "nodes",

@@ -42,6 +42,7 @@ TOPICS = (
           "dist.collectives dist.differentiable dist.ragged dist.collectives"),
     Topic("random", "Random numbers and determinism", "Seeds, generators, TF32. See [determinism](../determinism.md).",
           "dist.rng"),
+    Topic("experts", "Mixtures of experts", "Routers, experts, losses of routers. See [experts](../experts.md).", "experts"),
     Topic("optimizers", "Optimizers", "Optimizers and parameter groups. See [optimizers](../optimizers.md).", "optim"),
     Topic("schedules", "Schedules", "Functions of the step, such as a learning rate. See [schedules](../schedules.md).",
           "schedules"),

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from dtrain import data as data
     from dtrain import dist as dist
     from dtrain import errors as errors
+    from dtrain import experts as experts
     from dtrain import launch as launch
     from dtrain import loggers as loggers
     from dtrain import memory as memory

@@ -23,7 +23,7 @@ class Row:
             expected). Each public function has one, in one of its rows. The right sides are literals or a formula of their own,
             never the code under test.
         task: the model to train: ``vector`` (x [7, 5] to two numbers), ``image`` ([7, 2, 6, 6] to one of three labels) or
-            ``text`` (tokens [7, 8] of 11, the next one).
+            ``text`` (tokens [7, 8] of 11, the next one); ``experts`` is ``vector`` with experts in its last layer.
         per_rank: it draws differently on each rank, so two ranks do not equal one.
         reruns: it runs the model more often than once a step, or on samples of another shape, so dropout draws otherwise than
             in a run without it.
@@ -37,7 +37,7 @@ class Row:
     make: Callable[[], dt.Transform]
     of: tuple[str, ...] = ()
     points: Callable[[], Points] | None = None
-    task: Literal["vector", "image", "text"] = "vector"
+    task: Literal["vector", "image", "text", "experts"] = "vector"
     per_rank: bool = False
     reruns: bool = False
     undoes: bool = False

@@ -39,6 +39,18 @@ class Net(nn.Module):
         return self.last(hidden if hidden.ndim < 4 else hidden.mean((2, 3)))  # an image's features are means over its area
 
 
+class Mixture(nn.Module):
+    """Experts between the two layers, whose router counts in buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.experts = dt.experts.Router(6, 4, top_k=2), dt.experts.Experts(6, 5, 4)
+        self.out = nn.Linear(6, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(x + self.experts(x, self.router(x)))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
     """A task: both layers, the global batch of a step, and the loss."""
@@ -72,15 +84,17 @@ def _cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> dt.LossSum:
     return dt.LossSum(total=-(targets * logits.log_softmax(-1)).sum(), weight=targets.sum())
 
 
+_squares = dt.mean_loss(
+    lambda model, batch: (model(batch["x"]) - batch["y"]).square().mean(), weight=lambda batch: len(batch["x"])
+)
 TASKS: dict[str, Task] = {
     "vector": Task(  # fewer rows than features
         first=lambda: nn.Linear(5, 6),
         last=lambda: nn.Linear(6, 2),
         draw=_vectors,
-        loss=dt.mean_loss(
-            lambda model, batch: (model(batch["x"]) - batch["y"]).square().mean(), weight=lambda batch: len(batch["x"])
-        ),
+        loss=_squares,
     ),
+    "experts": Task(first=lambda: nn.Linear(5, 6), last=Mixture, draw=_vectors, loss=_squares),
     "image": Task(
         first=lambda: nn.Conv2d(2, 6, 3, padding=1),
         last=lambda: nn.Linear(6, 3),

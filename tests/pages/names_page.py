@@ -36,6 +36,7 @@ GUIDES = {
     "dtrain.prove": "prove.md",
     "dtrain.testing": "testing.md",
     "dtrain.errors": "errors.md",
+    "dtrain.experts": "experts.md",
     "dtrain.typing": "stability.md",
 }
 HEAD = """# Every public name

@@ -65,23 +65,8 @@ def test_carried_state_refuses_a_second_run_of_the_batch() -> None:
         step(state, {"tokens": torch.ones(8, 17, dtype=torch.int64), "hidden": torch.zeros(8, 32)})
 
 
-def balanced() -> tuple[float, list[float], float]:
-    names = run(3)
-    router = names["model"][0]
-    return dt.reduce_metrics(names["metrics"])["busiest"], router.bias.tolist(), router.load.sum().item()
-
-
-def test_experts_are_balanced_by_the_load_of_all_ranks(ranks) -> None:
-    first, second = ranks(2).run(balanced)
-    assert first == second
-    busiest, bias, load = first
-    assert 0.25 <= busiest < 0.6
-    assert any(bias)
-    assert load == 0
-
-
 def test_random_draws_are_equal_in_a_second_run_and_differ_between_epochs() -> None:
-    first, second = run(4), run(4)
+    first, second = run(3), run(3)
     assert first["first"].shape == (1000, 2)
     assert first["first"].equal(second["first"])
     assert not first["first"].equal(first["second"])

@@ -238,7 +238,7 @@ SEARCHES = {
     "EMA": {"recipes/ema"},
     "tensor parallel": {"parallelism"},
     "pipeline parallel": {"distributed", "parallelism", "scope"},
-    "mixture of experts": {"distributed", "scope"},
+    "mixture of experts": {"experts", "scope"},
     "torch.compile": {"memory", "reference/sharding", "sharding"},
     "CPU offload": {"memory"},
     "fp8": {"precision"},

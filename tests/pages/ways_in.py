@@ -195,6 +195,19 @@ comm.save_traces_file_prefix comm.mode debug.spmd_typechecking debug.seed debug.
 debug.detect_anomaly debug.batch_invariant debug.moe_force_load_balance debug.print_config debug.save_config_file
 debug.enable_structured_logging dump_folder override --module --config
 """
+TITAN_EXPERTS = """
+MoEArgs.num_experts MoEArgs.num_shared_experts MoEArgs.score_func MoEArgs.route_norm MoEArgs.route_scale
+MoEArgs.score_before_experts MoEArgs.top_k MoEArgs.use_grouped_mm MoEArgs.load_balance_coeff expert_bias tokens_per_expert
+"""
+DEEPSPEED_EXPERTS = """
+hidden_size expert num_experts ep_size k capacity_factor eval_capacity_factor min_capacity use_residual noisy_gate_policy
+drop_tokens use_rts use_tutel enable_expert_tensor_parallelism l_aux exp_counts
+"""
+MEGABLOCKS = """
+hidden_size ffn_hidden_size moe_num_experts moe_top_k moe_capacity_factor moe_normalize_expert_weights moe_loss_weight
+moe_jitter_eps moe_expert_model_parallelism mlp_type mlp_impl activation_fn moe_zloss_weight uniform_expert_assignment
+batched_load_balancing_loss
+"""
 
 DDP = """
 init_process_group destroy_process_group mp.spawn torchrun set_device get_rank get_world_size manual_seed DistributedSampler
@@ -212,6 +225,7 @@ PAGES = {
         "Callbacks, loggers and the profiler": COMPOSER_OBSERVING,
         "parallelism_config": COMPOSER_PARALLELISM,
         "Launcher": COMPOSER_LAUNCHER,
+        "Mixtures of experts": MEGABLOCKS,
     },
     "from_composer_models.md": {"Row by row": COMPOSER_MODELS},  # mosaicml 0.32.1
     "from_ddp.md": {"Call by call": DDP},  # torch 2.13.0
@@ -222,6 +236,7 @@ PAGES = {
         "Offload": DEEPSPEED_OFFLOAD,
         "Optimizers and schedules": DEEPSPEED_OPTIMIZERS,
         "Everything else in the config": DEEPSPEED_OTHERS,
+        "Mixtures of experts": DEEPSPEED_EXPERTS,
         "The engine": DEEPSPEED_ENGINE,
         "The launcher": DEEPSPEED_LAUNCHER,
     },
@@ -242,5 +257,6 @@ PAGES = {
         "parallelism": TITAN_PARALLELISM,
         "checkpoint": TITAN_CHECKPOINT,
         "The other sections": TITAN_OTHERS,
+        "Mixtures of experts": TITAN_EXPERTS,
     },
 }

@@ -274,6 +274,7 @@ def muon_groups(
     *,
     head: ParamFilter,
     matrices: ParamFilter | None = None,
+    stacked: ParamFilter | None = None,
     lr: float = 0.02,
     adamw_lr: float = 3e-4,
     weight_decay: float = 0.1,
@@ -292,6 +293,8 @@ def muon_groups(
         head: name patterns, or a predicate ``(name, param) -> bool``, for the output layer, such as ``"lm_head.*"``; ``()`` if
             there is none.
         matrices: parameters to treat as hidden matrices; None uses the formula.
+        stacked: parameters ``[experts, rows, cols]`` to treat as stacks of hidden matrices, such as ``"**.experts.*"``; they
+            form the group ``stacks``. None for no stacks, because filters of convolutions may have three dims, too.
         lr: peak learning rate of the matrices.
         adamw_lr: peak learning rate of the other parameters.
         weight_decay: weight decay of both, except norms, biases and embeddings.
@@ -307,8 +310,8 @@ def muon_groups(
         [('matrices', 'muon', [(4, 2)]), ('adamw', 'adamw', [(5, 4)]), ('adamw.no_decay', 'adamw', [(5, 2), (4,), (5,)])]
 
     Raises:
-        ConfigError: ``head`` matches nothing, ``matrices`` matches an embedding, the head or a parameter without two dims, or
-            the model has no hidden matrix.
+        ConfigError: ``head`` matches nothing, ``matrices`` matches an embedding, the head or a parameter without two dims,
+            ``stacked`` matches a parameter without three dims, or the model has no hidden matrix.
 
     Source: Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks", section on embeddings and heads.
     """
@@ -331,12 +334,24 @@ def muon_groups(
                 f"muon_groups: matrices must match hidden matrices only, got {format_names(invalid)}, which "
                 f"{reasons[invalid[0]]}. Use AdamW for other parameters."
             )
-    if not hidden:
+    is_stack = compile_select(() if stacked is None else stacked, names, "muon_groups")
+    stacks = {name for name, param in params.items() if is_stack(name, param)}
+    flat = next((name for name in stacks if params[name].ndim != 3), None)
+    if (stacked is not None and not stacks) or flat is not None:
+        got = f"{stacked!r}, which matches none" if flat is None else f"{flat}, which has {params[flat].ndim} dims"
+        raise ConfigError(
+            f"muon_groups: stacked must match parameters with three dims, got {got}. Name the matrices of experts, such "
+            "as '**.experts.*'."
+        )
+    if not hidden and not stacks:
         raise ConfigError("muon_groups: no trainable parameter is a hidden matrix. Use torch.optim.AdamW.")
     options_of_muon = {"method": "muon", "lr": lr, "weight_decay": weight_decay, **options}
     muon = ParamGroup("matrices", lambda name, param: name in hidden, options_of_muon)
+    of_stacks = ParamGroup("stacks", lambda name, param: name in stacks, {**options_of_muon, "stacked": True})
     rest = ParamGroup("adamw", None, {"method": "adamw", "lr": adamw_lr})
-    return param_groups(model, muon, *([rest] if len(hidden) < len(params) else []), weight_decay=weight_decay)
+    rules = [*([muon] if hidden else []), *([of_stacks] if stacks else [])]
+    rules += [rest] if len(hidden) + len(stacks) < len(params) else []
+    return param_groups(model, *rules, weight_decay=weight_decay)
 
 
 def _reason_not_hidden(param: Tensor, head: bool, embedding: bool) -> str | None:

@@ -19,6 +19,7 @@ from torch.optim.adamw import adamw
 
 from dtrain.arguments import check_choice, check_int, check_number
 from dtrain.dist.dtensor import (
+    chunks_per_dim,
     from_local_like,
     full_tensor,
     is_dtensor,
@@ -162,7 +163,13 @@ class MatrixOptimizer(torch.optim.Optimizer):
         else:
             self.check_options(param_group)
         super().add_param_group(param_group)
-        invalid_shapes = [tuple(p.shape) for p in param_group["params"] if p.ndim != 2]
+        stacked = bool(param_group.get("stacked"))
+        invalid_shapes = [tuple(p.shape) for p in param_group["params"] if p.ndim != 2 + stacked]
+        if method == self.method and invalid_shapes and stacked:
+            raise ConfigError(
+                f"{name}: parameters of a group with stacked=True must have three dims, [experts, rows, cols], got shape "
+                f"{invalid_shapes[0]}. Put matrices in a group without it, as muon_groups(stacked=...) does."
+            )
         if method == self.method and invalid_shapes:
             raise ConfigError(
                 f"{name}: parameters of a group with method={method!r} must have two dims, got shape {invalid_shapes[0]}. Put "
@@ -198,7 +205,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
             try:
                 update = self.matrix_update(grad, counted, group)
                 del counted["step"]
-                work.check(type(self).__name__, update, counted)
+                work.check(type(self).__name__, update, counted, tuple(grad.shape))
             except Exception as error:  # noqa: BLE001 - raised at the end of the step
                 failures.append(error)
                 return torch.zeros_like(grad)
@@ -209,7 +216,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         own = [{name: value for name, value in state.items() if name not in elsewhere} for state in states]
         work = [_Matrix(*row) for row in zip(range(len(params)), params, inputs, own, strict=True)]
         for matrix, shard in _compute_matrices(work, compute, caller=type(self).__name__):
-            rows, cols = matrix.param.shape
+            rows, cols = matrix.param.shape[-2:]
             to_local(matrix.param).add_(shard, alpha=-group["lr"] * self.lr_factor((rows, cols), group))
 
     def _placed_state(self, param: Tensor, group: dict[str, Any]) -> dict[str, Any]:
@@ -286,10 +293,10 @@ class _Matrix:
     input: Tensor
     state: dict[str, Tensor]
 
-    def check(self, caller: str, update: Tensor, state: Mapping[str, Any]) -> None:
-        """Raise ``ConfigError`` for an update or a state of another shape, or another dtype of the state."""
-        if tuple(update.shape) != tuple(self.param.shape):
-            shapes = f"{tuple(self.param.shape)}, got {tuple(update.shape)}"
+    def check(self, caller: str, update: Tensor, state: Mapping[str, Any], shape: tuple[int, ...]) -> None:
+        """Raise ``ConfigError`` for an update that has not ``shape``, or a state of another shape or dtype."""
+        if tuple(update.shape) != shape:
+            shapes = f"{shape}, got {tuple(update.shape)}"
             raise ConfigError(
                 f"{caller}: matrix_update must return a tensor of shape {shapes}. Return the update of one matrix."
             )
@@ -313,17 +320,21 @@ def _compute_matrices(work: Sequence[_Matrix], compute: Compute, *, caller: str)
     """Yield each matrix with this rank's part of its update, in the same order on all ranks, after its state was stored.
 
     Matrices with rows sharded over ``n`` ranks are computed in rounds of ``n`` matrices of similar size, so that a rank stores
-    one matrix besides its shards. Other matrices are gathered and computed on every rank.
+    one matrix besides its shards. Other matrices are gathered and computed on every rank. A stack that is sharded along its
+    matrices alone is computed where it lies.
 
     Mutates: the states of ``work``.
     Collective: two all-to-alls for each ``n`` row-sharded matrices; one all-gather for each matrix with another sharding.
     """
     by_group: dict[dist.ProcessGroup | None, list[_Matrix]] = {}
     for matrix in work:
-        by_group.setdefault(row_group(matrix.param), []).append(matrix)
+        by_group.setdefault(row_group(matrix.param) if matrix.param.ndim == 2 else None, []).append(matrix)
     for group, members in by_group.items():
         if group is None:
             for matrix in members:
+                if matrix.param.ndim == 3 and not set(chunks_per_dim(matrix.param)) - {0}:
+                    yield matrix, compute(matrix, matrix.input, dict(matrix.state))
+                    continue
                 whole = full_tensor(from_local_like(matrix.param, matrix.input)) if is_dtensor(matrix.param) else matrix.input
                 state = dict(matrix.state)
                 update = compute(matrix, whole, state)
@@ -423,6 +434,10 @@ class Muon(MatrixOptimizer):
     on ``n`` ranks, every rank receives one full update in ``ns_dtype``, orthogonalizes the update, and returns the shards; see
     ``MatrixOptimizer``. In ``optimizer_in_backward``, one unit forms a round.
 
+    Groups with ``stacked=True`` hold stacks of matrices ``[experts, rows, cols]``. Each matrix is orthogonalized by itself.
+    FSDP2 shards a stack along its experts, so each rank computes its own experts, without communication. Stacks that are
+    sharded along another axis are gathered.
+
     Args:
         params: hidden matrices, or groups. A group with ``method="adamw"`` may set ``lr`` (3e-4), ``betas`` ((0.9, 0.95)),
             ``eps`` (1e-8), ``weight_decay`` (0.0) and ``fused`` (used if torch supports it).
@@ -433,6 +448,7 @@ class Muon(MatrixOptimizer):
         adjust_lr_fn: factor of the learning rate by shape, ``"original"`` or ``"match_rms_adamw"``.
         ns_steps, ns_coefficients, eps: as in ``orthogonalize``.
         ns_dtype: dtype of the iteration and its communication: ``"bf16"``, ``"fp32"``, or ``"param"`` for the parameter dtype.
+        stacked: if True, parameters are stacks of matrices, with three dims.
 
     Mutates: in ``step``, parameters and the optimizer's state.
     Collective: in ``step``, two all-to-alls for each ``n`` matrices of a group whose rows are sharded over ``n`` ranks.
@@ -452,7 +468,8 @@ class Muon(MatrixOptimizer):
         [[0.0, -0.396], [-0.472, 0.0]]
 
     Raises:
-        ConfigError: an argument out of range, an unknown method, or a parameter in a Muon group that has not two dims.
+        ConfigError: an argument out of range, an unknown method, or a parameter in a Muon group that has not two dims, or three
+            with ``stacked``.
 
     Source: Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks" (learning rates, momentum, iteration);
         Liu et al. 2025, arXiv:2502.16982, section 2.2 (decay, ``match_rms_adamw``). ``torch.optim.Muon`` is equal in one
@@ -481,6 +498,7 @@ class Muon(MatrixOptimizer):
         ns_coefficients: tuple[float, float, float] = NS_COEFFICIENTS,
         eps: float = 1e-7,
         ns_dtype: str = "bf16",
+        stacked: bool = False,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -492,6 +510,7 @@ class Muon(MatrixOptimizer):
             "ns_coefficients": ns_coefficients,
             "eps": eps,
             "ns_dtype": ns_dtype,
+            "stacked": stacked,
         }
         super().__init__(params, defaults)
 
@@ -526,19 +545,20 @@ def orthogonalize(
     by at most a factor of 485. For random matrices with side ratios of 8 to 9 or more, all singular values are in range. For
     square random matrices about 2% are not, and the smallest stays near 0.
 
-    The iteration uses matrix products only, in the dtype of ``matrix``; bfloat16 is sufficient. A zero matrix stays zero.
+    The iteration uses matrix products only, in the dtype of ``matrix``; bfloat16 is sufficient. A zero matrix stays zero. Each
+    matrix of a stack is orthogonalized by itself.
 
     Formula: ``x = matrix / max(norm(matrix), eps)``, then ``ns_steps`` times
         ``x = a * x + b * (x x^T) x + c * (x x^T)^2 x``, which maps each singular value ``s`` to ``a s + b s^3 + c s^5``
 
     Args:
-        matrix: ``[rows, cols]``, plain.
+        matrix: ``[rows, cols]`` or ``[experts, rows, cols]``, plain.
         ns_steps: number of iterations, >= 1.
         ns_coefficients: ``(a, b, c)`` with a large slope at 0, so that small singular values grow fast.
         eps: lower bound of the norm.
 
     Returns:
-        ``[rows, cols]``, a new tensor. Host sync: none.
+        A new tensor of the shape of ``matrix``. Host sync: none.
 
     Example:
         >>> import dtrain as dt
@@ -553,14 +573,16 @@ def orthogonalize(
         Bernstein and Newhouse 2024, arXiv:2409.20325, appendix A.
     """
     a, b, c = ns_coefficients
-    tall = matrix.shape[0] > matrix.shape[1]
+    tall = matrix.shape[-2] > matrix.shape[-1]
+    add_product = torch.addmm if matrix.ndim == 2 else torch.baddbmm
     # The product x x^T is smaller for a wide matrix.
-    x = matrix.T if tall else matrix
-    x = x / torch.linalg.vector_norm(x).clamp(min=eps)
+    x = matrix.mT if tall else matrix
+    norm = torch.linalg.vector_norm(x) if x.ndim == 2 else torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
+    x = x / norm.clamp(min=eps)
     for _ in range(ns_steps):
-        square = x @ x.T
-        x = torch.addmm(x, torch.addmm(square, square, square, beta=b, alpha=c), x, beta=a)
-    return x.T if tall else x
+        square = x @ x.mT
+        x = add_product(x, add_product(square, square, square, beta=b, alpha=c), x, beta=a)
+    return x.mT if tall else x
 
 
 Compute = Callable[[_Matrix, Tensor, dict[str, Any]], Tensor]

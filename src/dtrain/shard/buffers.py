@@ -1,8 +1,9 @@
 """Find, restore and synchronize the buffers that forwards change: rank 0's values, means, sums of what ranks added, or none.
 
-``shard_model(buffers=)`` chooses for each buffer, persistent or not. Without a choice persistent buffers and counters in whole
-numbers are broadcast, and other buffers stay each rank's own. A buffer outside of the state dict that a forward replaces is a
-cache of what this rank's forwards need, and stays its own too. If the ranks change another buffer differently in the first
+``shard_model(buffers=)`` chooses for each buffer, persistent or not. A class of modules that knows the only right choice for
+its buffers states it in ``dtrain_buffers``, such as ``{"load": "sum"}``. Without a choice persistent buffers and counters in
+whole numbers are broadcast, and other buffers stay each rank's own. A buffer outside of the state dict that a forward replaces
+is a cache of what this rank's forwards need, and stays its own too. If the ranks change another buffer differently in the first
 steps, a warning names the buffer, because no rank has what one process would have. Normalizations of torch are the exception:
 their statistics are estimates on every rank.
 
@@ -63,7 +64,7 @@ def check_buffer_choices(model: nn.Module, buffers: Buffers | Mapping[str, Buffe
     spec = ShardSpec(buffers=buffers)
     for name, module, key in buffer_slots(model):
         buffer = module._buffers[key]
-        if buffer_choice(spec, name) != "sum" or buffer is None:
+        if module_choice(spec, name, module, key) != "sum" or buffer is None:
             continue
         if isinstance(module, _NormBase) or buffer.dtype == torch.bool:
             kind = f"a statistic of {type(module).__name__}" if isinstance(module, _NormBase) else "a bool buffer"
@@ -78,6 +79,12 @@ def buffer_choice(spec: ShardSpec, name: str) -> Buffers | None:
         if compile_patterns([pattern], caller="shard_model: buffers")(name):
             return choice
     return None
+
+
+def module_choice(spec: ShardSpec, name: str, module: nn.Module, key: str) -> Buffers | None:
+    """Return the choice for a buffer of ``module``: that of its class in ``dtrain_buffers``, else ``buffer_choice``."""
+    stated: Mapping[str, Buffers] = getattr(type(module), "dtrain_buffers", {})
+    return stated.get(key) or buffer_choice(spec, name)
 
 
 def persistent_buffers(model: nn.Module, spec: ShardSpec, *, own: bool) -> dict[str, Tensor]:
@@ -281,6 +288,25 @@ class BufferSync:
         """Return True if the other ranks need not know that the buffer changed."""
         return slot.name in self._caches or (slot.stays_own and self._compared_steps >= _COMPARED_STEPS)
 
+    def sum_(self, names: Sequence[str]) -> None:
+        """Set the buffers ``names``, all with the choice ``"sum"``, to their start plus what all ranks have added since.
+
+        Mutates: buffers. Collective: one all-reduce per dtype; every rank must call.
+        """
+        by_dtype: dict[torch.dtype, list[_Slot]] = {}
+        for slot in self._summed:
+            if slot.name in names:
+                by_dtype.setdefault(slot.buffer.dtype, []).append(slot)
+        for slots in by_dtype.values():
+            self._sum_slots_(slots)
+
+    def _sum_slots_(self, slots: Sequence[_Slot]) -> None:
+        buffers = [slot.buffer for slot in slots]
+        # A buffer that was None has no start.
+        starts = [self._starts[slot.name] for slot in slots]
+        starts = [old if old.shape == new.shape else new * 0 for old, new in zip(starts, buffers, strict=True)]
+        _reduce_(buffers, starts, counts=self._counts)
+
     def sync_(self, owners: Sequence[str], *, ranks_differ: bool = False, has_samples: bool | None = None) -> None:
         """Synchronize the buffers of the modules ``owners``.
 
@@ -332,10 +358,7 @@ class BufferSync:
                 if kind == "mean":
                     _reduce_(buffers, counts=get_dist_info().rank in active, divisor=len(active))
                 elif kind == "sum":
-                    starts = [self._starts[slot.name] for slot in same]
-                    # A buffer that was None has no start.
-                    starts = [old if old.shape == new.shape else new * 0 for old, new in zip(starts, buffers, strict=True)]
-                    _reduce_(buffers, starts, counts=self._counts)
+                    self._sum_slots_(same)
                 else:
                     _broadcast_(buffers, src=active[0])
 
@@ -356,7 +379,7 @@ _NO_SYNC = BufferSync(nn.Identity(), ShardSpec())
 
 def _synchronized_slots(model: nn.Module, spec: ShardSpec) -> Iterator[_Slot]:
     for name, module, key in buffer_slots(model, include_none=True):
-        buffer, choice, is_norm = module._buffers[key], buffer_choice(spec, name), isinstance(module, _NormBase)
+        buffer, choice, is_norm = module._buffers[key], module_choice(spec, name, module, key), isinstance(module, _NormBase)
         # A normalization without statistics keeps None.
         if choice == "own" or (buffer is None and is_norm):
             continue

@@ -110,7 +110,8 @@ def _check_tensors(query: Tensor, key: Tensor, value: Tensor, ranks: int) -> Non
         shapes = f"{list(query.shape[:2])}, {list(key.shape[:2])} and {list(value.shape[:2])}"
         problem = f"[batch, heads] of key and value must be equal and divide the heads of query, got {shapes}"
     elif query.shape[1] % ranks:
-        problem = f"the number of query heads must be a multiple of the {ranks} ranks along cp, got {query.shape[1]} heads on this rank"
+        limit = f"the number of query heads must be a multiple of the {ranks} ranks along cp"
+        problem = f"{limit}, got {query.shape[1]} heads on this rank"
         advice = "Use a smaller cp, or a smaller tp"
     if problem is not None:
         raise ConfigError(f"{_CALLER}: {problem}. {advice}.")

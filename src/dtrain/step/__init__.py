@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from dtrain.step.auto_microbatch import find_microbatch_size as find_microbatch_size
     from dtrain.step.compose import Step as Step
     from dtrain.step.compose import optimizer_in_backward as optimizer_in_backward
+    from dtrain.step.count_first import count_first_step as count_first_step
     from dtrain.step.evaluate import auto_batch_eval as auto_batch_eval
     from dtrain.step.grad_cache import grad_cache_step as grad_cache_step
     from dtrain.step.microbatch_search import ProbeResult as ProbeResult

@@ -89,10 +89,10 @@ def microbatch_step(
     def prepare() -> tuple[Microbatches, Mapping[str, Tensor | float]]:
         return check_graph(split_microbatches(batch, microbatch_size, batch_spec)), declared_weights(batch_spec, batch)
 
-    return run_gradient(state, batch, "microbatch_step", prepare, partial(_accumulate, loss_fn), records_units=True)
+    return run_gradient(state, batch, "microbatch_step", prepare, partial(accumulate, loss_fn), records_units=True)
 
 
-def _accumulate(loss_fn: LossFn, run: GradientRun) -> None:
+def accumulate(loss_fn: LossFn, run: GradientRun) -> None:
     """Run forward and backward for every microbatch. A rank without a further one takes part in the collectives alone."""
     state, grad_sync, guard, device = run.state, run.grad_sync, run.guard, run.device
     own, num_own = run.microbatches.batches, len(run.microbatches.batches)

@@ -73,6 +73,8 @@ if TYPE_CHECKING:
     from dtrain.transforms.weights.averaging import update_ema_ as update_ema_
     from dtrain.transforms.weights.averaging import update_swa_ as update_swa_
     from dtrain.transforms.weights.averaging import use_average as use_average
+    from dtrain.transforms.weights.balance_experts import balance_experts as balance_experts
+    from dtrain.transforms.weights.balance_experts import move_bias_ as move_bias_
     from dtrain.transforms.weights.batch_norm import update_batch_norm_ as update_batch_norm_
     from dtrain.transforms.weights.freeze import freeze as freeze
     from dtrain.transforms.weights.freeze import freeze_layers as freeze_layers

@@ -12,6 +12,7 @@ from battery.row import Points, Row
 from dtrain.step.compose import compose_step
 from dtrain.transforms.combinators import every, masked
 from dtrain.transforms.weights.averaging import ema, swa
+from dtrain.transforms.weights.balance_experts import balance_experts, move_bias_
 from dtrain.transforms.weights.freeze import freeze, freeze_layers
 
 FALLING = dt.mean_loss(lambda model, x: model(x).sum() / len(x), weight=len)  # on ones, every gradient is 1
@@ -72,7 +73,37 @@ def freeze_layers_points() -> Points:
     return list(zip(moved, 2 * [[True] * 3] + 2 * [[False, True, True]] + 2 * [[False, False, True]], strict=True))
 
 
+def balance_points() -> Points:
+    """Eight equal rows choose expert 2 of 4 until its bias has fallen far enough."""
+    model = torch.nn.Sequential(dt.experts.Router(2, 4, top_k=1))
+    with torch.no_grad():
+        model[0].weight.copy_(torch.tensor([[0.0, 0.0], [0.0, 0.0], [0.1, 0.0], [0.0, 0.0]]))
+    loss = dt.mean_loss(lambda model, x: model(x).gates.mean() + 0 * model[0].weight.sum(), weight=len)
+    step = compose_step(loss, [balance_experts(0.25)])
+    state = step.init(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    shares, biases = [], []
+    for _ in range(2):
+        state, _ = step(state, torch.ones(8, 2))
+        shares.append(model[0].share.tolist())
+        biases.append(model[0].bias.tolist())
+    bias = torch.zeros(3)
+    move_bias_(bias, torch.tensor([4, 3, 2]), 0.5)
+    return [
+        (shares[0], [0.0, 0.0, 1.0, 0.0]),
+        (biases[0], [0.25, 0.25, -0.25, 0.25]),
+        (biases[1][2], 0.0),  # another expert had all rows
+        (bias, [-0.5, 0.0, 0.5]),
+    ]
+
+
 ROWS: dict[str, Row] = {
+    "balance_experts": Row(
+        make=lambda: balance_experts(0.01),
+        of=("balance_experts", "move_bias_"),
+        points=balance_points,
+        task="experts",
+        reruns=True,
+    ),
     "ema": Row(make=lambda: ema(0.9), of=("ema",), points=ema_points),
     "ema-scheduled": Row(make=lambda: ema(dt.schedules.linear(0.5, 0.99, 6))),
     "ema-half-life": Row(make=lambda: ema(half_life="4ba", start=2, every="2ba")),
