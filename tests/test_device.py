@@ -95,6 +95,7 @@ def test_new_uses_of_cuda_are_found():
 FACTORIES = {function.__name__ for function in _device_constructors()} | {"Generator"}
 # Uses of these functions without a device, by module, with the reason for each.
 WITHOUT_DEVICE = {
+    "experts.py": (["empty"] * 4 + ["full", "zeros", "zeros"], "parameters and buffers of modules are on the default device"),
     "planning/simulate.py": (["empty"], "passes on the arguments of the function that it stands for"),
     "prove/overrides.py": (["randint"], "keeps the function that a proof replaces; its call names the device"),
     "shard/materialize.py": (["empty", "empty_strided"], "recognizes calls of the model"),

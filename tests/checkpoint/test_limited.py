@@ -105,7 +105,7 @@ BAD = {
     "extra of a part": ({"scope": "weights", "extra": {"x": 1}}, r"extra must be empty with .*, got \['x'\]"),
     "cast to integers": ({"dtype": torch.int32}, "dtype must be a floating-point dtype, got torch.int32"),
     "keep none": ({"keep_last": 0}, "keep_last must be"),
-    "mode": ({"mode": "fast"}, "mode must be 'sync' or 'async', got 'fast'"),
+    "mode": ({"mode": "fast"}, "mode must be 'sync', 'async' or 'memory', got 'fast'"),
 }
 
 

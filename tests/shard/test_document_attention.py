@@ -137,7 +137,7 @@ REFUSED = {
     "heads": "the number of query heads must be a multiple of the 4 ranks along cp, got 6 heads on this rank. Use a smaller cp",
     "key heads": "[batch, heads] of key and value must be equal and divide the heads of query, got [2, 8], [2, 3] and [2, 3].",
     "dims": "query, key and value must be [batch, heads, seq, dim], got 3, 4 and 4 dims.",
-    "lengths": "query, key and value must have the same length, got 3, 2 and 3. Use self-attention without a cache of keys.",
+    "lengths": "query, key and value must have the same length, got 3, 2 and 3. Use self-attention without a cache.",
     "bounds": "bounds must be those of 2 rows of 12 tokens, each ending with its row, got 2 documents up to token 6. Pass",
 }
 

@@ -322,7 +322,7 @@ def refused(case: str) -> str:
 REFUSED = [
     ("no plan", "a mesh with tp=2 needs a tp_plan. Pass tp_plan=, or build the mesh without tp."),
     ("empty", "a mesh with tp=2 needs a tp_plan"),
-    ("no mapping", "tp_plan must be a mapping of module names to styles, got list"),
+    ("no mapping", "tp_plan must be a mapping of module names to styles, or 'auto', got list"),
     ("no module", "tp_plan names '5', but the model has no such module"),
     ("no style", "tp_plan['0'] must be a ParallelStyle, got 'colwise'. Pass for example ColwiseParallel()"),
     ("text", "tp_plan: patterns of names must be text, got 0"),

@@ -82,6 +82,9 @@ USES: dict[str, Callable] = {
     "dtrain.step.grad_cache_step": lambda spec, batch: dt.step.grad_cache_step(
         state(), batch, loss_fn=loss_fn, microbatch_size=2, batch_spec=spec
     )[1],
+    "dtrain.step.count_first_step": lambda spec, batch: dt.step.count_first_step(
+        state(), batch, loss_fn=loss_fn, microbatch_size=2, batch_spec=spec, after_count=lambda model, counts: None
+    )[1],
     "dtrain.compose_step": lambda spec, batch: after_a_step(
         dt.compose_step(loss_fn, microbatch_size=2, batch_spec=spec), batch
     ),

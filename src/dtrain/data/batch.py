@@ -50,7 +50,7 @@ class MicrobatchList(list[Batch]):
 
 def list_microbatches(batch: Batch) -> Sequence[Batch]:
     """Return the microbatches of the loader, or ``batch`` alone if the loader has not split it."""
-    return batch if isinstance(batch, MicrobatchList) else (batch,)
+    return batch if type(batch) is MicrobatchList else (batch,)
 
 
 def map_microbatches(batch: Batch, fn: Callable[[Batch], Batch]) -> Batch:
@@ -68,7 +68,7 @@ def count_samples(batch: Batch, tensors: Sequence[Tensor] | None = None) -> int:
     Raises:
         ConfigError: no tensor, or tensors of different sizes. The message shows the shapes.
     """
-    if isinstance(batch, MicrobatchList):
+    if type(batch) is MicrobatchList:
         return sum(map(count_samples, batch))
     sizes = {leaf.shape[0] for leaf in (list_tensors(batch) if tensors is None else tensors) if leaf.ndim > 0}
     if len(sizes) == 1:
@@ -93,7 +93,7 @@ def count_samples_and_tokens(
     Raises:
         ConfigError: ``batch`` cannot be counted, or ``batch_spec.count`` returns no whole numbers.
     """
-    if isinstance(batch, MicrobatchList):
+    if type(batch) is MicrobatchList:
         counts = [count_samples_and_tokens(microbatch, batch_spec) for microbatch in batch]
         return sum(samples for samples, _ in counts), sum(tokens for _, tokens in counts)
     if batch_spec is None or (batch_spec.count is None and not batch_spec.axes):
@@ -215,7 +215,7 @@ def count_and_split(
     """
     if microbatch_size is not None:
         check_microbatch_size(microbatch_size)
-    if isinstance(batch, MicrobatchList):
+    if type(batch) is MicrobatchList:
         split = [count_and_split(microbatch, microbatch_size, batch_spec) for microbatch in batch]
         return sum(row[0] for row in split), sum(row[1] for row in split), [part for row in split for part in row[2]]
     is_described = batch_spec is not None and (batch_spec.axes or batch_spec.count or batch_spec.split)

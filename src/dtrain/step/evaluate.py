@@ -381,7 +381,7 @@ class _RemainingSamples:
         self.remaining, self._batch_spec = samples, batch_spec
         # All parts with their numbers of samples, and the index of the next part.
         self._parts, self._index = [(batch, samples)], 0
-        if isinstance(batch, MicrobatchList):
+        if type(batch) is MicrobatchList:
             self._parts = [(part, count_samples_and_tokens(part, batch_spec)[0]) for part in batch]
 
     def next_part(self, size: int) -> Batch:

@@ -99,7 +99,7 @@ def balance_points() -> Points:
 ROWS: dict[str, Row] = {
     "balance_experts": Row(
         make=lambda: balance_experts(0.01),
-        of=("balance_experts", "move_bias_"),
+        of=("balance_experts",),
         points=balance_points,
         task="experts",
         reruns=True,
