@@ -1,8 +1,9 @@
 """List the pairs that were written without knowledge of the tool, and what it said about them.
 
 Each folder has a correct script, ``twin.py``, and ``bug.diff``, which makes a mistake in it. The authors knew that the tool compares
-runs on several ranks, repeated runs and resumes, and had not seen its code, its tests or its pages. Each pair was proven once, on
-2026-11-29, after all changes of the tool. ``first`` and ``objection`` are what it said then.
+runs on several ranks, repeated runs and resumes, and had not seen its code, its tests or its page. One had read the README, which
+shows an answer. Each pair was proven once, on 2026-11-29, after all changes of the tool. ``first`` and ``objection`` are what it said
+then.
 """
 
 from __future__ import annotations
