@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from dtrain.checkpoint.memory_tier import check_free_memory
+from dtrain.errors import CheckpointError
 from dtrain.launch import launch_dir
 
 LOOP = """
@@ -147,6 +149,18 @@ def test_memory_of_a_killed_launch_is_removed_by_the_next_one(tmp_path, monkeypa
     assert live.memory.exists()
     live.remove()
     assert list(tmp_path.iterdir()) == [] or all(path.suffix == ".lock" for path in tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("names", "copies"), [(["run.lock"], 2), (["run.lock", "step-00000004"], 1)], ids=["first", "later"])
+def test_the_first_step_in_memory_needs_room_for_the_next_one(tmp_path, monkeypatch, names, copies):
+    for name in names:
+        (tmp_path / name).mkdir()
+    monkeypatch.setattr("dtrain.storage.free_bytes", lambda path: 1500)
+    if copies == 1:
+        check_free_memory(tmp_path, 1000)
+        return
+    with pytest.raises(CheckpointError, match=r"free shared memory must be at least .* with mode='memory', got"):
+        check_free_memory(tmp_path, 1000)
 
 
 REFUSED = """

@@ -123,7 +123,7 @@ def dice(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 def given(info: dt.dist.DistInfo) -> dict[str, Any]:
-    """What the rows assume. Ranks have other batches, tasks and prompts."""
+    """Return the names that the rows assume. Ranks have other batches, tasks and prompts."""
     rank = info.rank
     with torch.device("meta"):
         model = language_model()

@@ -12,7 +12,9 @@ from pathlib import Path
 
 from dtrain import launch_protocol, storage
 from dtrain.arguments import format_bytes
+from dtrain.checkpoint import layout
 from dtrain.errors import CheckpointError, ConfigError
+from dtrain.machine import read_memory
 from dtrain.storage import AnyPath
 
 
@@ -51,19 +53,13 @@ def check_free_memory(root: AnyPath, needed_bytes: int) -> None:
         OSError: a failed query.
     """
     # The first step needs room for the next one, too.
-    copies = 1 if storage.exists(root) and storage.list_names(root) else 2
-    free = min(bytes_ for bytes_ in (storage.free_bytes(root), _available_bytes()) if bytes_ is not None)
+    names = storage.list_names(root) if storage.exists(root) else []
+    copies = 1 if any(layout.step_of(name) is not None for name in names) else 2
+    available = read_memory(Path("/")).available_bytes
+    in_folder = storage.free_bytes(root)
+    free = available if in_folder is None else min(in_folder, available)
     if free < copies * needed_bytes:
         raise CheckpointError(
             f"save_sharded: free shared memory must be at least {format_bytes(copies * needed_bytes)} with mode='memory', got "
             f"{format_bytes(free)}. Enlarge /dev/shm (containers: --shm-size), or save with mode='async'."
         )
-
-
-def _available_bytes() -> int | None:
-    """Return the memory of this host that can be used without swapping; None without /proc."""
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    except OSError:
-        return None
-    return next((1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")), None)

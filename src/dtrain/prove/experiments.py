@@ -29,7 +29,7 @@ from dtrain.prove.causes import OF_REACH
 from dtrain.prove.overrides import FrozenStatistics, replace_checkpoint
 from dtrain.prove.run_config import RunConfig
 from dtrain.prove.run_log import RunLog, count_samples
-from dtrain.prove.script_values import script_frames
+from dtrain.prove.script_values import ScriptModels, script_frames
 
 # Hooks take the place of these functions.
 _save, _load = torch.save, torch.load
@@ -128,11 +128,14 @@ class Slope:
         self._shifted, self._log = config.shifted, log
         self._direction: Tensor | None = None
 
-    def shift_(self, params: Mapping[str, Tensor]) -> None:
+    def shift_(self, models: ScriptModels) -> None:
         """Move the parameter, once. Mutates it. Collective for a DTensor, as in ``full_tensor``."""
-        if self._shifted is None or self._direction is not None or self._shifted[0] not in params:
+        if self._shifted is None or self._direction is not None:
             return
         name, share = self._shifted
+        params = models.parameters()
+        if name not in params:
+            return
         param = params[name].detach()
         self._direction = full_tensor(param).clone() + self._LEAST_MOVE
         local = to_local(param)

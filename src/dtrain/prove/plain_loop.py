@@ -47,7 +47,7 @@ class PlainLoop(UpdateObserver):
             recorder.stop_if_done()
             recorder.flush_evaluation()
             recorder.facts.rng = recorder.rng_digest()
-            recorder.slope.shift_(recorder.models.parameters())
+            recorder.slope.shift_(recorder.models)
         # A teacher may run before the model.
         unused = [loader for loader, was_evaluated in self._evaluated.items() if not was_evaluated]
         self._of_step.update(unused or list(self._evaluated)[-1:])

@@ -279,7 +279,7 @@ class RankRecorder:
         self.in_step = True
         self.stop_if_done()
         self.write_initial(state.optimizer)
-        self.slope.shift_(self.models.parameters())
+        self.slope.shift_(self.models)
         self.log.write(
             "layout",
             data_rank=state.spec.data_rank,

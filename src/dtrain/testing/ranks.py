@@ -195,6 +195,8 @@ class _RankPool:
             ours, theirs = context.Pipe()
             self._pipes.append(ours)
             with theirs:
+                # A rank may die before it writes.
+                self._error_file(rank).touch()
                 files = str(self._stack_file(rank)), str(self._error_file(rank))
                 self._ranks.fork_from_server(run_worker, theirs, environment, *files, device)
         ours, theirs = context.Pipe()
