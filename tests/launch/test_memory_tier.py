@@ -25,6 +25,7 @@ LOOP = """
     restart = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     torch.set_default_dtype(torch.float64)
     with dt.init_dist() as info:
+        Path("memory_folder.txt").write_text(os.environ["DTRAIN_MEMORY_FOLDER"])
         mesh = dt.build_mesh()
         dt.seed_all(0)
         model = dt.shard_model(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)), mesh)
@@ -67,8 +68,9 @@ def losses(folder: Path) -> dict[int, list[tuple[int, float]]]:
     return starts
 
 
-def left_in_memory() -> set[str]:
-    return {path.name for path in Path("/dev/shm").glob("dtrain-*")}
+def memory_folder(folder: Path) -> Path:
+    """Return the folder in shared memory of the last launch. Other launches on this machine have folders beside it."""
+    return Path((folder / "memory_folder.txt").read_text())
 
 
 @pytest.fixture
@@ -85,7 +87,6 @@ def undisturbed(run, tmp_path):
 
 
 def test_a_restarted_job_loses_no_step_that_is_in_memory(run, tmp_path, undisturbed):
-    before = left_in_memory()
     result = run(loop(), "[[0, 3, 1], [1, 8, 0]]", options=["--max-restarts", "3"])
     assert result.code == 0, result.err
     starts = losses(tmp_path)
@@ -101,7 +102,7 @@ def test_a_restarted_job_loses_no_step_that_is_in_memory(run, tmp_path, undistur
     assert sorted(path.name for path in (tmp_path / "ckpt").iterdir() if path.is_dir()) == [
         f"step-{step:08d}" for step in (5, 10, 12)
     ]
-    assert left_in_memory() <= before
+    assert not memory_folder(tmp_path).exists()
 
 
 FLIPS_A_BIT = """
@@ -125,15 +126,15 @@ def test_a_flipped_bit_in_memory_is_found_and_the_disk_is_used(run, tmp_path, un
 
 
 def test_memory_is_given_back_however_the_job_ends(start, tmp_path):
-    before = left_in_memory()
     waits = "Path('ready').write_text('ready'); import time; time.sleep(600)"
     job = start(loop(waits), "[[0, 2, 0]]")
     job.wait_for("ready")
-    (folder,) = {name for name in left_in_memory() - before if not name.endswith(".lock")}
-    assert any(Path("/dev/shm", folder).rglob("*"))
+    folder = memory_folder(tmp_path)
+    assert any(path.is_file() for path in folder.rglob("*"))
     os.kill(job.pid, signal.SIGTERM)
     job.wait()
-    assert left_in_memory() <= before
+    assert not folder.exists()
+    assert not folder.with_name(f"{folder.name}.lock").exists()
 
 
 def test_memory_of_a_killed_launch_is_removed_by_the_next_one(tmp_path, monkeypatch):

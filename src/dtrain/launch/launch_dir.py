@@ -174,8 +174,10 @@ def make_shared_folders(*, nodes: int) -> SharedFolders:
                 _remove_memory(lock.with_name(lock.name.removesuffix(_LOCK_SUFFIX)))
         folder = _SHARED_MEMORY / f"{_MEMORY_PREFIX}{secrets.token_hex(8)}"
         lock = folder.with_name(f"{folder.name}{_LOCK_SUFFIX}")
-        fd = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        # The file gets its name once it is locked. Else another launch could take it for a leftover.
+        fd, unnamed = tempfile.mkstemp(dir=_SHARED_MEMORY, prefix=_MEMORY_PREFIX)
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.rename(unnamed, lock)
         folder.mkdir(mode=0o700)
     except OSError:
         # The ranks say so when they want to use it.
