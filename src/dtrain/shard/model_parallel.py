@@ -319,6 +319,20 @@ def ring_attention(
 
 
 @contextmanager
+def replace_attention(attend: Callable[..., Tensor]) -> Iterator[None]:
+    """Let models call ``attend`` instead of torch's ``scaled_dot_product_attention``, inside the context.
+
+    Mutates: torch's function, inside the context.
+    """
+    before, replacement = functional.scaled_dot_product_attention, cast(Any, attend)
+    functional.scaled_dot_product_attention = replacement
+    try:
+        yield
+    finally:
+        functional.scaled_dot_product_attention = before
+
+
+@contextmanager
 def count_attention_calls() -> Iterator[list[None]]:
     """Yield a list that gets an entry for each call of ring attention. Use it inside of ``ring_attention``.
 
@@ -331,12 +345,8 @@ def count_attention_calls() -> Iterator[list[None]]:
         calls.append(None)
         return attend(*args, **options)
 
-    counting: Any = counted
-    functional.scaled_dot_product_attention = counting
-    try:
+    with replace_attention(counted):
         yield calls
-    finally:
-        functional.scaled_dot_product_attention = attend
 
 
 @contextmanager
@@ -380,12 +390,9 @@ def _checked_arguments() -> Iterator[None]:
     checked: Any = attend
     # Attention of transformers asks, because the ring takes no mask.
     checked.is_ring = True
-    functional.scaled_dot_product_attention = checked
-    try:
+    # torch restores its own function only.
+    with replace_attention(checked):
         yield
-    finally:
-        # torch restores its own function only.
-        functional.scaled_dot_product_attention = ring
 
 
 @contextmanager

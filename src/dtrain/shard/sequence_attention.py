@@ -25,6 +25,7 @@ from dtrain.dist.dtensor import is_dtensor
 from dtrain.dist.incident import report_missing_ranks
 from dtrain.errors import ConfigError
 from dtrain.packages import missing_extra_error
+from dtrain.shard.model_parallel import replace_attention
 from dtrain.typing import Batch, LossFn, LossSum
 
 _CALLER = "document_attention"
@@ -256,16 +257,13 @@ class SequenceAttention:
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Replace attention inside the context. Mutates: torch's ``scaled_dot_product_attention``."""
-        before = functional.scaled_dot_product_attention
         # The lengths of documents change in each microbatch, so a compiled graph would be compiled again. The function imports
         # the compiler, which takes long.
         is_compiled = "torch._dynamo" in sys.modules
-        attend: Any = torch.compiler.disable(self.attend) if is_compiled else self.attend
-        functional.scaled_dot_product_attention = attend
         try:
-            yield
+            with replace_attention(torch.compiler.disable(self.attend) if is_compiled else self.attend):
+                yield
         finally:
-            functional.scaled_dot_product_attention = before
             self.bounds, self.rows = None, (0, 0)
 
     def attend(
