@@ -132,6 +132,7 @@ def test_every_extra_of_the_package_is_known():
     assert set(DECLARED) == set(EXTRA_MODULES) | OF_DEVELOPERS
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("extra", sorted(EXTRA_MODULES))
 def test_modules_of_each_extra_can_be_imported(extra):
     """Each import has a process of its own, because some modules warn at import or change the process."""

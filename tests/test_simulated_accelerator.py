@@ -72,6 +72,7 @@ def run(name: str, *args: str) -> list:
     return result
 
 
+@pytest.mark.costly
 @needs_compiler
 def test_simulated_accelerator_refuses_what_a_gpu_refuses():
     *errors, device = run("mixture")

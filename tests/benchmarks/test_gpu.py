@@ -97,6 +97,7 @@ def test_dry_run_of_each_benchmark_fills_all_tables(dry_run, name):
         assert {len(row) for row in table["rows"]} == {len(table["columns"])}
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("figure", FIGURES)
 def test_each_figure_has_a_column_and_its_rows(dry_run, figure):
     name, number, column, expected = FIGURES[figure]

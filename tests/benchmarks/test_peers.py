@@ -35,6 +35,7 @@ def is_slow(row: Row) -> bool:
     return any(words in row.what for words in SLOW)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     "row", [pytest.param(row, id=row.what, marks=pytest.mark.slow if is_slow(row) else ()) for row in ROWS]
 )

@@ -239,6 +239,7 @@ WAYS_OUT = {"in init_dist": ["block"], "by sys.exit": ["block", "exit"], "withou
 QUICK = (("without", False), ("by sys.exit", True))  # each process loads torch
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("how", "fails"),
     [

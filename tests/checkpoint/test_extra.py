@@ -189,6 +189,7 @@ def load_rows(root: str) -> list[Any]:
     return [state.step, loader.at, loader.drawn]
 
 
+@pytest.mark.costly
 def test_loader_of_another_library_resumes_and_may_differ_between_ranks(tmp_path, ranks):
     ranks(2).run(save_rows, str(tmp_path / "equal"), False)
     assert ranks(2).run(load_rows, str(tmp_path / "equal")) == [[3, 3, 0]] * 2

@@ -165,6 +165,7 @@ def fuzz(sound: Path, folder: Path, place: str, seeds: range) -> int:
     return refused
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("place", [*ON_STEPS, *ON_WEIGHTS])
 def test_mutated_files_load_or_raise_one_line_error(sound, tmp_path, place, capfd):
     assert fuzz(sound, tmp_path, place, range(60)) > 30

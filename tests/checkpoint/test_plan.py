@@ -102,6 +102,7 @@ def naive(shape: list[int], boxes: list[Box], target: Box) -> str:
     return "overlap" if bool((counts > 1).any()) else "hold" if bool((counts == 0).any()) else "fits"
 
 
+@pytest.mark.costly
 @settings(max_examples=300)
 @given(st.data())
 def test_coverage_check_agrees_with_element_counting(data):

@@ -47,6 +47,7 @@ def server_of():
 SAVES = [("memory", "sync"), ("memory", "async"), *((place, "async") for place in ("s3", "az", "gs", "sftp"))]
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(("place", "mode"), SAVES, ids=["-".join(save) for save in SAVES])
 def test_resumed_remote_run_equals_uninterrupted_run(server_of, place, mode):
     root = server_of(place).root()

@@ -89,6 +89,7 @@ def test_broken_torch_is_reported_as_finding(env):
     assert "error: torch: cannot be used: importing it was ended by signal 11" in result.stdout
 
 
+@pytest.mark.costly
 def test_env_command_imports_no_torch_itself(env):
     code = "import sys; from dtrain.cli.main import run\ntry: run()\nfinally: print('torch' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", code, "env"], capture_output=True, text=True, timeout=180)

@@ -300,6 +300,7 @@ def token_count(sample: dict[str, Any]) -> int:
     return len(sample["tokens"])
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("lengths", [token_count, "tokens"])
 @pytest.mark.parametrize("max_tokens", [None, 90])
 @pytest.mark.parametrize("workers", [0, 1])

@@ -165,6 +165,7 @@ def test_interrupt_between_gradient_and_update_repeats_the_batch(place):
     assert interrupted == Run(loader_of("map"), by_hand=True).to_the_end()
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("kind", ["map", "remembers"])
 @pytest.mark.parametrize("begun", ["in the step", "after the step"])
 @pytest.mark.parametrize("stride", [5, pytest.param(1, marks=pytest.mark.slow)])

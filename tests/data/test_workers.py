@@ -174,6 +174,7 @@ def test_workers_ignore_signals_handled_by_the_rank(tmp_path):
     assert str(os.getpid()) not in reports
 
 
+@pytest.mark.costly
 def test_workers_exit_when_their_rank_dies(tmp_path):
     program = f"""
         import sys, time
@@ -201,6 +202,7 @@ def test_workers_exit_when_their_rank_dies(tmp_path):
     assert not [pid for pid in workers if os.path.exists(f"/proc/{pid}")]
 
 
+@pytest.mark.costly
 def test_program_with_an_open_loop_exits_at_once(tmp_path):
     program = f"""
         import sys
@@ -252,6 +254,7 @@ def test_spawned_workers_error_names_an_unpicklable_dataset_attribute():
         list(build(dataset, start_method="spawn", num_workers=1).until("1ep"))
 
 
+@pytest.mark.costly
 def test_spawned_workers_give_the_same_batches():
     assert torch.cat(list(build(Numbers(8), start_method="spawn", num_workers=1).until("1ep"))).tolist() == list(range(8))
 

@@ -97,6 +97,7 @@ def test_unreachable_node_error_names_the_node(tmp_path: Path, monkeypatch: pyte
         check("A barrier that times out", by_hand=theirs, here=(ours, last_words(node)))
 
 
+@pytest.mark.costly
 def test_port_in_use_is_avoided_or_raises_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with taken_port() as port:
         node = two_nodes(tmp_path, 0, port, 1)

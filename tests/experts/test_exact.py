@@ -98,6 +98,7 @@ def test_one_process_equals_the_formula_row_by_row(scoring, current):
     assert max(errors(scoring, current, {None: ["one microbatch", "recomputed"]}).values()) < TOLERANCE
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("current", [False, True], ids=["share of the batch before", "share of the batch"])
 def test_ranks_equal_the_formula_row_by_row(ranks, world, current):
@@ -128,6 +129,7 @@ def retried(current: bool) -> dict[str, tuple[float, int]]:
     return results
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("current", [False, True], ids=["share of the batch before", "share of the batch"])
 def test_retries_of_auto_microbatch_count_once(ranks, current):
     results = ranks(2).run(retried, current)

@@ -86,6 +86,7 @@ def undisturbed(run, tmp_path):
     return found
 
 
+@pytest.mark.costly
 def test_a_restarted_job_loses_no_step_that_is_in_memory(run, tmp_path, undisturbed):
     result = run(loop(), "[[0, 3, 1], [1, 8, 0]]", options=["--max-restarts", "3"])
     assert result.code == 0, result.err
@@ -114,6 +115,7 @@ FLIPS_A_BIT = """
 """
 
 
+@pytest.mark.costly
 def test_a_flipped_bit_in_memory_is_found_and_the_disk_is_used(run, tmp_path, undisturbed):
     result = run(loop(FLIPS_A_BIT.strip()), "[[0, 8, 0]]", options=["--max-restarts", "1"])
     assert result.code == 0, result.err
@@ -182,6 +184,7 @@ REFUSED = """
 """
 
 
+@pytest.mark.costly
 def test_saves_in_memory_that_cannot_be(run, tmp_path):
     arguments = "({'mode': 'memory', 'keep_last': 2}, {'mode': 'memory', 'scope': 'weights'})"
     result = run(REFUSED.replace("ARGUMENTS", arguments), n=1, shown="0")

@@ -172,6 +172,7 @@ def test_large_result_is_returned_completely():
     assert spawned(lambda: "x" * 5_000_000, nproc=1) == ["x" * 5_000_000]
 
 
+@pytest.mark.costly
 def test_rank_computes_after_caller_used_torch_threads():
     script = """
         import torch, dtrain as dt
@@ -227,6 +228,7 @@ def raised() -> None:
         time.sleep(0.4)  # the peers fail before this rank's error leaves the function
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("way", "text"), [(killed, "was killed by SIGKILL; often the"), (raised, "failed: ValueError: disk full")]
 )
@@ -240,6 +242,7 @@ def test_rank_with_lost_peer_is_not_reported_as_cause(way, text):
     assert f"rank 1 of 3 {text}" in fails(run, nproc=3)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("way", "text"),
     [
@@ -354,6 +357,7 @@ def test_ctrl_c_ends_all_ranks(tmp_path):
     assert all(gone(int((tmp_path / rank).read_text())) for rank in "01")
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("call", ["fork", "waitpid"])
 @pytest.mark.parametrize("first", [1, 2])
 def test_ctrl_c_during_fork_or_wait_leaves_no_rank(monkeypatch, call, first):

@@ -223,6 +223,7 @@ def test_loggers_are_closed_at_end_of_init_dist_block(tmp_path):
     assert (tmp_path / "log.txt").read_text().endswith("step 1\n")
 
 
+@pytest.mark.costly
 def test_loggers_are_closed_at_process_exit(tmp_path):
     program = f"""
 from dtrain.loggers import fault_tolerant, multi, text_file

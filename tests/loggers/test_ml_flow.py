@@ -66,6 +66,7 @@ def test_resumed_run_continues_same_run_and_logs_settings_once(database, tmp_pat
     assert shown == {"lr": "0.1", "model.width": "64", "model.token": "[redacted]", "note": "x" * 10}
 
 
+@pytest.mark.costly
 def test_unsupported_numbers_and_names_are_marked(database, tmp_path):
     log = mlflow("digits", path=tmp_path, tracking_uri=database)
     log(1, {"loss": math.nan, "a+b": 1.0, "/deep//x": 2.0})

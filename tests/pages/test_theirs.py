@@ -35,6 +35,7 @@ def folder_of(package: str) -> Path:
     return Path(next(iter(spec.submodule_search_locations)))
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("page", PACKAGES)
 def test_other_library_script_runs_on_two_processes(page: str, tmp_path: Path) -> None:
     folder_of(PACKAGES[page])

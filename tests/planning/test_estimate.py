@@ -381,6 +381,7 @@ def exhaustive(workload: Workload, memory: int, config: dict) -> tuple[int, dict
     raise AssertionError("the memory is too large for this test")
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("strategy", ["full_shard", "replicate"])
 @pytest.mark.parametrize("checkpoint", [None, "nothing"])
 def test_search_finds_what_steps_of_all_sizes_find(strategy, checkpoint):

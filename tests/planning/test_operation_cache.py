@@ -33,6 +33,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_plan_of_repeated_operations_equals_the_plan_of_computed_ones(name, monkeypatch):
     workload, options = WORKLOADS[name.split("-")[0]], {**LAYOUTS[name], "memory": 2**26}

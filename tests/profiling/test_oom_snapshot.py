@@ -88,6 +88,7 @@ def sized(*transforms: dt.Transform, limit: int = 330_000) -> int:
     return budget.refused
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("outside", [True, False])
 def test_retried_microbatch_sizes_write_no_snapshot(tmp_path, outside):
     watching, sizing = snapshot_on_oom(tmp_path), dt.auto_microbatch()

@@ -375,6 +375,7 @@ def offsets() -> tuple[int, int]:
         patch.undo()
 
 
+@pytest.mark.costly
 def test_clock_offset_is_measured_within_its_bound(ranks):
     rows = ranks(3).run(offsets)
     assert rows[0] == [0, 0]

@@ -83,6 +83,7 @@ def plain_draws(seed):
     return [round(float(number), 6) for number in (*numbers, np.random.default_rng(seed).random())]
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(("equal", "seed"), [(False, 3), (True, 7)], ids=["recorded", "replaced"])
 def test_seeds_of_the_script_are_recorded_and_replaced(tmp_path, equal, seed):
     assert run_alone(draws_with_seeds, str(tmp_path), equal) == str((plain_draws(seed), 3))
@@ -190,6 +191,7 @@ def dtypes_on_cpu():
     return [tensor.dtype for tensor in tensors], low
 
 
+@pytest.mark.costly
 def test_script_that_names_gpus_and_dtypes_computes_in_float64():
     assert run_alone(dtypes_on_cpu) == "([torch.float64, torch.float64, torch.float64], [torch.bfloat16, torch.float16])"
 
@@ -214,6 +216,7 @@ def clipped_and_recomputed():
     return kept, torch.equal(weight.grad, 2 * output.detach())
 
 
+@pytest.mark.costly
 def test_nothing_is_clipped_and_recomputation_draws_the_same_numbers():
     assert run_alone(clipped_and_recomputed) == "(([2.0], 63.246), True)"
 

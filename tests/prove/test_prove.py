@@ -40,6 +40,7 @@ def test_forwards_of_a_gradient_cache_and_of_recomputation_draw_alike_in_all_run
     assert {"2 ranks", "activation checkpointing off"} <= {row.name for row in report.rows}
 
 
+@pytest.mark.costly
 def test_loop_of_steps_by_hand_that_exports_an_average_agrees(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     torch.save(torch.nn.Linear(8, 4).state_dict(), "pretrained.pt")

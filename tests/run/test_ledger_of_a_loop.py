@@ -127,6 +127,7 @@ def test_loop_left_early_leaves_no_span_open():
     assert spans.totals()["data"].count >= 1
 
 
+@pytest.mark.costly
 def test_out_of_memory_retries_count_as_search_time():
     def loss(model, x):
         if len(x) > 4:

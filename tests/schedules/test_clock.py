@@ -57,6 +57,7 @@ def test_crossed_is_true_exactly_when_a_tick_passes_a_boundary(unit, value, tick
         passed = now
 
 
+@pytest.mark.costly
 @settings(max_examples=100, deadline=None)
 @given(steps=st.integers(1, 400), hundredths=st.integers(1, 100))
 def test_run_fractions_are_crossed_at_the_exact_step(steps, hundredths):

@@ -62,6 +62,7 @@ def same(strategy: str) -> dict[str, list]:
     return results
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "hybrid_shard", "replicate"])
 def test_comm_options_keep_gradients_and_collective_counts(ranks, strategy):
     expected = {name: MISSING.get(name, [True, {}, {}]) for name in OPTIONS}

@@ -67,6 +67,7 @@ def error(computed: list[Tensor], expected: list[Tensor]) -> float:
     return max((a - b).abs().max().item() for a, b in zip(computed, expected, strict=True))
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("route", "block"),
     [
@@ -131,6 +132,7 @@ def test_compiled_model_keeps_state_dict_names():
     assert net.head._compiled_call_impl is None
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("change", [compiled, lambda net: compiled(memory.again(net))], ids=["whole", "inside"])
 def test_deepcopy_of_a_compiled_model_has_its_own_parameters(change):
     net = change(made(Noisy))

@@ -146,6 +146,7 @@ def test_a_sharded_model_is_refused(ranks):
     )
 
 
+@pytest.mark.costly
 def test_torchao_is_imported_lazily():
     code = "import sys, dtrain.shard.precision; print([name for name in sys.modules if name.startswith('torchao')])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=90).stdout == "[]\n"

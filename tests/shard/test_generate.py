@@ -153,6 +153,7 @@ def evaluated(eos: list[int]) -> float:
     return reduce_metrics(evaluate(net, mine, exact_match))["loss"]
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("world", [2, 3])
 def test_evaluation_with_generation_counts_each_task_once(ranks, world):
     for wrong in ranks(world).run(evaluated, ends("llama")):

@@ -161,6 +161,7 @@ def collectives_by_part(root: bool, strategy: str, most: int) -> list[list[str]]
     return names
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("strategy", "root"),
     [

@@ -161,6 +161,7 @@ def resumed(kind: str, root: str, options: dict[str, Any]) -> float:
     return error(dict(full_params(state)), reference(kind)[2])
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("kind", KINDS)
 def test_training_by_the_models_plan_equals_one_process_and_its_checkpoint_loads_elsewhere(tmp_path, ranks, kind):
     for rounded, *errors in ranks(4).run(by_the_plan, kind, str(tmp_path)):

@@ -263,6 +263,7 @@ def timeless(state) -> dict:
     return {**clock, "seconds": 0, "previous": {**clock["previous"], "seconds": 0}}
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("loop", ["four", "third", "slices"])
 @pytest.mark.parametrize("stop_at", [7, 10, 14])
 def test_resumed_run_counts_epochs_as_an_uninterrupted_run(loop, stop_at, tmp_path):

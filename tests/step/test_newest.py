@@ -55,6 +55,7 @@ def fingerprint(state: TrainState) -> list[object]:
     return [state.step, *(repr(torch.as_tensor(value).tolist()) for value in (*state.params.values(), *moments, *slices))]
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("stride", [7, pytest.param(1, marks=pytest.mark.slow)])
 def test_keyboard_interrupt_at_any_line_keeps_a_whole_step_state(way, stride):

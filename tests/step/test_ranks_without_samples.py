@@ -370,6 +370,7 @@ def trained_beside(how: str, strategy: str, reference_strategy: str, auto: bool)
     return max(worst, float(changed))
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("how", ["eval_mode", "model first", "no_grad", "twice", "through", "own"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_second_sharded_model_in_the_loss_trains_as_one_process(ranks, strategy, how):

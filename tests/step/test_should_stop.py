@@ -70,6 +70,7 @@ ENDS = {
 }
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(("saves", "code", "saved"), ENDS.values(), ids=ENDS)
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_ranks_stop_together_and_exit_75_after_saving(tmp_path, world_size, saves, code, saved):

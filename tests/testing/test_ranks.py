@@ -281,6 +281,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.costly
 def test_standard_error_of_ranks_is_shown(tmp_path):
     (tmp_path / "warns.py").write_text(WARNS)
     command = [sys.executable, str(tmp_path / "warns.py")]

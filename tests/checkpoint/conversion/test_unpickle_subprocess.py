@@ -45,6 +45,7 @@ def test_untrusted_dcp_folder_is_refused_without_unpickling(tmp_path):
     assert nothing_beside(tmp_path, "dcp")
 
 
+@pytest.mark.costly
 def test_trusted_pickle_is_read_in_subprocess(tmp_path):
     torch.save({"model": WEIGHTS, "step": 3, "payload": Payload(tmp_path / "ran")}, tmp_path / "x.pt")
     done = convert(tmp_path / "x.pt", tmp_path / "out", to="hf", trust=True)
@@ -57,6 +58,7 @@ def test_trusted_pickle_is_read_in_subprocess(tmp_path):
     assert nothing_beside(tmp_path, "x.pt", "ran", "out")
 
 
+@pytest.mark.costly
 def test_empty_key_selects_top_level_weights(tmp_path):
     torch.save({**WEIGHTS, "optimizer": {"a.weight": torch.zeros(2)}}, tmp_path / "x.pt")
     done = convert(tmp_path / "x.pt", tmp_path / "out", to="hf", trust=True, key="")
@@ -75,6 +77,7 @@ def test_dcp_folder_is_read_in_batches(tmp_path, monkeypatch, limit):
     assert all(torch.equal(weights[name], WEIGHTS[name]) for name in WEIGHTS)
 
 
+@pytest.mark.costly
 def test_unreadable_trusted_file_leaves_no_output(tmp_path):
     (tmp_path / "x.pt").write_bytes(b"no pickle\n" * 10)
     with pytest.raises(CheckpointError, match=r"^convert: .*x.pt: UnpicklingError: "):

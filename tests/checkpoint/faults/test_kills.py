@@ -21,6 +21,7 @@ def test_killed_run_resumes_without_loss_or_corruption(collect, draw, count):
         assert tally.largest[f"steps of work lost, {mode}"] <= EVERY * IN_FLIGHT[mode]
 
 
+@pytest.mark.costly
 def test_checks_detect_every_simulated_kill_damage(nursery):
     said = nursery.ask(kills.spoiled)
     assert said.pop("nothing") == []

@@ -31,6 +31,7 @@ def test_simplest_save_survives_fault_in_every_operation(nursery, collect, count
     assert tally.largest["seconds until all had raised"] < operations.LATE_S
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("draw", "ways", "least"),
     [

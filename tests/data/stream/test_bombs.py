@@ -135,6 +135,7 @@ def test_long_line_is_refused(form, tmp_path, opened):
     refused(opened(folder, max_sample_bytes=MIB), f"a.{form}")
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("blank", [b"\n", b" \n", b"\t \r\n"])
 def test_millions_of_blank_lines_are_skipped_fast(blank, tmp_path, opened, monkeypatch):
     from dtrain.data.stream.formats import json_lines

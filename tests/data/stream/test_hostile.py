@@ -78,6 +78,7 @@ def sweep(tmp_path, form, compression, seeds):
     return refused
 
 
+@pytest.mark.costly
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of pillow and numpy, about strange values
 @pytest.mark.parametrize(("form", "compression"), KINDS, ids=str)
 def test_mutated_datasets_raise_own_errors_only(form, compression, tmp_path):

@@ -70,6 +70,7 @@ def shared(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shard_index, "_SHARED_INDEX_BYTES", 0)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("count", "form", "packed"),
     [

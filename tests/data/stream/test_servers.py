@@ -69,6 +69,7 @@ def test_ranged_download_requests_only_sample_bytes(served, data, opened, tmp_pa
     assert not (tmp_path / "cache").exists()
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("kind", [503, pytest.param("unsent", marks=pytest.mark.slow), "reset", "truncated"])
 @pytest.mark.parametrize("download", ["whole", pytest.param("ranged", marks=pytest.mark.slow)])
 def test_transient_fault_is_retried(kind, download, served, data, opened):
@@ -240,6 +241,7 @@ def program(place, cache, limit=10**9):
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
 
+@pytest.mark.costly
 def test_killed_download_is_finished_by_another_process(on_s3, tmp_path, opened):
     place = on_s3(written(tmp_path / "data", limit=None))
     with place.proxy.doing(Fault(kind="slow", matches=is_shard, after=600)), program(place, tmp_path / "cache") as process:

@@ -422,11 +422,13 @@ def test_program_that_never_answers_is_no_launcher(nodes, node_rank):
     assert words in refusal.line
 
 
+@pytest.mark.costly
 def test_agent_program_joins(nodes):
     places = nodes.wait_for(JoinAccepted, nodes.start(0, program=True), nodes.start(1, program=True))
     assert [place.layout.node_rank for place in places] == [0, 1]
 
 
+@pytest.mark.costly
 def test_agent_ends_with_its_supervisor(nodes):
     told, tell = os.pipe()
     supervisor = os.fork()

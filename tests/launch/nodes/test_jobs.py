@@ -77,6 +77,7 @@ def job(built: Network, tmp_path: Path) -> Iterator[Job]:
     assert left == []
 
 
+@pytest.mark.costly
 def test_killed_launcher_of_one_host_ends_job_on_other_host(job):
     for place in range(2):
         job.start(place, nodes=2, source=UP)
@@ -134,6 +135,7 @@ def slurm() -> Iterator[Cluster]:
         yield started
 
 
+@pytest.mark.costly
 def test_srun_starts_a_job_on_all_its_nodes(slurm, tmp_path):
     script = tmp_path / "script.py"
     script.write_text("import os; print(*(os.environ[name] for name in ('RANK', 'WORLD_SIZE', 'GROUP_RANK')), flush=True)")
@@ -143,6 +145,7 @@ def test_srun_starts_a_job_on_all_its_nodes(slurm, tmp_path):
     assert said == ["[rank 0] 0 4 0", "[rank 1] 1 4 0", "[rank 2] 2 4 1", "[rank 3] 3 4 1"]
 
 
+@pytest.mark.costly
 def test_srun_exits_with_the_code_of_the_rank_that_failed(slurm, tmp_path):
     script = tmp_path / "script.py"
     script.write_text("import os, sys, time; sys.exit(3) if os.environ['RANK'] == '2' else time.sleep(1000)")
@@ -151,6 +154,7 @@ def test_srun_exits_with_the_code_of_the_rank_that_failed(slurm, tmp_path):
     assert "rank 2 of 4 failed with exit code 3" in step.stderr
 
 
+@pytest.mark.costly
 def test_scancel_ends_all_ranks(slurm, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(UP)

@@ -20,6 +20,7 @@ def slurm() -> Iterator[Cluster]:
         yield started
 
 
+@pytest.mark.costly
 def test_launchers_on_all_nodes_of_step_join(slurm):
     step = slurm.srun("-N2", "--ntasks-per-node=1", "--label", *TASK)
     assert step.returncode == 0, step
@@ -27,6 +28,7 @@ def test_launchers_on_all_nodes_of_step_join(slurm):
     assert lines == ["0: range(0, 2) 4 run of node 0", "1: range(2, 4) 4 run of node 0"]
 
 
+@pytest.mark.costly
 def test_two_steps_of_one_job_stay_separate(slurm):
     both = f"srun -N2 -n2 --overlap {TASK[0]} {TASK[1]} & srun -N2 -n2 --overlap {TASK[0]} {TASK[1]}; wait $!"
     script = slurm.folder / "both.sh"

@@ -59,6 +59,7 @@ def command(tmp_path):
     return [sys.executable, "-m", "dtrain", "launch", "-n", "2", "--run-dir", str(tmp_path / "run"), str(tmp_path / "loop.py")]
 
 
+@pytest.mark.costly
 def test_launch_on_terminal_shows_one_live_line(command, tmp_path):
     ours, theirs = pty.openpty()
     environment = {**os.environ, "TERM": "xterm"}
@@ -89,6 +90,7 @@ def test_launch_on_terminal_shows_one_live_line(command, tmp_path):
     assert log.startswith("step 3/3")
 
 
+@pytest.mark.costly
 def test_launch_without_terminal_prints_plain_lines(command, tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=True)
     assert "\x1b" not in done.stdout + done.stderr

@@ -113,6 +113,7 @@ def seen(tmp_path_factory):
     return {way: look(command) for way, command in commands.items()}
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("fact", FACTS)
 def test_rank_fact_equals_plain_python(seen, way, fact):

@@ -148,6 +148,7 @@ def test_mosaicml_shards_with_an_empty_shard_are_read(tmp_path: Path) -> None:
     assert samples_of(tmp_path) == ROWS
 
 
+@pytest.mark.costly
 @pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # it leaves the index open
 @pytest.mark.parametrize("compression", sorted({name.partition(":")[0] for name in mosaicml.get_compressions()}))
 def test_mosaicml_reads_our_compression(compression: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
