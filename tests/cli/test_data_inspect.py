@@ -82,7 +82,7 @@ def test_json_has_stable_fields(data, shards):
             "raw_bytes",
             "compressions",
         ),
-        *("digests", "without_digests", "columns", "files", "head", "problems"),
+        *("digests", "without_digests", "lengths", "columns", "files", "head", "problems"),
     ]
     assert {"url": "shards", "path": str(shards), "indexed": True, "formats": ["mds"], "samples": 20}.items() <= report.items()
     assert (report["columns"], report["problems"], len(report["files"])) == (COLUMNS, None, report["shards"])

@@ -3,6 +3,7 @@
 import json
 import os
 import shlex
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from dtrain import storage
 from dtrain.arguments import format_bytes
 from dtrain.cli.data import parse_columns
+from dtrain.data.loader import build_loader
 from dtrain.data.stream.sharded_dataset import ShardedDataset
 
 ROWS = [{"text": f"row {i} \u00e9", "label": i} for i in range(40)]
@@ -120,6 +122,30 @@ def test_dataset_is_written_to_and_read_from_server(data, here):
         storage.remove_folder(storage.resolve_path(storage_root))
 
 
+def test_loader_balances_by_stored_lengths_without_reading_shards(data, here):
+    lengths = [3, 1, 4, 1, 5, 9, 2, 6]
+    (here / "rows.jsonl").write_text("".join(json.dumps({"ids": [7] * n, "n": n}) + "\n" for n in lengths))
+    for name, column in (("lists", "ids"), ("numbers", "n")):
+        assert data("write", "rows.jsonl", name, "--lengths", column)[0] == 0
+        assert "\nlengths  1 to 9, 31 in all\n" in data("inspect", name)[1]
+        assert json.loads(data("inspect", name, "--json")[1])["lengths"] == {"smallest": 1, "largest": 9, "total": 31}
+        for shard in here.glob(f"{name}/shard.*"):
+            shard.unlink()
+        with closing(ShardedDataset(name)) as dataset:
+            build_loader(dataset, global_batch_size=8, seed=0, balance="tokens", max_tokens=9)
+            assert dataset.sample_lengths().parts.tolist() == lengths
+
+
+def test_missing_column_of_lengths_leaves_no_dataset(data, here):
+    code, out, err = data("write", "rows.jsonl", "out", "--lengths", "ids")
+    assert (code, out) == (2, "")
+    assert err == (
+        "dtrain: data: write: write_shards: lengths must name a column of each sample, but sample 0 has no 'ids', only "
+        "['label', 'text']. Name a column with tokens or with their number.\n"
+    )
+    assert os.listdir("out") == []
+
+
 def test_existing_dataset_is_refused_and_unchanged(data, here):
     assert data("write", "rows.jsonl", "out")[0] == 0
     before = {name: (here / "out" / name).read_bytes() for name in os.listdir("out")}
@@ -191,6 +217,10 @@ MISTAKES = {
     "columns of windows": (
         "rows.jsonl out --tokenizer bytes --concat 8 --columns text",
         "--columns and --tokenizer exclude each other, because windows have one column, tokens. Use --text.",
+    ),
+    "lengths of windows": (
+        "rows.jsonl out --tokenizer bytes --concat 8 --lengths text",
+        "--lengths and --tokenizer exclude each other, because all windows have N tokens. Leave --lengths out.",
     ),
 }
 

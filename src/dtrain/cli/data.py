@@ -84,6 +84,10 @@ def write(
     max_shard_size: Annotated[
         int, _output("--max-shard-size SIZE", "Size limit of a shard before compression.  [default: 64MiB]", size)
     ] = 64 * 2**20,
+    lengths: Annotated[
+        str | None,
+        _output("--lengths COLUMN", "Store each sample's length, for balanced batches: a number, or the length of a list."),
+    ] = None,
     as_json: Annotated[bool, _output("--json", "Print one JSON object, for programs.")] = False,
 ) -> int:
     """Write samples as shards, for ShardedDataset.
@@ -97,11 +101,17 @@ def write(
         dtrain data write train.jsonl s3://bucket/train                              every line a sample
         dtrain data write 'corpus/*.txt' shards --from documents --tokenizer bytes --concat 2049
         dtrain data write table.csv shards --columns text,label:int --compression zstd
+        dtrain data write ids.jsonl shards --lengths input_ids                       for batches balanced by tokens
     """
     with prefix_errors("data: write", DataError):
         options = {"format": form, "compression": compression, "hashes": hashes, "max_shard_bytes": max_shard_size}
+        options["lengths"] = lengths
         selected = parse_columns("--columns", columns or ())
         loaded = _load_tokenizer(tokenizer, concat, end, text, selected, form)
+        if loaded is not None and lengths is not None:
+            raise ConfigError(
+                "--lengths and --tokenizer exclude each other, because all windows have N tokens. Leave --lengths out."
+            )
         if not out:
             raise ConfigError("OUT must not be empty. Name the new folder or URL.")
         folder = storage.resolve_path(out)
@@ -357,8 +367,11 @@ def _print_facts(facts: Mapping[str, Any]) -> None:
 
 def dataset_facts(dataset: ShardedDataset) -> dict[str, Any]:
     """Return the facts of a dataset's index as plain data, with stable names."""
+    from dtrain.data.stream.shard_index import LENGTHS_NAME
+
     entries = dataset.entries
     files = [entry.file for entry in entries]
+    lengths = dataset.sample_lengths().parts if storage.exists(dataset.root / LENGTHS_NAME) else None
     raw = [file.raw_size for file in files]
     names, encodings = (entries[0].details.get(f"column_{field}") for field in ("names", "encodings"))
     return {
@@ -374,6 +387,9 @@ def dataset_facts(dataset: ShardedDataset) -> dict[str, Any]:
         "compressions": _unique(file.compression for file in files if file.compression),
         "digests": _unique(name for file in files for name in (*file.digests, *file.raw_digests)),
         "without_digests": sum(not (file.digests or file.raw_digests) for file in files),
+        "lengths": None
+        if lengths is None
+        else {"smallest": int(lengths.min()), "largest": int(lengths.max()), "total": int(lengths.sum())},
         "columns": dict(zip(map(str, names), map(str, encodings), strict=False))
         if isinstance(names, list) and isinstance(encodings, list)
         else {},
@@ -408,6 +424,8 @@ def format_dataset_facts(facts: Mapping[str, Any]) -> list[str]:
         size += f" ({', '.join(facts['compressions'])}{'' if raw is None else f'; {format_bytes(raw)} raw'})"
     each = f", {facts['smallest']:,} to {facts['largest']:,} per shard" if facts["shards"] > 1 else ""
     lines.append(f"samples  {facts['samples']:,}{each}")
+    if (lengths := facts["lengths"]) is not None:
+        lines.append(f"lengths  {lengths['smallest']:,} to {lengths['largest']:,}, {lengths['total']:,} in all")
     lines.append(f"size     {size}")
     missing = facts["without_digests"]
     some = f", none of {format_count(missing, 'shard')}" if 0 < missing < facts["shards"] else ""

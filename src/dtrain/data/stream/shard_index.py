@@ -424,7 +424,7 @@ def read_lengths(store: ShardStore, samples: int) -> NDArray[np.int32]:
         if storage.file_size(path) is None:
             raise ConfigError(
                 f"{store.root}: has no lengths of its samples. Pass lengths= to build_loader, or write the shards with "
-                "write_shards(lengths=column)."
+                "write_shards(lengths=column) or `dtrain data write --lengths COLUMN`."
             )
         data = storage.read_file(path, limit=4 * samples + _MAX_HEADER_BYTES)
     try:

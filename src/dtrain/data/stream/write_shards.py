@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -138,9 +139,9 @@ def write_shards(
     writer = make_writer(format, first, columns, compression, hashes, max_shard_bytes)
     dataset_writer = _DatasetWriter(folder, format, writer, compression, hashes)
     counted: Iterable[Sample] = chain([first], remaining)
-    counts: list[int] | None = None
+    counts: array[int] | None = None
     if lengths is not None:
-        counts = []
+        counts = array("q")
         counted = _count_lengths(counted, LengthInKey(lengths), counts)
     try:
         with _wrap_write_errors(folder):
@@ -155,7 +156,7 @@ def write_shards(
         raise
 
 
-def _count_lengths(samples: Iterable[Sample], length_fn: LengthInKey, counts: list[int]) -> Iterator[Sample]:
+def _count_lengths(samples: Iterable[Sample], length_fn: LengthInKey, counts: array[int]) -> Iterator[Sample]:
     """Yield the samples, and append their lengths to ``counts``.
 
     Raises:
