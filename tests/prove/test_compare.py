@@ -38,8 +38,11 @@ STEP = {
 STEP |= {"events": [], "rng": "r", "draws": 0, "epochs": [], "shapes": [], "lr": [0.1], "fields": {}, "lines": {}}
 
 
-def write_run(folder, ranks, *, gradient=None, tensors=(), rows=(), rows_of_ranks=None):
-    """Write a run of one step: ``ranks`` are the changes of each rank's row, ``tensors`` (kind, name, values and step)."""
+def write_run(folder, ranks, *, gradient=None, tensors=(), of_ranks=None, rows=(), rows_of_ranks=None):
+    """Write a run of one step: ``ranks`` are the changes of each rank's row, ``tensors`` (kind, name, values and step).
+
+    ``of_ranks`` has further tensors of each rank.
+    """
     folder.mkdir()
     for rank, changes in enumerate(ranks):
         log = RunLog(folder, rank)
@@ -52,7 +55,7 @@ def write_run(folder, ranks, *, gradient=None, tensors=(), rows=(), rows_of_rank
             log.write_tensor(
                 "gradient", "weight", torch.tensor(values, dtype=torch.float64), step=0, optimizer_index=0, order=0
             )
-        for kind, name, values, *step in tensors:
+        for kind, name, values, *step in (*tensors, *(of_ranks[rank] if of_ranks else ())):
             log.write_tensor(
                 kind, name, torch.tensor(values, dtype=torch.float64), step=step[0] if step else 0, optimizer_index=0, order=0
             )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,7 @@ from dtrain.prove.compare import (
     compare_records,
     describe_names,
     metric_name,
+    reduced_in_update,
     relative_difference,
 )
 from dtrain.prove.run_config import BASE, MOVE
@@ -42,7 +43,8 @@ def check_record(record: RunRecord) -> list[Difference]:
     # Ranks with other weights have other gradients.
     differs = "differs between ranks when the optimizer runs"
     exports = list(_check_evaluated_exports(record)) or list(_check_reloaded_exports(record))
-    gradients = [] if weights else _between_ranks(record, "gradient", differs, "gradient_not_reduced")
+    reduced = reduced_in_update(record)
+    gradients = [] if weights else _between_ranks(record, "gradient", differs, "gradient_not_reduced", without=reduced)
     contradictions = (
         *weights,
         *_check_optimizers(record),
@@ -105,12 +107,12 @@ def _contradiction(code: str, step: int, kind: str, name: str, text: str, **more
     return Difference(code=code, step=step, kind=kind, name=name, text=text, **more)
 
 
-def _between_ranks(record: RunRecord, kind: str, text: str, code: str) -> list[Difference]:
+def _between_ranks(record: RunRecord, kind: str, text: str, code: str, without: Collection[FactKey] = ()) -> list[Difference]:
     """Find tensors that all ranks must hold alike, and that differ: initial weights, gradients when the optimizer runs."""
     differences = []
     for fact in record.of_kind(kind):
         ranks = tuple(rank for rank, digest in enumerate(fact.by_rank) if digest not in (None, fact.value.digest))
-        if ranks and not fact.value.is_buffer:
+        if ranks and not fact.value.is_buffer and fact.key not in without:
             differences.append(_contradiction(code, fact.step, kind, fact.name, text, ranks=ranks))
     return differences
 

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from dtrain.arguments import format_count
-from dtrain.prove.run_records import BITS, KINDS, TENSORS, Fact, LossFact, RunRecord, TensorFact
+from dtrain.prove.run_records import BITS, KINDS, TENSORS, Fact, LossFact, RunRecord, TensorFact, matching_name
 
 Verdict = Literal["bitwise", "tolerance", "differs"]
 
@@ -35,6 +35,10 @@ _LEAST = 2.0**-53
 _OVERWRITTEN = ("variable", "buffer")
 # A tensor of noise, such as the gradient of a bias that cancels, is compared with the largest tensors of its kind.
 _NOISE_FLOOR = 1e-6
+# Roundings of the largest gradient of a step, within which a gradient is nothing but rounding.
+_NOISE_ROUNDINGS = 1024
+# Tensors that an optimizer changes: it may enlarge the rounding of a gradient up to its learning rate.
+_UPDATED = ("parameter", "initial", "transform", "exported")
 # Terms of the size 1 that cancel leave some roundings.
 _CANCELLED = 64
 # A metric that is logged again in a step gets a number.
@@ -81,6 +85,7 @@ class Comparison:
         relative: relative difference of each fact.
         of_layout: metrics that are numbers of the layout, such as the number of ranks.
         coarse: facts that were not compared, because rounding changes them too much.
+        not_seen: what the runs could not show, in sentences.
     """
 
     verdict: Verdict
@@ -89,6 +94,7 @@ class Comparison:
     relative: tuple[tuple[Fact, float], ...] = field(default=(), repr=False)
     of_layout: frozenset[str] = frozenset()
     coarse: tuple[Fact, ...] = field(default=(), repr=False)
+    not_seen: tuple[str, ...] = ()
 
 
 def compare_records(
@@ -117,13 +123,21 @@ def compare_records(
     differences, sizes, is_bitwise = list[Difference](), list[tuple[Fact, float]](), True
     scales, unit, coarse = _scales(reference), _unit(reference), list[Fact]()
     last = dict[tuple[int, str, str], bool]()
-    drops_repeats = other.note("gather_for_metrics") is not None
+    of_run = _Options(
+        same_layout=same_layout,
+        drops_repeats=other.note("gather_for_metrics") is not None,
+        has_shares=any(len(set(fact.by_rank)) > 1 for fact in other.of_kind("samples")),
+    )
+    reduced = reduced_in_update(other)
+    noise = _list_noise(reference, other, scales, unit)
     of_layout = frozenset[str]() if same_layout else _metrics_of_layout(reference, other)
     if first_steps:
         ignored = {*ignored, *_of_process(reference, ignored)}
     pairs = _comparable_facts(reference, other, same_layout=same_layout, first_steps=first_steps)
     for fact, partner in pairs:
         if fact.kind not in kinds or fact.key in ignored or (fact.kind == "metric" and metric_name(fact) in of_layout):
+            continue
+        if fact.key in reduced:
             continue
         tolerance = max(TOLERANCE, rounding.get(fact.key, 0.0))
         if tolerance > MAX_ROUNDING:
@@ -133,7 +147,11 @@ def compare_records(
         scale = scales.get((fact.kind, fact.step if fact.kind in TENSORS else metric_name(fact)), 0.0)
         if fact.kind not in TENSORS:
             scale = max(scale, _CANCELLED * unit / tolerance)
-        result = _COMPARE.get(fact.kind, _compare_plain)(fact, partner, _Options(same_layout, tolerance, scale, drops_repeats))
+        is_noise = fact.kind in _UPDATED and matching_name(fact.name, noise) is not None
+        options = of_run._replace(
+            tolerance=tolerance, scale=scale, slack=_reach_of_updates(reference, fact) if is_noise else 0.0
+        )
+        result = _COMPARE.get(fact.kind, _compare_plain)(fact, partner, options)
         last[fact.optimizer_index, fact.kind, fact.name] = bool(result.text)
         is_bitwise &= result == _EQUAL
         sizes.append((fact, result.relative if result.is_certain else 0.0))
@@ -157,6 +175,7 @@ def compare_records(
         relative=tuple(sizes),
         of_layout=of_layout,
         coarse=tuple(coarse),
+        not_seen=_describe_reduced(reduced) if "gradient" in kinds else (),
     )
 
 
@@ -311,13 +330,16 @@ def _unit(record: RunRecord) -> float:
 class _Options(NamedTuple):
     """Options of one comparison: layout, relative difference that is rounding, and least size for a relative difference.
 
-    ``drops_repeats`` is True if the script drops samples that an evaluation repeats before it counts.
+    ``drops_repeats`` is True if the script drops samples that an evaluation repeats before it counts, and ``has_shares`` if
+    ranks have samples of their own in some step. ``slack`` is the size of a difference of a tensor's elements that is rounding.
     """
 
     same_layout: bool
-    tolerance: float
-    scale: float
     drops_repeats: bool
+    has_shares: bool
+    tolerance: float = TOLERANCE
+    scale: float = 0.0
+    slack: float = 0.0
 
 
 class _Result(NamedTuple):
@@ -343,8 +365,53 @@ def _compare_tensors(fact: Fact, partner: Fact, options: _Options) -> _Result:
         return _Result(_LEAST) if both else _Result(0.0, f"has the norm {b.norm:g} instead of {a.norm:g}")
     size = math.prod(a.shape) or 1
     reach = max(a.norm, b.norm, 0.0 if a.is_buffer else _NOISE_FLOOR * options.scale * math.sqrt(size))
-    relative = float(np.linalg.norm(np.asarray(a.sketch) - np.asarray(b.sketch))) / reach if reach else 0.0
+    distance = float(np.linalg.norm(np.asarray(a.sketch) - np.asarray(b.sketch)))
+    if distance <= options.slack * math.sqrt(size):
+        return _Result(_LEAST)
+    relative = distance / reach if reach else 0.0
     return _Result(max(relative, _LEAST), f"differs by {relative:.2g} of its norm" if relative > options.tolerance else "")
+
+
+def _list_noise(
+    reference: RunRecord, other: RunRecord, scales: Mapping[tuple[str, int | str], float], unit: float
+) -> frozenset[str]:
+    """Return the parameters whose gradients are only rounding, such as the bias of keys in attention, whose terms cancel."""
+    noise, others = set[str](), set[str]()
+    for fact in reference.of_kind("gradient"):
+        partner = other.facts.get(fact.key)
+        if partner is not None and partner.value.digest != fact.value.digest:
+            size = math.sqrt(math.prod(fact.value.shape) or 1)
+            rounding = _NOISE_ROUNDINGS * unit * scales.get(("gradient", fact.step), 0.0) * size
+            (noise if max(fact.value.norm, partner.value.norm) <= rounding else others).add(fact.name)
+    return frozenset(noise - others)
+
+
+def _reach_of_updates(reference: RunRecord, fact: Fact) -> float:
+    """Return how far the elements of two tensors may be apart after the updates before a fact, each of at most the rate."""
+    return 2.0 * sum(max(rates.value, default=0.0) for rates in reference.of_kind("lr") if rates.step <= fact.step)
+
+
+def reduced_in_update(record: RunRecord) -> frozenset[FactKey]:
+    """Return the keys of gradients that the optimizer reduces itself.
+
+    Ranks have other gradients as its step begins, and equal parameters as it ends.
+    """
+    keys = set[FactKey]()
+    for fact in record.of_kind("gradient"):
+        updated = record.facts.get((fact.step, fact.optimizer_index, "parameter", fact.name))
+        if len(set(fact.by_rank) - {None}) > 1 and updated is not None:
+            values = set(updated.by_rank)
+            if len(values) == 1 and None not in values:
+                keys.add(fact.key)
+    return frozenset(keys)
+
+
+def _describe_reduced(keys: Collection[FactKey]) -> tuple[str, ...]:
+    names = sorted({name for _, _, _, name in keys})
+    if not names:
+        return ()
+    what = f"the gradient of {names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}"
+    return (f"The optimizer reduces {what} in its own step, so the update was compared instead.",)
 
 
 def _compare_losses(fact: Fact, partner: Fact, options: _Options) -> _Result:
@@ -378,6 +445,14 @@ def _compare_samples(fact: Fact, partner: Fact, options: _Options) -> _Result:
         return _EQUAL if in_order else _Result(1.0, "come in another order")
     if fact.columns and fact.columns == partner.columns and not options.same_layout:
         return _EQUAL
+    if fact.kind == "samples" and not options.same_layout:
+        if partner.is_alone and options.has_shares and all(samples == fact.by_rank[0] for samples in partner.by_rank):
+            # Each rank trains a model for itself, on all samples, as a teacher before the loop.
+            return _EQUAL
+        if _same_tensors(fact, partner):
+            is_of_loader = bool(fact.loaded) and fact.loaded == partner.loaded
+            text = "are paired in another way; each tensor of the batch has the same rows"
+            return _EQUAL if is_of_loader else _Result(0.0, text, is_certain=False)
     if fact.kind == "evaluation" and not options.same_layout:
         # Equal batches on all ranks repeat an evaluation, unless all samples are equal, as with even random numbers.
         everything = Counter(sample for samples in partner.by_rank for sample in samples)
@@ -392,6 +467,17 @@ def _compare_samples(fact: Fact, partner: Fact, options: _Options) -> _Result:
         return _Result(1.0, f"are others: {extra} of {sum(b.values())} are not in the other run{only}")
     text = f"are {sum(b.values())} instead of {sum(a.values())}; {missing} are missing and {extra} are not in the other run"
     return _Result(1.0, text)
+
+
+def _same_tensors(fact: Fact, partner: Fact) -> bool:
+    """Return True if each tensor of the batches has the same rows over all ranks, or the rows of the reference on each rank."""
+    if not fact.fields or fact.fields.keys() != partner.fields.keys():
+        return False
+    is_split = [partner.fields[name] == number for name, number in fact.fields.items()]
+    shared = partner.shared_fields
+    return any(is_split) and all(
+        split or shared.get(name) == number for split, (name, number) in zip(is_split, fact.fields.items(), strict=True)
+    )
 
 
 def _compare_rates(fact: Fact, partner: Fact, options: _Options) -> _Result:

@@ -154,6 +154,7 @@ class _Proof:
         self._unstable: set[FactKey] = set()
         self._rounding: Mapping[FactKey, float] = {}
         self._of_layout: set[str] = set()
+        self._not_seen: dict[str, None] = {}
         # Findings of the resume on the same ranks.
         self._lost: tuple[int, ...] = ()
         # By cause and kind of difference; None if the experiment says nothing.
@@ -223,6 +224,7 @@ class _Proof:
         elif run.against:
             comparison = self._compare(run, self._records[run.against], record)
             self._of_layout |= comparison.of_layout
+            self._not_seen |= dict.fromkeys(comparison.not_seen)
         whole = next((row for row in self._rows if run.after and row.name in whole_names), None)
         if whole is not None and whole.verdict in ("differs", "failed"):
             # The run differs on these ranks without a resume.
@@ -453,6 +455,7 @@ class _Proof:
             findings=tuple(self._findings),
             notes=tuple(record.notes),
             dropped=(tuple(unstable), tuple(sorted(self._of_layout))),
+            not_seen=tuple(self._not_seen),
             allowed=tuple(self._allowed.values()),
             is_fast=AGAIN not in self._outcomes,
             plain=not record.rows("layout"),

@@ -120,6 +120,7 @@ class ProveReport:
         findings: differences with their causes.
         notes: what the script does that was changed or could not be seen.
         dropped: metrics that were not compared: those that differ in two equal runs, and numbers of the layout.
+        not_seen: what the runs could not show, in sentences.
         allowed: known differences, which do not count.
         is_fast: if True, only the main runs were compared.
         plain: if True, the loop does not use dtrain's step.
@@ -136,6 +137,7 @@ class ProveReport:
     findings: tuple[Finding, ...]
     notes: tuple[Mapping[str, Any], ...] = field(default=(), repr=False)
     dropped: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
+    not_seen: tuple[str, ...] = ()
     allowed: tuple[Allowed, ...] = ()
     is_fast: bool = False
     plain: bool = False
@@ -183,6 +185,7 @@ class ProveReport:
             if metrics:
                 more = f" and {len(metrics) - _MAX_METRICS} more" if len(metrics) > _MAX_METRICS else ""
                 remarks.append(f"Metrics that were not compared, because {reason}: {', '.join(metrics[:_MAX_METRICS])}{more}.")
+        remarks += self.not_seen
         if self.rounding is not None:
             remarks.append(
                 f"Differences within a measured tolerance count as rounding, of at most {self.rounding:.1g}: "

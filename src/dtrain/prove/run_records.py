@@ -95,6 +95,9 @@ class Fact:
         order: place among facts of the same kind and step.
         line: line of the script that the fact comes from, as in ``"loop.py:31"``; "" if none is known.
         fields: digests of the tensors of the samples by name.
+        shared_fields: the digests of ``fields`` that are equal on all ranks.
+        loaded: parts of the samples that a loader has read, if the script has added tensors of its own; empty if not.
+        is_alone: if True, the ranks did not communicate between the first forward of the step and its update.
         columns: samples along the second axis of the tensors, each with its number; empty if it counts none.
     """
 
@@ -108,6 +111,9 @@ class Fact:
     line: str = ""
     fields: Mapping[str, int] = field(default_factory=dict)
     columns: Counter[str] = field(default_factory=Counter)
+    shared_fields: Mapping[str, int] = field(default_factory=dict)
+    loaded: Counter[str] = field(default_factory=Counter)
+    is_alone: bool = False
 
     @property
     def key(self) -> tuple[int, int, str, str]:
@@ -300,7 +306,17 @@ def _facts_of_steps(ranks: list[list[Row]]) -> Iterator[Fact]:
         fields = {name: sum(row["fields"].get(name, 0) for row in own) % 2**64 for row in own for name in row["fields"]}
         line = {kind: _line_of_step(first, kind) for kind in ("samples", "loss", "lr")}
         columns = Counter(chain.from_iterable(row.get("columns", ()) for row in own))
-        of_samples = {"line": line["samples"], "fields": fields, "columns": columns}
+        shared = {
+            name: number for name, number in own[0]["fields"].items() if all(row["fields"].get(name) == number for row in own)
+        }
+        of_samples = {
+            "line": line["samples"],
+            "fields": fields,
+            "shared_fields": shared if len(own) > 1 else {},
+            "columns": columns,
+            "loaded": Counter(chain.from_iterable(row.get("loaded", ()) for row in own)),
+            "is_alone": len(own) > 1 and all(row.get("alone", False) for row in own),
+        }
         yield _fact(first, "samples", "", Counter(chain.from_iterable(samples)), by_rank=samples, **of_samples)
         yield _fact(first, "rng", "", first["rng"], by_rank=(row["rng"] for row in rows))
         by_rank = (sum(total for total, _ in row["losses"]) for row in rows)

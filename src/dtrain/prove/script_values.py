@@ -20,6 +20,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
 
 from dtrain.dist.dtensor import to_local
 from dtrain.fqn import buffers_by_fqn, modules_by_fqn, parameters_by_fqn, unwrap_module
@@ -32,6 +34,7 @@ _ON_WAY = 1e-6
 _DEPTH = 3
 _MAX_VALUES = 400
 _MAX_ELEMENTS = 1 << 16
+_PARALLEL = (DistributedDataParallel, FullyShardedDataParallel)
 _LIBRARIES = (
     "torch",
     "dtrain",
@@ -307,6 +310,14 @@ class ScriptModels:
         """Return the models of which an optimizer has a parameter."""
         own = params_of(optimizer)
         return [model for model in self.modules if any(id(param) in own for param in model.parameters())]
+
+    def share_gradients(self, models: Sequence[nn.Module]) -> bool:
+        """Return True if one of the models is in a wrapper, or sharded, so that its ranks may reduce gradients."""
+        wrapped = [unwrap_module(wrapper) for wrapper in self._wrappers.values() if isinstance(wrapper, _PARALLEL)]
+        return any(
+            any(model is inner for inner in wrapped) or any(isinstance(module, FSDPModule) for module in model.modules())
+            for model in models
+        )
 
     def name_of(self, module: nn.Module) -> str | None:
         """Return the name of a module of a known model; None for another module."""

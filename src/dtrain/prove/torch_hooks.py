@@ -339,7 +339,7 @@ def _observe_events(recorder: RankRecorder) -> None:
     """Observe calls whose order within a step matters: collectives of the script, clipping, loss scaling."""
 
     def wrap(owner: Any, name: str, event: str, *, of_script: bool = False) -> None:
-        function = getattr(owner, name)
+        function, is_collective = getattr(owner, name), owner in (dist, collectives_with_grad, collectives)
 
         @functools.wraps(function)
         def observed(*args: Any, **kwargs: Any) -> Any:
@@ -347,6 +347,8 @@ def _observe_events(recorder: RankRecorder) -> None:
                 wanted = any(isinstance(value, Tensor) and value.requires_grad for value in args)
                 inside = ":forward" if recorder.in_forward else ""
                 recorder.facts.events.append(f"{event}{inside}:grad" if wanted else f"{event}{inside}")
+            # Before its first forward, a step may distribute weights or samples.
+            recorder.facts.collectives += bool(is_collective and recorder.facts.forwards)
             return function(*args, **kwargs)
 
         setattr(owner, name, observed)

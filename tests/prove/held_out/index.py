@@ -26,6 +26,7 @@ class Pair:
         found: True if the proof objected to the bug with a finding that it does not have for the twin.
         right: True if the first cause is that of the bug, by reading both.
         objection: first cause that the proof of the twin named, a false alarm; "" without one.
+        mended: True if the tool was changed since, so that it does not object to the twin.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Pair:
     found: bool = False
     right: bool = False
     objection: str = ""
+    mended: bool = False
 
     @property
     def twin(self) -> Path:
@@ -152,6 +154,7 @@ PAIRS = (
         ),
         first="gradient_not_reduced",
         objection="gradient_not_reduced",
+        mended=True,
     ),
     Pair(
         name="a14_two_tower",
@@ -266,6 +269,7 @@ PAIRS = (
         first="augmentation_by_worker",
         found=True,
         objection="augmentation_by_worker",
+        mended=True,
     ),
     Pair(
         name="b09_bandit_policy",
@@ -333,6 +337,7 @@ PAIRS = (
         first="local_loss_count",
         found=True,
         objection="unknown",
+        mended=True,
     ),
     Pair(
         name="b18_cnn_epochs",
@@ -345,6 +350,7 @@ PAIRS = (
         visible=False,
         first="sampler_without_rank",
         objection="sampler_without_rank",
+        mended=True,
     ),
     Pair(
         name="b20_dice_trainer",

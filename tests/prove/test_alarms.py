@@ -1,0 +1,146 @@
+"""Correct scripts get no objection, and the mistake beside each of them keeps its own."""
+
+import pytest
+
+from dtrain.prove.checks import check_record
+from dtrain.prove.compare import compare_records
+from dtrain.prove.run_log import field_digests, sample_hashes
+from prove.test_compare import write_run
+
+torch = pytest.importorskip("torch")
+
+
+def kinds(reference, record):
+    return [difference.kind for difference in compare_records(reference, record, same_layout=False).differences]
+
+
+def codes(record):
+    return [difference.code for difference in check_record(record)]
+
+
+# ---- a gradient that is only rounding ----
+
+
+def noisy(folder, noise, bias, rate=0.01):
+    facts = [("gradient", "weight", [1.0, 2.0]), ("gradient", "key.bias", noise)]
+    facts += [("parameter", "weight", [1.0, 2.0]), ("parameter", "key.bias", bias)]
+    return write_run(folder, [{"lr": [rate]}], tensors=facts)
+
+
+@pytest.mark.parametrize(
+    ("noise", "bias", "found"),
+    [
+        pytest.param([3e-17, -2e-17], [-0.01, 0.01], [], id="rounding that Adam enlarges to the learning rate"),
+        pytest.param([3e-17, -2e-17], [0.5, 0.01], ["parameter"], id="more than updates reach"),
+        pytest.param([1e-9, 2e-9], [-0.01, 0.01], ["gradient", "parameter"], id="a small gradient"),
+        pytest.param([2e-17, 2e-17], [-0.01, 0.01], ["parameter"], id="an equal gradient"),
+    ],
+)
+def test_update_by_a_gradient_of_rounding_is_equal_up_to_the_learning_rate(tmp_path, noise, bias, found):
+    first = noisy(tmp_path / "a", [2e-17, 2e-17], [0.01, -0.01])
+    assert kinds(first, noisy(tmp_path / "b", noise, bias)) == found
+
+
+# ---- an optimizer that reduces gradients ----
+
+
+@pytest.mark.parametrize(
+    ("after", "found", "differs"),
+    [
+        pytest.param([[0.5], [0.5]], [], [], id="in its step"),
+        pytest.param([[0.5], [0.6]], ["gradient_not_reduced"], ["gradient"], id="nowhere"),
+        pytest.param([[0.7], [0.7]], [], ["parameter"], id="wrongly"),
+    ],
+)
+def test_gradient_that_the_optimizer_reduces_is_judged_by_the_update(tmp_path, after, found, differs):
+    samples = ["1/a", "2/b"]
+    whole = write_run(tmp_path / "a", [{"samples": samples}], gradient=[2.0], tensors=[("parameter", "weight", [0.5])])
+    parts = [{"samples": samples[:1]}, {"samples": samples[1:]}]
+    record = write_run(
+        tmp_path / "b", parts, gradient=[[1.0], [3.0]], of_ranks=[[("parameter", "weight", own)] for own in after]
+    )
+    assert codes(record) == found
+    assert kinds(whole, record) == differs
+    said = compare_records(whole, record, same_layout=False).not_seen
+    assert [text.split(" in its own")[0] for text in said] == ["The optimizer reduces the gradient of weight"] * (not found)
+
+
+# ---- tensors of several sources in one batch ----
+
+X, POOL = torch.arange(12.0).reshape(6, 2), torch.arange(100.0, 118.0).reshape(9, 2)
+
+
+def paired(folder, parts, *, loaded=True, gradient=(1.0,)):
+    """Write a run whose ranks have rows of ``X`` and of ``POOL``; ``loaded`` if a loader has read those of ``X``."""
+    rows = []
+    for own, added in parts:
+        batch = {"x": X[own], "pool": POOL[added]}
+        source = {"loaded": sample_hashes([X[own]])} if loaded else {}
+        rows.append({"samples": sample_hashes(batch), "fields": field_digests(batch), **source})
+    return write_run(folder, rows, gradient=list(gradient))
+
+
+@pytest.mark.parametrize("size", [6, 9], ids=["as many rows", "another number of rows"])
+def test_tensors_of_two_sources_may_be_paired_in_another_way(tmp_path, size):
+    whole = paired(tmp_path / "a", [(range(6), range(size))])
+    record = paired(tmp_path / "b", [(range(3), range(0, size, 2)), (range(3, 6), range(1, size, 2))])
+    assert kinds(whole, record) == []
+
+
+@pytest.mark.parametrize("loaded", [True, False], ids=["a loader and a pool", "tensors of the script"])
+def test_rows_of_a_pool_that_are_missing_are_named(tmp_path, loaded):
+    whole = paired(tmp_path / "a", [(range(6), range(6))], loaded=loaded)
+    record = paired(tmp_path / "b", [(range(3), range(3)), (range(3, 6), range(3))], loaded=loaded)
+    assert kinds(whole, record) == ["samples"]
+
+
+@pytest.mark.parametrize(("gradient", "found"), [((1.0,), []), ((2.0,), ["samples", "gradient"])])
+def test_another_pairing_of_one_source_counts_if_the_gradient_differs(tmp_path, gradient, found):
+    whole = paired(tmp_path / "a", [(range(6), range(6))], loaded=False)
+    parts = [([0, 1, 2], [3, 4, 5]), ([3, 4, 5], [0, 1, 2])]
+    assert kinds(whole, paired(tmp_path / "b", parts, loaded=False, gradient=gradient)) == found
+
+
+def test_tensor_that_all_ranks_share_may_stand_beside_shares(tmp_path):
+    whole = paired(tmp_path / "a", [(range(6), range(9))])
+    record = paired(tmp_path / "b", [(range(3), range(9)), (range(3, 6), range(9))])
+    assert kinds(whole, record) == []
+
+
+# ---- a model that each rank trains for itself ----
+
+
+def trained_alone(folder, ranks, *, alone=True, shares=True, samples=("1/a", "2/b")):
+    """Write a run whose first optimizer trains on all ``samples`` on each rank, and whose second one has shares of them."""
+    teacher = [{"samples": list(samples), "alone": alone}] * ranks
+    student = [{"samples": ["3/c", "4/d", "5/e", "6/f"][rank::ranks]} for rank in range(ranks)]
+    rows = [[{**STUDENT, **own}] * shares for own in student]
+    return write_run(folder, teacher, rows_of_ranks=rows)
+
+
+STUDENT = {"kind": "step", "step": 0, "optimizer_index": 1, "losses": [], "forwards": 1, "backwards": 1, "modules": ""}
+STUDENT |= {
+    "ties": [],
+    "events": [],
+    "rng": "r",
+    "draws": 0,
+    "epochs": [],
+    "shapes": [],
+    "lr": [0.1],
+    "fields": {},
+    "lines": {},
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "found"),
+    [
+        pytest.param({}, [], id="alone"),
+        pytest.param({"alone": False}, ["samples"], id="ranks reduce gradients"),
+        pytest.param({"shares": False}, ["samples"], id="no optimizer has shares"),
+        pytest.param({"samples": ["1/a"]}, ["samples"], id="a part of the samples"),
+    ],
+)
+def test_model_that_each_rank_trains_for_itself_may_have_all_samples(tmp_path, changes, found):
+    whole = trained_alone(tmp_path / "a", 1)
+    assert kinds(whole, trained_alone(tmp_path / "b", 2, **changes)) == found
