@@ -216,10 +216,63 @@ def test_ranks_ending_early_wait_for_ranks_of_other_nodes(nodes):
     assert time.monotonic() > begun + 1
 
 
-def test_restarts_are_refused_on_several_nodes(start, port):
-    result = start(WHO, options=[*place(port), "--node-rank", "0", "--max-restarts", "2"]).wait()
-    assert (result.code, len(result.err.splitlines())) == (2, 1)
-    assert "--max-restarts" in result.err
+RESTARTS = """
+    import os, sys, time
+    rank, attempt = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
+    print("attempt", attempt, flush=True)
+    open(f"{os.environ['FOLDER']}/{rank}-{attempt}", "w").write(str(os.getpid()))
+    if rank == "3" and attempt in sys.argv[1:]:
+        raise ValueError("disk on fire")
+    if attempt in sys.argv[1:]:
+        time.sleep(1000)
+"""
+AGAIN = "starting all ranks again"
+
+
+def test_ranks_of_all_nodes_start_again(nodes):
+    results = [job.wait() for job in nodes(RESTARTS, "0", options=["--max-restarts", "1"])]
+    assert [result.code for result in results] == [0, 0], results
+    assert [result.err.count(AGAIN) for result in results] == [1, 1]
+    assert [sorted(result.out.split("] ")[-1].split()) for result in results] == [["1", "attempt"]] * 2
+
+
+@pytest.mark.costly
+def test_job_ends_on_all_nodes_without_another_restart(nodes):
+    results = [job.wait() for job in nodes(RESTARTS, "0", "1", options=["--max-restarts", "1"])]
+    assert [result.code for result in results] == [1, 1], results
+    assert [result.err.count(AGAIN) for result in results] == [1, 1]
+    assert all("rank 3 of 4 failed with exit code 1" in result.summary[-1] for result in results)
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize("lost", [0, 1])
+def test_launcher_takes_the_place_of_a_lost_one(start, nodes, port, lost):
+    options = ["--max-restarts", "1"]
+    jobs = nodes(RESTARTS.replace('rank == "3"', "False"), "0", options=options)
+    jobs[0].wait_for("0-0", "1-0", "2-0", "3-0")
+    os.kill(jobs[lost].pid, signal.SIGKILL)
+    jobs[lost].wait()
+    where = [*place(port), "--node-rank", str(lost), *options]
+    jobs.append(start(RESTARTS.replace('rank == "3"', "False"), "0", options=where))
+    jobs.pop(lost).wait_until_gone()
+    results = [job.wait() for job in jobs]
+    assert [result.code for result in results] == [0, 0], results
+    assert sorted(path.name for path in jobs[0].folder.glob("?-1")) == ["0-1", "1-1", "2-1", "3-1"]
+
+
+@pytest.mark.costly
+def test_stopped_job_does_not_start_again(nodes):
+    jobs = nodes(RESTARTS.replace('rank == "3"', "False"), "0", options=["--max-restarts", "5"])
+    jobs[0].wait_for("0-0", "1-0", "2-0", "3-0")
+    os.kill(jobs[1].pid, signal.SIGTERM)
+    assert [job.wait().code for job in jobs] == [143, 143]
+
+
+@pytest.mark.costly
+def test_nodes_must_agree_on_restarts(nodes):
+    results = [job.wait() for job in nodes(WHO, own=(["--max-restarts", "2"], []))]
+    assert [result.code for result in results] == [1, 1]
+    assert all("nodes differ in --max-restarts: node 1" in result.summary[0] for result in results), results
 
 
 TRAINS = """

@@ -175,9 +175,10 @@ def run_save(save: SaveRequest, task: SaveTask[SaveResult]) -> SaveResult:
             for lineage in save.lineages:
                 lineage.roots[decision.root].steps[save.step] = save.content_key
         current_context().preemption.record_save(after_agreement=save.after_stop_agreed)
+        # Each node has a launcher, which counts restarts without a new checkpoint.
+        if save.info.local_rank == 0 and result.written:
+            heartbeats.report(heartbeats.ProgressKind.COMMITTED, save.step)
         if save.info.rank == 0:
-            if result.written:
-                heartbeats.report(heartbeats.ProgressKind.COMMITTED, save.step)
             if result.written and save.options.mode != "memory":
                 seconds = time.monotonic() - save.started_at
                 spans.record_event("committed", step=save.step, seconds=seconds, bytes=result.bytes)

@@ -313,8 +313,6 @@ def launch(
     # The layout of this node as far as it is known before the rendezvous.
     layout = topology.layout if rendezvous is None else rendezvous.expected_layout()
     assert layout is not None, "one node has a layout, several nodes have a rendezvous"
-    if rendezvous is not None and max_restarts:
-        raise ConfigError("launch: --max-restarts needs one node. Remove --max-restarts.")
     output = OutputPlan(prefix=prefix, stdout=stdout, stderr=stderr, full_traceback=full_traceback)
     if log_ranks is not None:
         output = replace(output, shown=parse_log_ranks(log_ranks, layout.world_size))
@@ -323,7 +321,8 @@ def launch(
     # This check is last, so that a wrong option creates no folder.
     folder = _prepare_run_dir(run_dir, layout)
     if rendezvous is not None:
-        rendezvous = replace(rendezvous, run_name=folder.name)
+        facts = {**rendezvous.facts, "--max-restarts": str(max_restarts)}
+        rendezvous = replace(rendezvous, run_name=folder.name, max_restarts=max_restarts, facts=facts)
     plan = LaunchPlan(
         target=target,
         layout=layout,

@@ -10,13 +10,23 @@ import signal
 import socket
 import sys
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from dtrain import launch_protocol
 from dtrain.launch.coordinator import LOST_NODE_EXIT_CODE
 from dtrain.launch.launch_plan import NodeRendezvous
-from dtrain.launch.node_messages import JoinAccepted, JoinRefused, Message, NodeFailed, RanksExited, RanksFailed, decode, encode
+from dtrain.launch.node_messages import (
+    JobFinished,
+    JoinAccepted,
+    JoinRefused,
+    Message,
+    NodeFailed,
+    RanksExited,
+    RanksFailed,
+    decode,
+    encode,
+)
 from dtrain.launch.processes import die_with_parent, fork_process, inherited_flags, reset_signal_handlers
 
 _CHUNK = 1 << 16
@@ -84,6 +94,25 @@ class Agent:
         if self._joined:
             return NodeFailed(line=f"node {self._node_rank}: {problem}", code=LOST_NODE_EXIT_CODE, node_rank=self._node_rank)
         return JoinRefused(line=f"launch: {problem}. Start the job again.")
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class OtherNodes:
+    """State of the exchange with the launchers of other nodes.
+
+    Attributes:
+        agent: process that communicates with other nodes; None on a single node.
+        joined: True once all nodes have joined.
+        failure_reported: True once all nodes know of a failure.
+        is_job_over: True if no further attempt follows.
+        finished: exits of the ranks of all nodes.
+    """
+
+    agent: Agent | None = None
+    joined: bool = False
+    failure_reported: bool = False
+    is_job_over: bool = False
+    finished: JobFinished | None = None
 
 
 def start_agent(config: NodeRendezvous, *, run: Callable[[socket.socket, int], int] | None = None) -> Agent:

@@ -282,6 +282,8 @@ def make_hello(config: NodeRendezvous) -> Hello:
         facts=dict(config.facts),
         run_name=config.run_name,
         store_port=config.store_port,
+        restarts=config.restarts,
+        fruitless_restarts=config.fruitless_restarts,
     )
 
 
@@ -399,19 +401,19 @@ class NodeSession:
         except queue.Empty:
             return True
         if isinstance(message, RanksFailed):
-            self._post_failure(f": {message.line}", message.code)
+            self._post_failure(f": {message.line}", message.code, is_final=message.is_final)
         elif isinstance(message, RanksExited):
             self._store.post(f"exits/{self._hello.node_rank}", message)
             self._store.add("exited")
             self._exits_posted = True
         return message is not None
 
-    def _post_failure(self, reason: str, code: int) -> None:
+    def _post_failure(self, reason: str, code: int, *, is_final: bool = False) -> None:
         """Post the failure of this node, unless another failure was first, which the next poll reads."""
         if not self._joined or self._failure_known:
             return
         line = f"{self._hello.display_name}{reason}"
-        failure = NodeFailed(line=line, code=code, node_rank=self._hello.node_rank)
+        failure = NodeFailed(line=line, code=code, node_rank=self._hello.node_rank, is_final=is_final)
         self._failure_known = self._store.post_first("failure", failure)
         self._mark_end_read(self._failure_known)
 

@@ -141,16 +141,26 @@ class Coordinator:
         if objection := self._find_objection(arrival.hello):
             self._reject(arrival.number, objection)
             return
-        if self._phase == "joining" and arrival.hello.node_rank in self._members:
+        if self._phase != "over" and arrival.hello.node_rank in self._members:
             # Only a later heartbeat of the owner shows that it lives.
             self._read_heartbeats(now)
         rank = arrival.hello.node_rank
         if self._phase == "joining" and rank not in self._members:
             self._admit(arrival)
-        elif self._phase == "joining" and rank != 0:
+        elif self._is_between_attempts():
+            self._leave_unanswered()
+        elif rank != 0 and (self._phase == "joining" or (self._config.max_restarts and rank in self._members)):
             self._challengers.append(arrival)
         else:
             self._turn_away(arrival)
+
+    def _is_between_attempts(self) -> bool:
+        """Return True if the attempt has failed and all nodes may join again, at the next store of node 0."""
+        return self._phase != "joining" and self._config.max_restarts > 0 and self._store.exists("failure")
+
+    def _leave_unanswered(self) -> None:
+        """Leave a node without an answer. It connects again when this process, and with it the store, has ended."""
+        self.readers -= 1
 
     def _turn_away(self, arrival: _Arrival) -> None:
         """Reject a node of this job whose rank is taken, or that arrives after the start."""
@@ -194,12 +204,17 @@ class Coordinator:
         self._phase = "running"
         peer = next((hello.own_addr for hello in hellos.values() if hello.own_addr), "")
         interface = self._store.interface or outgoing_interface(peer, self._config.port)
+        # A launcher that takes the place of a lost one does not know the counts.
+        restarts = max(hello.restarts for hello in hellos.values())
+        fruitless = max(hello.fruitless_restarts for hello in hellos.values())
         for rank, layout in assign_layouts(hellos, self._store.server_addr).items():
             joined = JoinAccepted(
                 layout=layout,
                 store_port=self._own_hello.store_port,
                 run_name=self._own_hello.run_name,
                 interface=interface if rank == 0 else "",
+                restarts=restarts,
+                fruitless_restarts=fruitless,
             )
             self._store.post(f"answer/{self._members[rank].number}", joined)
 
@@ -251,16 +266,26 @@ class Coordinator:
             self._store.post_first("failure", NodeFailed(line=line, code=LOST_NODE_EXIT_CODE, node_rank=rank))
 
     def _decide_challengers(self) -> None:
-        """Admit a node whose rank became free, and turn away a node if the owner of its rank lives."""
+        """Admit a node whose rank became free, and turn away a node if the owner of its rank lives.
+
+        While ranks run, a launcher in the place of a lost node waits here until the loss is known.
+        """
         challengers, self._challengers = self._challengers, []
         for challenger in challengers:
             owner = self._members.get(challenger.hello.node_rank)
             if self._phase == "joining" and owner is None:
                 self._admit(challenger)
-            elif self._phase != "joining" or (owner is not None and owner.changed_at > challenger.changed_at):
+            elif self._is_between_attempts():
+                self._leave_unanswered()
+            elif not self._may_wait(owner, challenger):
                 self._turn_away(challenger)
             else:
                 self._challengers.append(challenger)
+
+    def _may_wait(self, owner: _Arrival | None, challenger: _Arrival) -> bool:
+        """Return True if the owner of a challenger's rank may be lost: its heartbeat has not moved since."""
+        open_phase = self._phase == "joining" or (self._phase == "running" and self._config.max_restarts > 0)
+        return open_phase and (owner is None or owner.changed_at <= challenger.changed_at)
 
 
 # Users compare so many characters of a digest.

@@ -26,6 +26,7 @@ _MAGIC = b"dtrP"
 # Progress between two records is only counted.
 _MIN_INTERVAL_S = 0.1
 RECORD_BYTES = _RECORD_STRUCT.size
+_CHUNK = 1 << 16
 
 
 class ProgressKind(IntEnum):
@@ -83,6 +84,23 @@ class ProgressDecoder:
             start = data.find(_MAGIC, start + (RECORD_BYTES if kind in _PROGRESS_KINDS else len(_MAGIC)))
         self._rest = data[start:] if start >= 0 else data[-len(_MAGIC) :]
         return records
+
+
+class SharedFiles:
+    """Descriptors that all ranks of the job get: the write end of the pipe for progress reports, and ``/dev/null``."""
+
+    def __init__(self) -> None:
+        self.progress_fd, self.pulse = os.pipe()
+        os.set_blocking(self.progress_fd, False)
+        self.devnull = os.open(os.devnull, os.O_RDONLY)
+        self._decoder = ProgressDecoder()
+
+    def read_progress(self) -> list[ProgressRecord]:
+        """Return the new progress reports."""
+        try:
+            return self._decoder.feed(os.read(self.progress_fd, _CHUNK))
+        except BlockingIOError:
+            return []
 
 
 @dataclass(slots=True)

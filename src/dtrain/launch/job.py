@@ -22,9 +22,9 @@ from typing import Any
 from dtrain import launch_protocol
 from dtrain.errors import ConfigError
 from dtrain.launch import processes
-from dtrain.launch.agent import Agent, start_agent
+from dtrain.launch.agent import Agent, OtherNodes, start_agent
 from dtrain.launch.failure import HANG_EXIT_CODE, describe_exit
-from dtrain.launch.heartbeats import ProgressDecoder, ProgressKind, ProgressRecord
+from dtrain.launch.heartbeats import ProgressKind, SharedFiles
 from dtrain.launch.job_output import JobOutput
 from dtrain.launch.launch_dir import SharedFolders, create_run_dir, write_launch_record
 from dtrain.launch.launch_plan import (
@@ -49,11 +49,10 @@ from dtrain.launch.processes import STORE_ID, ProcessRequest
 from dtrain.launch.result import JobResult, describe_failures, summarize
 from dtrain.launch.starter import ProcessStarter, StartEvent
 from dtrain.launch.watchdog import Watchdog
-from dtrain.launch.worker_group import RestartPolicy, WorkerGroup
+from dtrain.launch.worker_group import RankStore, RestartPolicy, WorkerGroup
 from dtrain.machine import assign_cores, core_count, count_oom_kills, usable_cores
 
 _BACKLOG = 1024
-_CHUNK = 1 << 16
 _WILDCARD_ADDRESSES = ("0.0.0.0", "::")
 # seconds to wait for killed processes
 _REAP_S = 10.0
@@ -87,57 +86,6 @@ class Events:
         """Wait for events, and call their actions."""
         for key, _ in self._selector.select(timeout_s):
             key.data()
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class RankStore:
-    """Store of the ranks of one attempt.
-
-    Attributes:
-        port: port of the store; on another node than node 0, the port on node 0.
-        listener: socket of the store, until a process serves it.
-        pid: process that serves the store.
-        exit_code: exit code of the process, if it exited before the ranks.
-    """
-
-    port: int = 0
-    listener: socket.socket | None = None
-    pid: int | None = None
-    exit_code: int | None = None
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class OtherNodes:
-    """State of the exchange with the launchers of other nodes.
-
-    Attributes:
-        agent: process that communicates with other nodes; None on a single node.
-        joined: True once all nodes have joined.
-        failure_reported: True once all nodes know of a failure.
-        finished: exits of the ranks of all nodes.
-    """
-
-    agent: Agent | None = None
-    joined: bool = False
-    failure_reported: bool = False
-    finished: JobFinished | None = None
-
-
-class SharedFiles:
-    """Descriptors that all ranks of the job get: the write end of the pipe for progress reports, and ``/dev/null``."""
-
-    def __init__(self) -> None:
-        self.progress_fd, self.pulse = os.pipe()
-        os.set_blocking(self.progress_fd, False)
-        self.devnull = os.open(os.devnull, os.O_RDONLY)
-        self._decoder = ProgressDecoder()
-
-    def read_progress(self) -> list[ProgressRecord]:
-        """Return the new progress reports."""
-        try:
-            return self._decoder.feed(os.read(self.progress_fd, _CHUNK))
-        except BlockingIOError:
-            return []
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -201,19 +149,24 @@ class Job:
             result = self._summarize()
             self._close_worker_group()
             self._wait_for_all_nodes(result)
+            # Another node may have failed meanwhile.
+            result = self._summarize()
             delay_s = self.restart_policy.delay_s
-            if not result.may_restart or delay_s is None or self.launcher_gone or self.nodes.agent is not None:
-                return self._summarize()
+            if not result.may_restart or delay_s is None or self.launcher_gone or self.nodes.is_job_over:
+                return result
             for line in self.final_lines(result):
                 self.output.write_line(line)
             self.output.write_line(f"dtrain: launch: {self.restart_policy.describe_next()}")
             self.restart_policy, self.store = self.restart_policy.after_restart(), RankStore()
+            self._leave_nodes()
             self.worker_group = WorkerGroup(plan=self.plan, services=self.worker_group.services)
             begin_at = time.monotonic() + delay_s
             self.run_loop(lambda limit=begin_at: time.monotonic() < limit, wake_at=begin_at)  # type: ignore[misc]
             # A stop was requested between two attempts.
             if self.worker_group.ending.requested_signal is not None:
                 return self._summarize()
+            if self.plan.rendezvous is not None:
+                self.join_nodes(self.plan.rendezvous)
 
     def run_loop(self, condition: Callable[[], bool] = lambda: False, *, wake_at: float | None = None) -> None:
         """Handle events until no process of the attempt runs and ``condition`` is false, or until the end is forced."""
@@ -438,6 +391,8 @@ class Job:
 
         Mutates: this job, whose plan is then complete; the run folder, whose name comes from node 0.
         """
+        policy = self.restart_policy
+        config = replace(config, restarts=policy.total, fruitless_restarts=policy.fruitless)
         try:
             if config.node_rank == 0:
                 listener, notice = listen_for_nodes(config.addr, 0, fallback=config.fallback_addr)
@@ -468,14 +423,14 @@ class Job:
                 case JoinRefused():
                     self._fail_join(message.line)
                 case NodeFailed():
-                    self.nodes.failure_reported = True
+                    self.nodes.failure_reported, self.nodes.is_job_over = True, message.is_final
                     self.worker_group.fail([f"dtrain: launch: {message.line}"], time.monotonic(), code=message.code)
                 case JobFinished():
                     self.nodes.finished = message
 
     def _fail_join(self, line: str) -> None:
         """Fail the job because the nodes could not join. No rank starts."""
-        self.nodes.failure_reported = True
+        self.nodes.failure_reported = self.nodes.is_job_over = True
         self.worker_group.fail([f"dtrain: {line}"], time.monotonic(), code=1)
 
     def _apply_layout(self, joined: JoinAccepted) -> None:
@@ -490,6 +445,7 @@ class Job:
         self.plan = replace(self.plan, layout=replace(joined.layout, interface=joined.interface), run_dir=run_dir)
         self.worker_group.plan, self.nodes.joined = self.plan, True
         self.store.port = joined.store_port
+        self.restart_policy = replace(self.restart_policy, total=joined.restarts, fruitless=joined.fruitless_restarts)
         self.output.set_layout(joined.layout, run_dir)
         warning = write_launch_record(self.plan, command=sys.argv, variables=os.environ, now=datetime.now().astimezone())
         if warning is not None:
@@ -503,10 +459,11 @@ class Job:
             self._send_failure(nodes.agent, result, -1 if result.failed_rank is None else result.failed_rank)
 
     def _send_failure(self, agent: Agent, result: JobResult, rank: int) -> None:
-        self.nodes.failure_reported = True
+        is_final = not result.may_restart or self.restart_policy.delay_s is None
+        self.nodes.failure_reported, self.nodes.is_job_over = True, is_final
         # The common prefix of all lines is omitted.
         line = result.lines[-1].removeprefix("dtrain: launch: ") if result.lines else "ended"
-        agent.send(RanksFailed(rank=rank, code=result.code, line=line))
+        agent.send(RanksFailed(rank=rank, code=result.code, line=line, is_final=is_final))
 
     def _wait_for_all_nodes(self, result: JobResult) -> None:
         """Wait until the ranks of all nodes have exited, or a node has failed. The ranks of this node have exited."""
@@ -517,7 +474,23 @@ class Job:
             self._send_failure(agent, result, -1)
             return
         agent.send(RanksExited(exit_codes={exit_.rank: exit_.code for exit_ in group.exits.values()}))
-        self.run_loop(lambda: self.nodes.finished is None)
+        self.run_loop(lambda: self.nodes.finished is None and not self.nodes.failure_reported)
+
+    def _leave_nodes(self) -> None:
+        """End the exchange of this attempt. The agent of node 0 first waits until the other nodes know the failure."""
+        agent = self.nodes.agent
+        if agent is None:
+            return
+        self._close_agent(agent)
+        limit = time.monotonic() + _AGENT_EXIT_S
+        self.run_loop(lambda: agent.pid not in self.worker_group.unclaimed and time.monotonic() < limit, wake_at=limit)
+        self._kill_service(agent.pid)
+        self.nodes = OtherNodes()
+
+    def _close_agent(self, agent: Agent) -> None:
+        if not agent.has_exited:
+            self.events.unwatch(agent)
+        agent.close()
 
     # The end.
 
@@ -568,9 +541,7 @@ class Job:
             self.starter.stop_forkserver()
             self._kill_service(forkserver.pid)
         if agent is not None:
-            if not agent.has_exited:
-                self.events.unwatch(agent)
-            agent.close()
+            self._close_agent(agent)
             self._wait_for_service(agent.pid, _AGENT_EXIT_S)
             self._kill_service(agent.pid)
 

@@ -304,6 +304,9 @@ class NodeRendezvous(StatedLayout):
         facts: versions and settings that must be equal on all nodes, by name.
         run_name: name of the run, only on node 0.
         store_port: port of the ranks' store, only on node 0.
+        max_restarts: as in ``LaunchPlan``. Above 0, all nodes join again after a failure.
+        restarts: restarts of this launcher so far; 0 in a launcher that takes the place of a lost one.
+        fruitless_restarts: restarts without a new checkpoint since.
     """
 
     addr: str
@@ -316,6 +319,9 @@ class NodeRendezvous(StatedLayout):
     facts: Mapping[str, str] = field(default_factory=dict)
     run_name: str = ""
     store_port: int = 0
+    max_restarts: int = 0
+    restarts: int = 0
+    fruitless_restarts: int = 0
 
     def expected_layout(self) -> NodeLayout:
         """Return the layout of this node as far as it is known before the rendezvous, which may change it."""

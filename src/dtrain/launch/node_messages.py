@@ -26,7 +26,7 @@ import msgspec
 from dtrain.launch.launch_plan import NodeLayout, NodeRendezvous, StatedLayout
 from dtrain.machine import list_interfaces
 
-PROTOCOL = 2
+PROTOCOL = 3
 _MAX_TEXT = 4000  # characters of one value
 _BACKLOG = 1024
 # An address that drops packets must not use up the time of the next address.
@@ -53,6 +53,8 @@ class Hello(StatedLayout):
     facts: Mapping[str, str]
     run_name: str
     store_port: int
+    restarts: int = 0
+    fruitless_restarts: int = 0
     own_addr: str = ""
     protocol: int = PROTOCOL
 
@@ -78,12 +80,16 @@ class JoinAccepted:
         store_port: port of the ranks' store at ``layout.master_addr``.
         run_name: name of the run folder.
         interface: network interface to the other nodes; "" if unknown.
+        restarts: restarts of the job so far, equal on all nodes.
+        fruitless_restarts: restarts without a new checkpoint since, equal on all nodes.
     """
 
     layout: NodeLayout
     store_port: int
     run_name: str
     interface: str = ""
+    restarts: int = 0
+    fruitless_restarts: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,20 +108,28 @@ class Notice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RanksFailed:
-    """Sent by a supervisor: a rank of its node has failed with exit code ``code``, or a stop was requested (``rank`` -1)."""
+    """Sent by a supervisor: a rank of its node has failed with exit code ``code``, or a stop was requested (``rank`` -1).
+
+    If ``is_final`` is True, the job ends; otherwise all nodes may join again.
+    """
 
     rank: int
     code: int
     line: str
+    is_final: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeFailed:
-    """The first failure of a node. Sent to the supervisors of the other nodes, whose ranks must end."""
+    """The first failure of a node. Sent to the supervisors of the other nodes, whose ranks must end.
+
+    A node that is lost is not final, because a launcher may be started in its place.
+    """
 
     line: str
     code: int
     node_rank: int
+    is_final: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import socket
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -310,6 +311,23 @@ class WorkerGroup:
     def _signal_all(self, number: int) -> None:
         leaders = [pid for pid in self.pids.values() if pid is not None]
         processes.signal_descendants(number, leaders, exclude=self.services)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class RankStore:
+    """Store of the ranks of one attempt.
+
+    Attributes:
+        port: port of the store; on another node than node 0, the port on node 0.
+        listener: socket of the store, until a process serves it.
+        pid: process that serves the store.
+        exit_code: exit code of the process, if it exited before the ranks.
+    """
+
+    port: int = 0
+    listener: socket.socket | None = None
+    pid: int | None = None
+    exit_code: int | None = None
 
 
 _FIRST_DELAY_S = 1.0

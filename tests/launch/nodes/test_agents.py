@@ -215,12 +215,32 @@ def test_first_failure_ends_other_nodes_and_names_its_node(nodes, failing):
     others = [node for rank, node in enumerate(started) if rank != failing]
     host = socket.gethostname()
     line = f"node {failing} ({host}): rank {failing} failed with exit code 3"
-    assert nodes.wait_for(NodeFailed, *others) == [NodeFailed(line=line, code=3, node_rank=failing)] * 2
+    assert nodes.wait_for(NodeFailed, *others) == [NodeFailed(line=line, code=3, node_rank=failing, is_final=True)] * 2
     others[0].agent.send(RanksFailed(rank=9, code=1, line="a consequence"))
     for rank, node in enumerate(started):
         node.agent.send(RanksExited(exit_codes={rank: 3}))
     nodes.wait_for(JobFinished, *started)
     assert [len(node.only(NodeFailed)) for node in started] == [0 if rank == failing else 1 for rank in range(3)]
+
+
+def test_node_in_the_place_of_a_lost_one_joins_the_next_attempt(nodes):
+    first, second = joined(nodes, 2, max_restarts=2, silence_s=1.5)
+    os.kill(second.agent.pid, signal.SIGKILL)
+    # Before node 0 knows of the loss.
+    third = nodes.start(1, max_restarts=2)
+    (loss,) = nodes.wait_for(NodeFailed, first)
+    assert (loss.node_rank, loss.is_final) == (1, False)
+    assert not third.said
+    first.agent.close()
+    again = nodes.start(0, max_restarts=2, restarts=1, fruitless_restarts=1)
+    places = nodes.wait_for(JoinAccepted, again, third)
+    assert [(place.restarts, place.fruitless_restarts) for place in places] == [(1, 1)] * 2
+
+
+def test_second_node_of_a_rank_is_turned_away_from_a_job_with_restarts(nodes):
+    joined(nodes, 2, max_restarts=2)
+    (refusal,) = nodes.wait_for(JoinRefused, nodes.start(1, max_restarts=2))
+    assert "is already. Give each node its own --node-rank" in refusal.line
 
 
 @pytest.mark.parametrize("failing", [0, 1])

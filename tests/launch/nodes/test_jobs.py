@@ -129,6 +129,53 @@ with dt.init_dist(device="cpu") as info:
     assert lines == {f"2 [] {rest}", f"2 ['{ADDRS[1]}'] {rest}", f"2 ['{ADDRS[0]}'] {rest}"}
 
 
+TRAINS = """
+import os, pathlib, sys, time
+import torch, dtrain as dt
+
+def loss_fn(model, batch):
+    return dt.LossSum(total=model(batch).square().sum(), weight=torch.tensor(float(len(batch))))
+
+with dt.init_dist(device="cpu") as dist:
+    torch.manual_seed(0)
+    model = dt.shard_model(torch.nn.Linear(4, 4), dt.build_mesh(), strategy="full_shard")
+    step = dt.compose_step(loss_fn)
+    state = step.init(model, torch.optim.Adam(model.parameters(), lr=0.1))
+    state = dt.load_sharded("ckpt", state, missing_ok=True)
+    while state.step < 6:
+        if state.step == 3 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            pathlib.Path("up" + str(dist.rank)).touch()
+            time.sleep(1000)
+        state, _ = step(state, torch.full((2, 4), 1.0 + dist.rank))
+        dt.save_sharded("ckpt", state, keep_last=2)
+    print(dist.rank, "ends", [tensor.to_local().tolist() for tensor in model.parameters()])
+"""
+
+
+def lines_of(job: Job) -> list[str]:
+    return sorted(line for launcher in job.launchers for line in launcher.communicate(timeout=LONG_S)[0].splitlines())
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize("lost", [0, 1])
+def test_host_in_the_place_of_a_lost_one_ends_with_the_same_weights(built, job, tmp_path, lost):
+    options = ("--max-restarts", "1", "--log-ranks", "all")
+    plain = Job(network=built, folder=tmp_path / "plain", mark=job.mark)
+    plain.folder.mkdir()
+    for place in range(2):
+        plain.start(place, nodes=2, source=TRAINS.replace("== 3 and", "< 0 and"), options=options)
+    expected = lines_of(plain)
+    for place in range(2):
+        job.start(place, nodes=2, source=TRAINS, options=options)
+    job.wait_for_ranks(4)
+    killed = job.launchers.pop(lost)
+    killed.kill()
+    job.start(lost, nodes=2, source=TRAINS, options=options)
+    assert lines_of(job) == expected
+    killed.communicate(timeout=LONG_S)
+    assert [" ends " in line for line in expected] == [True] * 4
+
+
 @pytest.fixture(scope="module")
 def slurm() -> Iterator[Cluster]:
     with cluster() as started:
