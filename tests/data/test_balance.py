@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import chain
@@ -16,6 +17,7 @@ from tensordict import TensorDict
 
 import dtrain as dt
 from dtrain.data.balance import deal_by_cost, group_ranks
+from dtrain.data.batch import to_device
 from dtrain.data.sample_lengths import known_lengths
 from dtrain.errors import CheckpointMismatchError, ConfigError, DataError
 from samples import Texts, pad
@@ -153,6 +155,22 @@ def test_each_microbatch_is_padded_to_its_own_longest_sample():
     assert [list(part["tokens"].shape) for part in batch] == [[2, 50], [2, 48], [4, 5]]
     assert loader.balance.padded_tokens == (100 + 96 + 20,)
     assert loader.balance.padding == pytest.approx(1 - sum(lengths) / 216)
+
+
+@pytest.mark.parametrize("padded", [True, False])
+@pytest.mark.parametrize("limit", [1, 49, 60, 99, 100, None])
+def test_smaller_limit_splits_microbatches_into_parts_in_order(padded, limit):
+    lengths = [3, 50, 4, 49, 5, 6, 2, 48]
+    (batch,) = build(lengths, global_batch_size=8, max_tokens=100, padded=padded).until("1ep")
+    for copy in (batch, pickle.loads(pickle.dumps(batch)), to_device(batch, torch.device("cpu"))):
+        parts = dt.data.split_batch(copy.with_max_tokens(limit), 8)
+        assert indices_of(dt.data.MicrobatchList(parts)) == indices_of(batch)
+        for part in parts:
+            tokens = [lengths[index] for index in part["index"].tolist()]
+            width = part["tokens"].shape[1] if padded else 0
+            assert len(tokens) == 1 or max(len(tokens) * width, sum(tokens)) <= (limit or 100)
+        if limit in (None, 100):
+            assert len(parts) == len(batch)
 
 
 # Sources of lengths

@@ -197,24 +197,43 @@ def test_ranks_with_other_lengths_are_refused_because_they_would_lose_samples(ra
         assert "rank 1 is at another place in its data than rank 0, or in other data" in message
 
 
-def fit(limit: int) -> tuple[int, list[float]]:
-    mesh = dt.build_mesh()
-    with memory_budget(limit):
-        model, loader = shard(mesh, "full_shard"), make("squared, microbatches", mesh, max_tokens=4000)
-        step = dt.compose_step(loss_fn, [dt.auto_microbatch()])
+def fit(budget: int, fails_at: int) -> dict[str, Any]:
+    """Train with little memory, and list the rows and tokens of all microbatches that ran, by step."""
+    mesh, ran, losses, shapes = dt.build_mesh(), list[list[int]](), [], []
+
+    def watched_loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> dt.LossSum:
+        ran.append(list(batch["tokens"].shape))
+        if len(ran) == fails_at and dt.dist.data_rank(mesh)[0] == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB.")
+        return loss_fn(model, batch)
+
+    with memory_budget(budget):
+        model, loader = shard(mesh, "full_shard"), make("squared, microbatches", mesh, max_tokens=120)
+        step = dt.compose_step(watched_loss, [dt.auto_microbatch()])
         state = step.init(model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), loader=loader)
-        losses = []
         for batch in loader.until("2ep"):
+            begin = len(ran)
             state, metrics = step(state, batch)
             losses.append(dt.reduce_metrics(metrics)["loss"])
-    return state.transform_states["auto_microbatch"]["size"], losses
+            shapes.append(ran[begin:])
+    return {"auto": state.transform_states["auto_microbatch"], "losses": losses, "shapes": shapes}
 
 
-def test_auto_microbatch_splits_microbatches_that_do_not_fit(ranks):
+@pytest.mark.costly
+@pytest.mark.parametrize("fails_at", [0, 12], ids=["fits", "injected"])
+def test_auto_microbatch_searches_the_limit_of_tokens(ranks, fails_at):
     expected = ranks(1).run(trained, "unbalanced", "full_shard", False)[0]
-    for size, losses in ranks(2).run(fit, 60_000):
-        assert 0 < size < 8
-        assert_close(losses, expected["losses"])
+    results = ranks(2).run(fit, 28_000, fails_at)
+    for found in results:
+        assert_close(found["losses"], expected["losses"])
+        limit = found["auto"]["size"]
+        assert 50 < limit < 120
+        # The last step with a full batch has no search.
+        shapes = found["shapes"][-2]
+        assert all(rows * tokens <= limit or rows == 1 for rows, tokens in shapes)
+        assert shapes[0][0] == 1
+    # A limit of samples would run the short samples one by one.
+    assert max(rows for found in results for rows, _ in found["shapes"][-2]) > 1
 
 
 def changed() -> list[list[int]]:

@@ -10,7 +10,7 @@ timing anomalies"), then exchanges between the ranks with the largest and the sm
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heapreplace
 from itertools import accumulate, chain
@@ -113,12 +113,13 @@ class DealtBatch(NamedTuple):
 
     Args:
         offsets: offsets of the rank's samples in the global batch.
-        parts: samples of each microbatch, in the order of ``offsets``; empty without ``max_tokens``.
+        parts: of each microbatch, in the order of ``offsets``, the tokens of a part of 1, 2, ... samples, its longest samples;
+            empty without ``max_tokens``.
         balance: costs of all ranks.
     """
 
     offsets: IntArray
-    parts: tuple[int, ...]
+    parts: tuple[Sequence[int], ...]
     balance: BatchBalance
 
 
@@ -191,7 +192,17 @@ class Dealer:
             microbatches=tuple(map(len, groups)),
             digest=xxhash.xxh3_64_intdigest(owners.tobytes() + str(groups).encode()) % 2**48,
         )
-        return DealtBatch(offsets[begins[rank] : ends[rank]], tuple(groups[rank]), balance)
+        own = offsets[begins[rank] : ends[rank]]
+        return DealtBatch(own, tuple(self._count_parts(tokens[own].tolist(), groups[rank])), balance)
+
+    def _count_parts(self, lengths: Sequence[int], sizes: Sequence[int]) -> Iterator[Sequence[int]]:
+        """Yield the tokens of a part of 1, 2, ... samples of each microbatch."""
+        for size, end in zip(sizes, accumulate(sizes), strict=True):
+            longest = lengths[end - size]
+            if self.padded:
+                yield [longest * count for count in range(1, size + 1)]
+            else:
+                yield list(accumulate(lengths[end - size : end]))
 
 
 def make_dealer(

@@ -7,11 +7,12 @@ every tensor. A ``BatchSpec`` describes other batches, and is needed to count to
 from __future__ import annotations
 
 import operator
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor
@@ -32,10 +33,12 @@ class MicrobatchList(list[Batch]):
     """Batch that the loader has split into microbatches: a list of batches, each collated from its own samples.
 
     ``build_loader(max_tokens=)`` makes it. A step, an evaluation and ``split_batch`` take it like any batch, and run its
-    microbatches in order. A ``microbatch_size`` splits them further.
+    microbatches in order. A ``microbatch_size`` or a smaller ``max_tokens`` splits them further.
 
     Args:
         microbatches: microbatches, in order.
+        part_tokens: of each microbatch, the tokens of a part of 1, 2, ... samples, its longest samples; empty if unknown.
+        max_tokens: limit of the tokens of a part; None, or a limit without ``part_tokens``, leaves the microbatches whole.
 
     Example:
         >>> import dtrain as dt
@@ -44,8 +47,57 @@ class MicrobatchList(list[Batch]):
         [[1, 8], [2, 2], [1, 2]]
     """
 
-    def __init__(self, microbatches: Iterable[Batch] = ()) -> None:
+    def __init__(
+        self,
+        microbatches: Iterable[Batch] = (),
+        *,
+        part_tokens: Sequence[Sequence[int]] = (),
+        max_tokens: int | None = None,
+    ) -> None:
         super().__init__(microbatches)
+        self.part_tokens = part_tokens
+        self.max_tokens = max_tokens
+
+    def with_microbatches(self, microbatches: Iterable[Batch]) -> MicrobatchList:
+        """Return a list of other microbatches, made of these one by one, with the same tokens and limit."""
+        return MicrobatchList(microbatches, part_tokens=self.part_tokens, max_tokens=self.max_tokens)
+
+    def with_max_tokens(self, max_tokens: int | None) -> MicrobatchList:
+        """Return the same microbatches with another limit. A part of one sample may be larger."""
+        return MicrobatchList(self, part_tokens=self.part_tokens, max_tokens=max_tokens)
+
+    def part_sizes(self, microbatch_size: int | None = None) -> list[int | None]:
+        """Return the most samples of a part by microbatch, at most ``microbatch_size``; None for a whole microbatch."""
+        sizes = [microbatch_size] * len(self)
+        if self.max_tokens is not None:
+            for number, tokens in enumerate(self.part_tokens):
+                samples = _count_fitting(tokens, self.max_tokens)
+                if samples < len(tokens):
+                    sizes[number] = min(samples, microbatch_size or samples)
+        return sizes
+
+    def largest_first(self) -> MicrobatchList:
+        """Return the same microbatches with the most tokens of a part first. Only the memory of its steps is the same."""
+        limit = self.max_tokens
+
+        def count_tokens(number: int) -> int:
+            tokens = self.part_tokens[number]
+            return tokens[(len(tokens) if limit is None else _count_fitting(tokens, limit)) - 1] if tokens else 0
+
+        order = sorted(range(len(self)), key=count_tokens, reverse=True)
+        return MicrobatchList(
+            [self[number] for number in order], part_tokens=[self.part_tokens[number] for number in order], max_tokens=limit
+        )
+
+
+def _count_fitting(tokens: Sequence[int], limit: int) -> int:
+    """Return the samples of the largest part within ``limit``, at least one."""
+    return max(bisect_right(tokens, limit), 1)
+
+
+def counts_tokens(batch: Batch) -> TypeGuard[MicrobatchList]:
+    """Return True if the loader has split ``batch`` by tokens, so that a limit of tokens can split it further."""
+    return isinstance(batch, MicrobatchList) and bool(batch.part_tokens)
 
 
 def list_microbatches(batch: Batch) -> Sequence[Batch]:
@@ -55,7 +107,7 @@ def list_microbatches(batch: Batch) -> Sequence[Batch]:
 
 def map_microbatches(batch: Batch, fn: Callable[[Batch], Batch]) -> Batch:
     """Return ``fn`` of ``batch``, or of each microbatch of the loader."""
-    return MicrobatchList(map(fn, batch)) if isinstance(batch, MicrobatchList) else fn(batch)
+    return batch.with_microbatches(map(fn, batch)) if isinstance(batch, MicrobatchList) else fn(batch)
 
 
 def count_samples(batch: Batch, tensors: Sequence[Tensor] | None = None) -> int:
@@ -216,7 +268,8 @@ def count_and_split(
     if microbatch_size is not None:
         check_microbatch_size(microbatch_size)
     if type(batch) is MicrobatchList:
-        split = [count_and_split(microbatch, microbatch_size, batch_spec) for microbatch in batch]
+        limits = batch.part_sizes(microbatch_size)
+        split = [count_and_split(microbatch, limit, batch_spec) for microbatch, limit in zip(batch, limits, strict=True)]
         return sum(row[0] for row in split), sum(row[1] for row in split), [part for row in split for part in row[2]]
     is_described = batch_spec is not None and (batch_spec.axes or batch_spec.count or batch_spec.split)
     if microbatch_size is not None and not is_described:
@@ -396,6 +449,8 @@ def _map_leaves(value: Any, fn: Callable[[Any], Any], of_tensordict: Callable[[A
         return of_tensordict(value)
     if isinstance(value, Mapping):
         return {key: _map_leaves(item, fn, of_tensordict) for key, item in value.items()}
+    if isinstance(value, MicrobatchList):
+        return value.with_microbatches(_map_leaves(item, fn, of_tensordict) for item in value)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(_map_leaves(item, fn, of_tensordict) for item in value))
     if isinstance(value, _SEQUENCE_TYPES) and list_tensors(value):

@@ -8,7 +8,7 @@ has a state, a resume loads the state. Otherwise a resume reads the consumed sam
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
@@ -284,7 +284,7 @@ class EmptyBatchTemplate:
 
     def _empty_batch(self) -> Batch:
         empty = narrow_batch(self._last, 0, 0, self._spec)
-        return MicrobatchList([empty]) if self._is_split else empty
+        return MicrobatchList([empty], part_tokens=[()]) if self._is_split else empty
 
 
 def next_item(items: Iterator[LoaderItem]) -> LoaderItem | None:
@@ -396,14 +396,14 @@ class EpochReader(IterableDataset[WorkerBatch]):
         count = len(samples)
         first, last = (0, count) if self.pre_sharded else rank_share(0, count, self.rank, self.ranks)
         offsets, balance = [*range(first, last)], cast("BatchBalance | None", None)
-        parts: tuple[int, ...] = ()
+        parts: tuple[Sequence[int], ...] = ()
         if self.dealer is not None:
             shares = [range(*rank_share(0, count, rank, self.ranks)) for rank in range(self.ranks)]
             dealt = self.dealer.deal_samples(samples, self.rank, self.ranks, shares)
             offsets, parts, balance = dealt.offsets.tolist(), dealt.parts, dealt.balance
         # A rank without a sample reads the first sample twice, see ``MapBatchSource``.
         groups = []
-        for part in cut_sequence(offsets or [0], parts or (max(len(offsets), 1),)):
+        for part in cut_sequence(offsets or [0], [*map(len, parts)] or [max(len(offsets), 1)]):
             group = [samples[k] for k in part]
             if fetcher.transform is not None:
                 step, offset = (self.ranks, self.rank) if self.pre_sharded else (1, 0)
@@ -411,7 +411,7 @@ class EpochReader(IterableDataset[WorkerBatch]):
                 group, skipped_in_part = fetcher.read_each(self.begin.epoch, numbered, numbered.__getitem__)
                 skipped += skipped_in_part
             groups.append(group if offsets else group * 2)
-        batch = fetcher.collate_groups(groups, is_split=bool(parts))
+        batch = fetcher.collate_groups(groups, parts)
         # A checkpoint needs a state that is equal on all ranks. A dataset split over ranks has no such state.
         state = deepcopy(fetcher.dataset.state_dict()) if has_state(fetcher.dataset) and not self.pre_sharded else None
         return Payload(batch=batch, skipped=skipped, dataset_state=state, sample_count=count, balance=balance)

@@ -208,21 +208,22 @@ class BatchRequest:
         start: position of this rank's first sample in the epoch; ``epoch`` and ``start`` seed the random numbers.
         indices: indices of the samples in the dataset.
         repeats: number of times that the batch repeats the samples.
-        parts: samples of each microbatch, collated apart; empty for a batch that is collated as a whole.
+        parts: of each microbatch, collated apart, the tokens of a part of 1, 2, ... samples; empty for a batch that is
+            collated as a whole.
     """
 
     epoch: int
     start: int
     indices: Tensor
     repeats: int = 1
-    parts: tuple[int, ...] = ()
+    parts: tuple[Sequence[int], ...] = ()
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the indices as bytes, since torch would pickle a tensor through shared memory, which is slower."""
         return _rebuild_request, (self.epoch, self.start, self.indices.numpy().tobytes(), self.repeats, self.parts)
 
 
-def _rebuild_request(epoch: int, start: int, indices: bytes, repeats: int, parts: tuple[int, ...]) -> BatchRequest:
+def _rebuild_request(epoch: int, start: int, indices: bytes, repeats: int, parts: tuple[Sequence[int], ...]) -> BatchRequest:
     return BatchRequest(epoch, start, torch.frombuffer(bytearray(indices), dtype=torch.int64), repeats, parts)
 
 
@@ -273,7 +274,9 @@ class Fetcher:
     def _read_rows(self, request: BatchRequest) -> Batch:
         indices = request.indices if request.repeats == 1 else request.indices.repeat(request.repeats)
         read = self.dataset.read if isinstance(self.dataset, ColumnDataset) else self.dataset.__getitem__
-        return MicrobatchList(map(read, indices.split(list(request.parts)))) if request.parts else read(indices)
+        if not request.parts:
+            return read(indices)
+        return MicrobatchList(map(read, indices.split(list(map(len, request.parts)))), part_tokens=request.parts)
 
     def watched_attributes(self) -> dict[str, Any]:
         """Return facts of the attributes of the dataset, the transform and collate that the training loop may change."""
@@ -297,7 +300,7 @@ class Fetcher:
 
     def _fetch(self, request: BatchRequest) -> Payload:
         indices: list[int] = request.indices.tolist()
-        parts = request.parts or (len(indices),)
+        sizes = [len(part) for part in request.parts] or [len(indices)]
         skipped: list[tuple[int, str]] = []
         try:
             samples = read_samples(self.dataset, indices)
@@ -305,17 +308,17 @@ class Fetcher:
                 samples = [
                     self._transform(sample, index, request.epoch) for index, sample in zip(indices, samples, strict=True)
                 ]
-            groups = cut_sequence(samples, parts)
+            groups = cut_sequence(samples, sizes)
         except ShardError:
             raise
         except Exception:  # noqa: BLE001
             # Read the samples of the batch one by one, to skip the unreadable sample, or to name its index in the error.
             groups = []
-            for part in cut_sequence(indices, parts):
+            for part in cut_sequence(indices, sizes):
                 samples, skipped_in_part = self.read_each(request.epoch, part, self.dataset.__getitem__)
                 groups.append(samples)
                 skipped += skipped_in_part
-        batch = self.collate_groups([group * request.repeats for group in groups], is_split=bool(request.parts))
+        batch = self.collate_groups([group * request.repeats for group in groups], request.parts)
         return Payload(batch=batch, skipped=skipped)
 
     def read_each(
@@ -343,12 +346,16 @@ class Fetcher:
             return sample
         return apply_transform(self.transform, sample, seed=self.seed, epoch=epoch, index=index)
 
-    def collate_groups(self, groups: Sequence[list[Any]], *, is_split: bool) -> Batch | None:
-        """Collate each group of samples; None without a sample. If ``is_split``, each group is a microbatch."""
+    def collate_groups(self, groups: Sequence[list[Any]], parts: Sequence[Sequence[int]]) -> Batch | None:
+        """Collate each group of samples; None without a sample. With ``parts``, each group is a microbatch."""
         batches = [self.collate_samples(group) for group in groups if group]
         if not batches:
             return None
-        return MicrobatchList(batches) if is_split else batches[0]
+        if not parts:
+            return batches[0]
+        # A skipped sample leaves the others, which have no more tokens than the longest samples.
+        kept = [part for group, part in zip(groups, parts, strict=True) if group]
+        return MicrobatchList(batches, part_tokens=kept)
 
     def collate_samples(self, samples: list[Any]) -> Batch:
         """Collate ``samples``.

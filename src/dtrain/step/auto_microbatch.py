@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dtrain import spans
 from dtrain.arguments import check_int, check_number
-from dtrain.data.batch import BatchSpec
+from dtrain.data.batch import BatchSpec, FailedBatch, counts_tokens
 from dtrain.device import device_name
 from dtrain.dist.collectives import all_gather_json, all_gather_numbers
 from dtrain.dist.init import get_dist_info
@@ -54,13 +54,16 @@ def auto_microbatch(
     If memory cannot be measured (a CPU without ``testing.memory_budget``), the search starts with the whole local batch and
     halves a size that fails.
 
+    A batch of ``build_loader(max_tokens=)`` is split by a limit of tokens instead: sizes are tokens of a microbatch, at most
+    ``max_tokens``. A microbatch has at least one sample. Samples and their order stay the same.
+
     The transform state is ``{"size", "whole", "found_on"}``. A resumed run starts with the saved size, and searches again on
     different devices, a different number of ranks or a different strategy.
 
     Args:
-        initial_size: first size to try, in samples per rank; None searches.
+        initial_size: first size to try, in samples per rank, or in tokens as above; None searches.
         min_size: smallest size, measured first; a model with BatchNorm cannot run 1.
-        divisor: divisor of every size except the whole batch; ``min_size`` is rounded up to a multiple.
+        divisor: divisor of every size in samples except the whole batch; ``min_size`` is rounded up to a multiple.
         headroom: share of a device's memory that a measured size leaves free, in ``[0, 1)``.
         grow_every: interval of searches for a larger size, for inputs that became smaller: ``1000`` steps, ``"1ep"``; None
             disables these searches.
@@ -110,8 +113,15 @@ def auto_microbatch(
                 )
             cache = state._run_context.transform_cache
             kept: _Kept = cache.get(_NAME) or cache.setdefault(_NAME, _Kept(prober=make_prober(state)))
+            # A size in samples says nothing about tokens. A failed batch raises on all ranks.
+            if not isinstance(batch, FailedBatch) and kept.by_tokens != counts_tokens(batch):
+                kept.by_tokens, kept.found_on = not kept.by_tokens, ""
             try:
-                return _run_until_fits(_Search(config, kept.prober, inner, batch, state), kept)
+                return _run_until_fits(_Search(config, kept.prober, inner, batch, state, by_tokens=kept.by_tokens), kept)
+            except Exception:
+                # A rank whose batch failed may not know the unit of the size, so all ranks choose it again.
+                kept.found_on = ""
+                raise
             finally:
                 # The update that follows allocates the reserved memory.
                 kept.reserved.clear()
@@ -128,6 +138,7 @@ class _Kept:
     Args:
         prober: runner of guarded steps.
         found_on: devices, ranks and strategy for which the size was found; other transform states are invalid here.
+        by_tokens: if True, sizes are tokens.
         barely_fits: if True, the last step fits only because the allocator freed cached memory.
         state_assumed: if True, the optimizer state was assumed, and the search runs again once the state exists.
         reserved: memory reserved for the optimizer until its first step.
@@ -135,6 +146,7 @@ class _Kept:
 
     prober: MicrobatchProber
     found_on: str = ""
+    by_tokens: bool = False
     barely_fits: bool = False
     state_assumed: bool = False
     reserved: list[Tensor] = field(default_factory=list)
@@ -152,7 +164,7 @@ def _run_until_fits(search: _Search, kept: _Kept) -> tuple[TrainState, Metrics]:
             break
         prober.gather_memory()
         reassign("search")
-        failed = prober.largest_batch if size is None else min(size, prober.largest_batch)
+        failed = search.find_effective_size(size)
         spans.record_event("out_of_memory", step=state.step, size=failed)
         search.probes = [*(t for t in search.probes if t.size < failed), ProbeResult(size=failed, fits=False)]
         size = search.run()
@@ -193,6 +205,7 @@ def _choose_first_size(search: _Search, kept: _Kept, saved_size: int | None) -> 
     rows = cast("list[list[Plain]]", all_gather_json(own, caller=_NAME))
     devices = " and ".join(sorted({str(row[0]) for row in rows}))
     kept.found_on = f"{devices}, {len(rows)} ranks, {state.spec.strategy}, {state.spec.accumulate}"
+    kept.found_on += ", tokens" if kept.by_tokens else ""
     prober.measurable = all(row[1] for row in rows)
     agreed = all(row[2:] == rows[0][2:] for row in rows)
     if agreed and bool(saved["size"] or saved["whole"]) and saved["found_on"] == kept.found_on:
@@ -208,8 +221,9 @@ class MicrobatchSearchResult:
     """Result of ``find_microbatch_size``.
 
     Args:
-        size: largest microbatch that fits, in samples per rank.
-        largest_batch: samples of the rank with the largest batch; a larger microbatch has no effect.
+        size: largest microbatch that fits, in samples per rank; in tokens for a batch of ``build_loader(max_tokens=)``.
+        largest_batch: samples of the rank with the largest batch, or tokens of the largest microbatch; a larger size has no
+            effect.
         probes: probed sizes in order, with the memory of every rank if measurable.
         seconds: duration of the search on this rank.
     """
@@ -250,6 +264,8 @@ def find_microbatch_size(
         result = dt.step.find_microbatch_size(state, batch, loss_fn=loss_fn)
         step = dt.compose_step(loss_fn, microbatch_size=result.size)
 
+    A size in tokens is the ``max_tokens`` of a loader whose microbatches need no further split.
+
     Raises:
         ConfigError: invalid arguments.
         OutOfMemoryError: ``min_size`` does not fit; on all ranks.
@@ -258,15 +274,15 @@ def find_microbatch_size(
     config = _Config(caller=caller, min_size=min_size, divisor=divisor, headroom=headroom, probe=probe)
     prober, started = make_prober(state), time.monotonic()
     grad = bind_grad_options(caller, grad, batch_spec=batch_spec)
-    search = _Search(config, prober, partial(grad, loss_fn=loss_fn), batch, state)
+    search = _Search(config, prober, partial(grad, loss_fn=loss_fn), batch, state, by_tokens=counts_tokens(batch))
     prober.measurable = all(row[0] for row in all_gather_numbers([prober.device_memory is not None], caller=caller))
     # The reserved memory must exist until the search is over.
     reserved = reserve_optimizer_state(f"{caller}: step {state.step}:", state)
     best = search.run()
     del reserved
     return MicrobatchSearchResult(
-        size=best or prober.largest_batch,
-        largest_batch=prober.largest_batch,
+        size=best or search.find_effective_size(None),
+        largest_batch=search.find_effective_size(None),
         probes=tuple(search.probes),
         seconds=time.monotonic() - started,
     )
@@ -323,7 +339,9 @@ class _Search:
         inner: function that leaves the gradient.
         batch: this rank's samples.
         state: state of the step, with the time of all probes so far.
+        by_tokens: if True, sizes are tokens; equal on all ranks.
         probes: results of all probes so far.
+        token_sizes: possible limits of tokens, on any rank, ascending; empty if sizes count samples, or before the first probe.
     """
 
     config: _Config
@@ -331,7 +349,9 @@ class _Search:
     inner: GradFn
     batch: Batch
     state: TrainState
+    by_tokens: bool = False
     probes: list[ProbeResult] = field(default_factory=list)
+    token_sizes: tuple[int, ...] = ()
 
     def run(self) -> int | None:
         """Probe sizes until the largest that fits is known; return None for the whole local batch.
@@ -343,14 +363,15 @@ class _Search:
         if not self.probes and not prober.measurable:
             # Nothing is known yet, not even the number of samples, so the first probe runs the whole batch.
             self._probe(None)
-        size = next_size(self.probes, self._bounds()) if self.probes else config.min_size
+        size = next_size(self.probes, self._find_bounds()) if self.probes else config.min_size
         while size is not None:
-            prober.on_oom = (
-                None if size > config.min_size or config.snapshot_path is None else partial(_snapshot, config.snapshot_path)
-            )
+            is_smallest = self.find_effective_size(size) <= self._find_bounds().min_size if self.probes else True
+            path = config.snapshot_path
+            prober.on_oom = partial(_snapshot, path) if is_smallest and path is not None else None
             self._probe(size)
-            size = next_size(self.probes, self._bounds())
-        if any(t.fits and t.size >= prober.largest_batch for t in self.probes):
+            size = next_size(self.probes, self._find_bounds())
+        bounds = self._find_bounds()
+        if any(t.fits and t.size >= bounds.largest_batch for t in self.probes):
             return None
         fitting, _ = split_by_fit(self.probes)
         if not fitting:
@@ -359,16 +380,16 @@ class _Search:
                 device=self.state.device,
                 strategy=self.state.spec.strategy,
                 oom_message=prober.oom_message,
-                subject=f"a microbatch of {min(config.min_size, prober.largest_batch)}",
+                subject=f"a microbatch of {bounds.min_size}{' tokens' if bounds.sizes else ''}",
             )
         return fitting[-1].size
 
     def shrink(self, size: int | None) -> int | None:
         """Return a smaller size after a step of ``size`` that barely fits; the same size if it is the minimum."""
         self.prober.gather_memory()
-        current = size or self.prober.largest_batch
+        current = self.find_effective_size(size)
         self.probes.append(ProbeResult(size=current, fits=False))
-        return size if current <= self.config.min_size else self.run()
+        return size if current <= self._find_bounds().min_size else self.run()
 
     def grow(self, size: int | None) -> int | None:
         """Search again from ``size``. The largest input since the last search decides, so each rank uses the larger peak."""
@@ -381,19 +402,56 @@ class _Search:
 
     def _probe(self, size: int | None) -> ProbeResult:
         result, self.state = self.prober.probe(self.inner, self.state, self.batch, size, microbatches=self.config.probe)
+        result = replace(result, size=self.find_effective_size(size))
         self.probes.append(result)
         return result
 
-    def _bounds(self) -> SizeBounds:
-        largest, config = self.prober.largest_batch, self.config
+    def find_effective_size(self, size: int | None) -> int:
+        """Return the possible size with the effect of ``size``; None is the whole batch, or the microbatches of the loader.
+
+        Collective: as ``_find_bounds``.
+        """
+        bounds = self._find_bounds()
+        if size is None:
+            return bounds.largest_batch
+        return bounds.round_down(size) if bounds.sizes else min(size, bounds.largest_batch)
+
+    def _find_bounds(self) -> SizeBounds:
+        """Return the limits of a size.
+
+        Collective: one exchange of JSON, in the first call of a search by tokens.
+        """
+        config, largest, smallest, accumulation_bytes = self.config, self.prober.largest_batch, self.config.min_size, 0
+        if self.by_tokens:
+            self.token_sizes = self.token_sizes or _gather_token_sizes(self.batch, config.caller)
+            largest = self.token_sizes[-1]
+            smallest = next((size for size in self.token_sizes if size >= config.min_size), largest)
+        else:
+            trained = [param for param in self.state.params.values() if param.requires_grad]
+            accumulation_bytes = sum(param.numel() * param.element_size() for param in trained)
         return SizeBounds(
-            min_size=min(config.min_size, largest),
+            min_size=min(smallest, largest),
             largest_batch=largest,
             divisor=config.divisor or 1,
             headroom=config.headroom,
             measurable=self.prober.measurable,
-            accumulation_bytes=sum(p.numel() * p.element_size() for p in self.state.params.values() if p.requires_grad),
+            accumulation_bytes=accumulation_bytes,
+            sizes=self.token_sizes,
         )
+
+
+def _gather_token_sizes(batch: Batch, caller: str) -> tuple[int, ...]:
+    """Return the tokens of all parts of samples on all ranks, ascending, from the longest sample of any rank on.
+
+    Each of them is the exact size of a part, so the memory of a size is that of its tokens.
+
+    Collective: one exchange of JSON.
+    """
+    counted = [tokens for tokens in batch.part_tokens if tokens] if counts_tokens(batch) else []
+    own = [max([1, *(tokens[0] for tokens in counted)]), *sorted({size for tokens in counted for size in tokens})]
+    rows = cast("list[list[int]]", all_gather_json(cast("list[Plain]", own), caller=caller))
+    longest = max(row[0] for row in rows)
+    return tuple(sorted({longest, *(size for row in rows for size in row[1:] if size > longest)}))
 
 
 def _snapshot(path: str | Path) -> None:

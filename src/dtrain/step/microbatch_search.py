@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -36,7 +37,7 @@ class ProbeResult:
     """Outcome of one probe on all ranks.
 
     Args:
-        size: samples per microbatch.
+        size: samples or tokens per microbatch.
         fits: if True, no rank ran out of memory.
         rank_memory: memory by rank; empty if the device's memory cannot be measured.
         seconds: duration of the probe on this rank.
@@ -54,11 +55,12 @@ class SizeBounds:
 
     Args:
         min_size: smallest size.
-        largest_batch: largest size: samples of the rank with the most samples.
+        largest_batch: largest size: samples of the rank with the most samples, or tokens of the largest microbatch.
         divisor: divisor of every size except ``largest_batch``.
         headroom: share of a device's memory that stays free.
         measurable: if True, every rank can measure its memory.
         accumulation_bytes: bytes that a step of one microbatch saves by accumulating no gradients.
+        sizes: all possible sizes, ascending, without regard to ``divisor``; empty if every size is possible.
     """
 
     min_size: int
@@ -67,11 +69,14 @@ class SizeBounds:
     headroom: float
     measurable: bool
     accumulation_bytes: int = 0
+    sizes: tuple[int, ...] = ()
 
     def round_down(self, size: float) -> int:
         """Return the largest allowed size up to ``size``, or the minimum. The whole batch needs no divisor."""
         if size >= self.largest_batch:
             return self.largest_batch
+        if self.sizes:
+            return max(self.min_size, self.sizes[max(bisect_right(self.sizes, size) - 1, 0)])
         return max(self.min_size, math.floor(size / self.divisor) * self.divisor)
 
     @property

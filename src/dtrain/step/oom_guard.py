@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from dtrain import spans
-from dtrain.data.batch import count_samples
+from dtrain.data.batch import count_samples, counts_tokens
 from dtrain.device import backend_function, counts_memory, is_accelerator
 from dtrain.dist.collective_replay import CollectiveGuard, CollectivesChanged, PeerFailed, TraceCache, open_guard
 from dtrain.dist.collectives import all_gather_json, all_gather_numbers
@@ -312,7 +312,9 @@ class MicrobatchProber:
     def run_guarded(
         self, inner: GradFn, state: TrainState, batch: Batch, size: int | None, *, max_microbatches: int | None = None
     ) -> GuardedStepResult:
-        """Run a step with microbatches of ``size`` samples (None: the whole local batch).
+        """Run a step with microbatches of ``size`` (None: the whole local batch, or the microbatches of the loader).
+
+        ``size`` counts samples, or tokens if the loader has split the batch by tokens.
 
         If the collectives differ from their trace, the step runs once more, and ranks check each collective.
 
@@ -333,7 +335,13 @@ class MicrobatchProber:
         guard = StepGuard(traces=self.traces, multi_rank=multi_rank, max_microbatches=max_microbatches, prober=self)
         started, output, retry = time.monotonic(), None, False
         try:
-            after, metrics = inner(state._replace(_guard=guard), batch, **({} if size is None else {"microbatch_size": size}))
+            options = {} if size is None else {"microbatch_size": size}
+            limited = batch
+            if counts_tokens(batch):
+                limited, options = batch.with_max_tokens(size), {}
+                # A probe runs the first microbatches, and its order has no effect.
+                limited = limited if max_microbatches is None else limited.largest_first()
+            after, metrics = inner(state._replace(_guard=guard), limited, **options)
             counts = after._step_counts
             output = after._replace(_guard=None), metrics
         except StepAborted as aborted:
