@@ -4,6 +4,7 @@ import pytest
 
 from dtrain.prove.checks import check_record
 from dtrain.prove.compare import compare_records
+from dtrain.prove.parts import find_parts, join_parts
 from dtrain.prove.run_log import field_digests, sample_hashes
 from prove.test_compare import write_run
 
@@ -144,3 +145,108 @@ STUDENT |= {
 def test_model_that_each_rank_trains_for_itself_may_have_all_samples(tmp_path, changes, found):
     whole = trained_alone(tmp_path / "a", 1)
     assert kinds(whole, trained_alone(tmp_path / "b", 2, **changes)) == found
+
+
+# ---- parts of tensors ----
+
+WHOLE = torch.arange(1.0, 73.0, dtype=torch.float64).reshape(12, 6)
+GRADIENT = WHOLE.sin()
+
+
+def held(folder, values, gradients, *, name="weight"):
+    """Write a run whose ranks hold these values of a tensor, and these gradients."""
+    facts = [
+        [("initial", name, own.tolist()), ("gradient", name, gradient.tolist()), ("parameter", name, (own - gradient).tolist())]
+        for own, gradient in zip(values, gradients, strict=True)
+    ]
+    return write_run(folder, [{}] * len(values), of_ranks=facts)
+
+
+def of_heads(tensor, rank, ranks):
+    """Return the rows of a rank's queries, keys and values."""
+    return tensor.reshape(3, ranks, -1, 6)[:, rank].reshape(-1, 6)
+
+
+LAYOUTS = {
+    "rows": (2, lambda tensor, rank: tensor.chunk(2)[rank]),
+    "columns": (3, lambda tensor, rank: tensor.chunk(3, 1)[rank]),
+    "each third row": (3, lambda tensor, rank: tensor[rank::3]),
+    "each fifth row, unequal": (5, lambda tensor, rank: tensor[rank::5]),
+    "unequal rows": (
+        5,
+        lambda tensor, rank: tensor.chunk(5)[min(rank, 3)] if rank < 3 else tensor[9:][:2] if rank == 3 else tensor[11:],
+    ),
+    "queries, keys and values": (2, lambda tensor, rank: of_heads(tensor, rank, 2)),
+    "elements": (2, lambda tensor, rank: tensor.flatten().chunk(2)[rank]),
+    "padded elements": (5, lambda tensor, rank: torch.nn.functional.pad(tensor.flatten(), (0, 3)).chunk(5)[rank]),
+    "rows, two copies": (4, lambda tensor, rank: tensor.chunk(2)[rank % 2]),
+    "rows, copies beside each other": (4, lambda tensor, rank: tensor.chunk(2)[rank // 2]),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("initial", ["drawn", "zeros"])
+def test_parts_are_put_together(tmp_path, layout, initial):
+    ranks, take = LAYOUTS[layout]
+    values = WHOLE if initial == "drawn" else 0 * WHOLE
+    whole = held(tmp_path / "a", [values], [GRADIENT])
+    own = [[take(tensor, rank) for rank in range(ranks)] for tensor in (values, GRADIENT, 2 * GRADIENT)]
+    runs = [held(tmp_path / name, own[0], gradients) for name, gradients in (("b", own[1]), ("c", own[2]))]
+    right, scaled = (join_parts(run, find_parts(run, whole)) for run in runs)
+    assert kinds(whole, right) == []
+    assert codes(right) == []
+    assert kinds(whole, scaled) == ["gradient", "parameter"]
+
+
+def test_copies_of_a_part_must_have_one_gradient(tmp_path):
+    whole = held(tmp_path / "a", [WHOLE], [GRADIENT])
+    parts = [tensor.chunk(2)[rank % 2] for tensor in (WHOLE, GRADIENT) for rank in range(4)]
+    parts[7] = 2 * parts[7]
+    record = held(tmp_path / "b", parts[:4], parts[4:])
+    assert codes(join_parts(record, find_parts(record, whole))) == ["gradient_not_reduced"]
+
+
+def test_parts_that_ranks_draw_for_themselves_are_not_compared(tmp_path):
+    whole = held(tmp_path / "a", [WHOLE], [GRADIENT])
+    record = held(tmp_path / "b", list((WHOLE + 1).chunk(2)), list(GRADIENT.chunk(2)))
+    parts = find_parts(record, whole)
+    assert "parts of weight that are not in the tensor of 1 rank" in parts.remark()
+    joined = join_parts(record, parts)
+    assert codes(joined) == kinds(whole, joined) == []
+
+
+def experts(folder, ranks, *, own=True, scale=1.0):
+    """Write a run of four experts, of which each rank holds its share under names from 0; without ``own``, it draws them."""
+    facts = []
+    for rank in range(ranks):
+        facts.append([])
+        for place in range(4 // ranks):
+            number = rank * (4 // ranks) + place
+            weight = WHOLE[number] if own else WHOLE[number] + 100 * rank
+            values = {"weight": (weight, scale * GRADIENT[number]), "bias": (0 * WHOLE[0], GRADIENT[number + 4])}
+            for name, (value, gradient) in values.items():
+                facts[-1].append(("initial", f"experts.{place}.{name}", value.tolist()))
+                facts[-1].append(("gradient", f"experts.{place}.{name}", gradient.tolist()))
+    return write_run(folder, [{}] * ranks, of_ranks=facts)
+
+
+def test_experts_of_a_rank_are_compared_under_the_names_of_one_rank(tmp_path):
+    whole = experts(tmp_path / "a", 1)
+    right, scaled = (experts(tmp_path / f"of {scale}", 2, scale=scale) for scale in (1.0, 2.0))
+    right, scaled = (join_parts(run, find_parts(run, whole)) for run in (right, scaled))
+    assert codes(right) == kinds(whole, right) == []
+    assert len(right.of_kind("gradient")) == 8
+    assert kinds(whole, scaled) == ["gradient"] * 4
+
+
+def test_experts_that_ranks_draw_for_themselves_are_not_compared(tmp_path):
+    whole, record = experts(tmp_path / "a", 1), experts(tmp_path / "b", 2, own=False)
+    parts = find_parts(record, whole)
+    assert parts.unknown
+
+
+def test_whole_weights_that_differ_between_ranks_are_no_parts(tmp_path):
+    whole = held(tmp_path / "a", [WHOLE], [GRADIENT])
+    record = held(tmp_path / "b", [WHOLE, WHOLE + 1], [GRADIENT, GRADIENT])
+    assert find_parts(record, whole) is None
+    assert codes(record) == ["weights_differ_between_ranks"]

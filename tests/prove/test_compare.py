@@ -46,6 +46,7 @@ def write_run(folder, ranks, *, gradient=None, tensors=(), of_ranks=None, rows=(
     folder.mkdir()
     for rank, changes in enumerate(ranks):
         log = RunLog(folder, rank)
+        log.whole = {} if len(ranks) > 1 else None
         for row in rows if rows_of_ranks is None else rows_of_ranks[rank]:
             log.write(**row)
         row = STEP | changes

@@ -28,6 +28,7 @@ from dtrain.prove.checks import (
 )
 from dtrain.prove.compare import MAX_ROUNDING, Comparison, Difference, FactKey, compare_records, metric_name, unstable_keys
 from dtrain.prove.explain import explain, seeds_of_rank_0
+from dtrain.prove.parts import Parts, find_parts, join_parts
 from dtrain.prove.report import Allowed, Finding, ProveReport, RowVerdict, RunRow, fact_name
 from dtrain.prove.run_config import (
     AGAIN,
@@ -51,6 +52,8 @@ from dtrain.prove.runs import RunOutcome, copy_work_folder, run_all
 
 # Facts that do not depend on the random numbers of a step.
 _DATA_KINDS = ("initial", "ties", "samples", "lr", "evaluation")
+# Facts that do not depend on the weights, either.
+_INPUT_KINDS = ("samples", "lr", "evaluation")
 # Facts that follow from the length of a loader, which stays that of the script if its batches are replaced.
 _OF_LOADERS = ("samples", "lr", "steps")
 # Differences that follow from a state that a resume has lost.
@@ -155,6 +158,8 @@ class _Proof:
         self._rounding: Mapping[FactKey, float] = {}
         self._of_layout: set[str] = set()
         self._not_seen: dict[str, None] = {}
+        # By number of ranks.
+        self._parts: dict[int, Parts | None] = {}
         # Findings of the resume on the same ranks.
         self._lost: tuple[int, ...] = ()
         # By cause and kind of difference; None if the experiment says nothing.
@@ -167,6 +172,7 @@ class _Proof:
         if self._outcomes[BASE].failed or (check_training(record) and not check_record(record)):
             self._add_row(first[0])
             return
+        config = replace(config, whole={fact.name: fact.value.shape for fact in record.of_kind("initial")})
         if is_endless(record, config.steps):
             config = replace(config, cut_after=config.steps)
             self._records = {name: other.until(config.steps) for name, other in self._records.items()}
@@ -191,10 +197,19 @@ class _Proof:
         def ended(outcome: RunOutcome) -> None:
             name = outcome.config.name
             self._outcomes[name] = outcome
-            self._records[name] = read_record(name, Path(outcome.config.folder))
+            record = read_record(name, Path(outcome.config.folder))
+            self._records[name] = self._join(record, outcome.config) if outcome.config.ranks > 1 else record
             self._on_progress(f"{name}: {outcome.seconds:.1f} s{', failed' if outcome.failed else ''}")
 
         run_all([run.config for run in runs], slots=self._slots, timeout_s=self._timeout_s, on_end=ended)
+
+    def _join(self, record: RunRecord, config: RunConfig) -> RunRecord:
+        """Return a run on several ranks with whole tensors, where ranks hold parts of them as plain tensors."""
+        # A resume begins with other values than the run on one rank.
+        if self._parts.get(config.ranks) is None and not config.first_step and len(record.ranks) == config.ranks:
+            self._parts[config.ranks] = find_parts(record, self._records[BASE])
+        parts = self._parts.get(config.ranks)
+        return record if parts is None else join_parts(record, parts)
 
     def _resumed(self, run: PlannedRun) -> PlannedRun:
         """Return a run that resumes, with a copy of the folder of the killed run."""
@@ -224,7 +239,8 @@ class _Proof:
         elif run.against:
             comparison = self._compare(run, self._records[run.against], record)
             self._of_layout |= comparison.of_layout
-            self._not_seen |= dict.fromkeys(comparison.not_seen)
+            parts = self._parts.get(run.config.ranks)
+            self._not_seen |= dict.fromkeys([*comparison.not_seen, *([parts.remark()] if parts is not None else [])])
         whole = next((row for row in self._rows if run.after and row.name in whole_names), None)
         if whole is not None and whole.verdict in ("differs", "failed"):
             # The run differs on these ranks without a resume.
@@ -236,7 +252,9 @@ class _Proof:
 
     def _row(self, run: PlannedRun, findings: tuple[int, ...], comparison: Comparison | None) -> RunRow:
         """Return the row of a run that did not fail."""
-        name = run.config.name
+        name, parts = run.config.name, self._parts.get(max(self._world_sizes(run)))
+        if parts is not None and parts.unknown and not findings:
+            return RunRow(name=name, against=run.against, verdict="not run", text="ranks begin with weights of their own")
         text, is_hidden = rounding_hides(comparison) if comparison else ("", False)
         # A resume may have one step, in which not all models are seen twice. It is compared with a run that trains.
         if gap := "" if findings or run.after else check_training(self._records[name]):
@@ -257,7 +275,10 @@ class _Proof:
     def _compare(self, run: PlannedRun, reference: RunRecord, record: RunRecord) -> Comparison:
         # If a transform draws per rank, losses depend on the ranks by design.
         draws_per_rank = self._records[BASE].note("transform_draws") is not None
-        kinds = _DATA_KINDS if draws_per_rank and max(self._world_sizes(run)) > 1 else tuple(KINDS)
+        ranks = max(self._world_sizes(run))
+        parts, kinds = self._parts.get(ranks), _DATA_KINDS if draws_per_rank and ranks > 1 else tuple(KINDS)
+        if parts is not None and parts.unknown:
+            kinds = _INPUT_KINDS
         comparison = compare_records(
             reference,
             record,

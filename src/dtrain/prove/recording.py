@@ -118,6 +118,7 @@ class RankRecorder:
         self.config = config
         self.log = RunLog(Path(config.folder), rank)
         self.log.step = config.first_step
+        self.log.whole = config.whole if config.ranks > 1 else None
         self.facts = StepFacts()
         self.in_step = self._in_update = self.in_forward = False
         self.steps_of_dtrain = False

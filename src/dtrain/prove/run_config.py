@@ -48,6 +48,7 @@ class RunConfig:
         batches: folder for the batches of training, which a run on one rank writes, and in which other runs find theirs; "" if
             the script reads its own.
         loaders: numbers of torch's loaders whose batches these are.
+        whole: shapes of the parameters on one rank by name, in the runs after the first one.
         shifted: parameter that the run moves before the first step, and the share of each element, for a finite difference of
             the loss; None moves none.
     """
@@ -76,6 +77,7 @@ class RunConfig:
     seeds: Mapping[str, Sequence[int]] = field(default_factory=dict)
     batches: str = ""
     loaders: tuple[int, ...] = ()
+    whole: Mapping[str, Sequence[int]] = field(default_factory=dict)
     shifted: tuple[str, float] | None = None
 
     @property

@@ -29,6 +29,8 @@ from dtrain.dist.dtensor import full_tensor, to_local
 from dtrain.prove.run_config import SKETCH_SIZE
 
 DIGEST_BYTES = 8
+# Elements of a part of a tensor, above which a run has only its sketch.
+_MAX_PART_ELEMENTS = 1 << 20
 # Padding of the usual collate functions. A sample has other numbers of them in another layout.
 _PADDING = (0, -100, -1)
 
@@ -41,6 +43,7 @@ class RunLog:
         rank: rank whose facts are written.
 
     Attributes:
+        whole: shapes of the tensors on one rank, by name, if the run has several ranks; None if it has one.
         step: number of the step in progress, from 0, which facts get.
         optimizer_index: number of the optimizer in progress, which facts get.
     """
@@ -50,6 +53,7 @@ class RunLog:
         self._numbers: IO[bytes] = open(folder / f"rank-{rank}.f64", "wb")  # noqa: SIM115
         self._offset = 0
         self.rank = rank
+        self.whole: Mapping[str, Sequence[int]] | None = None
         self.step = self.optimizer_index = 0
 
     def close(self) -> None:
@@ -65,7 +69,9 @@ class RunLog:
         )
 
     def write_tensor(self, kind: str, name: str, tensor: Tensor, **content: Any) -> None:
-        """Write a tensor: shape, dtype, norm, digest and sketch. Only rank 0 writes sketches.
+        """Write a tensor: shape, dtype, norm, digest and sketch.
+
+        Only rank 0 writes a DTensor. A plain tensor that may be a part of one has all its numbers instead of a sketch.
 
         Collective: for a DTensor, the gather of the full tensor.
         """
@@ -73,10 +79,11 @@ class RunLog:
         full = full_tensor(detached)
         if self.rank and full is not detached:
             return
-        flat = flatten(full)
-        place = None
-        if not self.rank:
-            numbers = sketch(flat)
+        flat, place = flatten(full), None
+        if not self.rank or self.whole is not None:
+            whole = list((self.whole or {}).get(name, full.shape))
+            is_part = whole != list(full.shape) and len(flat) <= _MAX_PART_ELEMENTS
+            numbers = flat.numpy() if is_part else sketch(flat)
             self._numbers.write(numbers.tobytes())
             self._numbers.flush()
             place, self._offset = [self._offset, len(numbers)], self._offset + len(numbers)

@@ -130,7 +130,7 @@ class RunRecord:
         ranks: rows of each rank, in program order.
         facts: joined facts by key, in the order of the program.
         notes: rows about the whole run, each once.
-        numbers: numbers of all sketches of rank 0.
+        numbers: numbers of all sketches of each rank.
     """
 
     name: str
@@ -139,10 +139,10 @@ class RunRecord:
     notes: Sequence[Row]
     numbers: Any = field(repr=False)
 
-    def sketch(self, row: Row) -> Any:
-        """Return the sketch of a row of rank 0."""
+    def sketch(self, row: Row, rank: int = 0) -> Any:
+        """Return the sketch of a row of a rank."""
         begin, count = row["sketch"]
-        return self.numbers[begin : begin + count]
+        return self.numbers[rank][begin : begin + count]
 
     def rows(self, kind: str, rank: int = 0) -> list[Row]:
         """Return the rows of one kind on one rank."""
@@ -202,13 +202,36 @@ def read_record(name: str, folder: Path) -> RunRecord:
         # A loop by hand before the start of dtrain's loop prepares the training, and only the first run records it.
         start = next((place for place, row in enumerate(rows) if row["kind"] == "loop_starts"), 0)
         ranks.append([row for place, row in enumerate(rows) if place >= start or row["kind"] not in _OF_UPDATES])
-    numbers_path = folder / "rank-0.f64"
-    whole = numbers_path.stat().st_size // 8 if numbers_path.exists() else 0
-    numbers = np.fromfile(numbers_path, count=whole) if whole else np.empty(0)
-    facts = [*_facts_of_rank_0(ranks, numbers), *_facts_of_steps(ranks), *_facts_of_evaluations(ranks)] if ranks else []
-    facts.sort(key=lambda fact: (fact.step, fact.optimizer_index, list(KINDS).index(fact.kind), fact.order))
+    numbers = [_read_numbers(folder / f"rank-{rank}.f64") for rank in range(len(ranks))]
+    facts = [*_facts_of_rank_0(ranks, numbers[0]), *_facts_of_steps(ranks), *_facts_of_evaluations(ranks)] if ranks else []
     notes = [row for rows in ranks[:1] for row in rows if row["kind"] == "note"]
-    return RunRecord(name=name, ranks=ranks, facts={fact.key: fact for fact in facts}, notes=notes, numbers=numbers)
+    return RunRecord(name=name, ranks=ranks, facts=sort_facts(facts), notes=notes, numbers=numbers)
+
+
+def _read_numbers(path: Path) -> Any:
+    whole = path.stat().st_size // 8 if path.exists() else 0
+    return np.fromfile(path, count=whole) if whole else np.empty(0)
+
+
+def sort_facts(facts: Iterable[Fact]) -> dict[tuple[int, int, str, str], Fact]:
+    """Return facts by key, in the order of the program."""
+    order = {kind: place for place, kind in enumerate(KINDS)}
+    ordered = sorted(facts, key=lambda fact: (fact.step, fact.optimizer_index, order[fact.kind], fact.order))
+    return {fact.key: fact for fact in ordered}
+
+
+def tensor_fact(row: Row, numbers: Any) -> TensorFact:
+    """Return the tensor of a row, whose sketch is ``numbers``."""
+    return TensorFact(
+        norm=float(row["norm"]),
+        digest=row["digest"],
+        shape=tuple(row["shape"]),
+        dtype=row["dtype"],
+        sketch=numbers,
+        trains=row.get("trains", True),
+        is_buffer=row.get("buffer", False),
+        is_saved=row.get("saved", True),
+    )
 
 
 def _fact(row: Row, kind: str, name: str, value: Any, *, by_rank: Iterable[Any] = (), **more: Any) -> Fact:
@@ -243,16 +266,7 @@ def _facts_of_rank_0(ranks: list[list[Row]], numbers: Any) -> Iterator[Fact]:
         kind = row["kind"]
         if kind in TENSORS and row["sketch"] is not None:
             begin, count = row["sketch"]
-            tensor = TensorFact(
-                norm=float(row["norm"]),
-                digest=row["digest"],
-                shape=tuple(row["shape"]),
-                dtype=row["dtype"],
-                sketch=numbers[begin : begin + count],
-                trains=row.get("trains", True),
-                is_buffer=row.get("buffer", False),
-                is_saved=row.get("saved", True),
-            )
+            tensor = tensor_fact(row, numbers[begin : begin + count])
             by_rank = digests[kind, row["step"], row["optimizer_index"], row["name"]]
             # Backward reaches the last parameters first.
             order = -row["order"] if kind == "gradient" else place

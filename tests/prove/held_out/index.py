@@ -105,6 +105,7 @@ PAIRS = (
         bug="The row-parallel layer adds its replicated bias before the all-reduce, so the bias is added once per rank.",
         first="weights_differ_between_ranks",
         objection="weights_differ_between_ranks",
+        mended=True,
     ),
     Pair(
         name="a07_seqpar_attention",
@@ -198,6 +199,7 @@ PAIRS = (
         ),
         first="weights_differ_between_ranks",
         objection="weights_differ_between_ranks",
+        mended=True,
     ),
     Pair(
         name="a19_gnn_multitask",
