@@ -69,7 +69,7 @@ def main() -> None:
             batch_spec=BATCH,
         )
         state = step.init(model, optimizer, loader=loader, seed=args.seed)
-        checkpoints = dt.Checkpointer(run / "checkpoints", mode="async", keep_last=3)
+        checkpoints = dt.Checkpointer(run / "checkpoints", mode="async", memory_every=10, keep_last=3)
         state = checkpoints.load(state, missing_ok=True)
         if state.restored:
             dist.print(f"resuming after step {state.step}, from {state.restored.path}")
@@ -82,6 +82,7 @@ def main() -> None:
             if state.crossed(20):
                 numbers = dt.monitors.collect(state, numbers, speed, dt.monitors.memory_stats)
             log(state.step, numbers)
+            checkpoints.keep(state)
             if state.crossed(args.save_every):
                 checkpoints.save(state)
             if dt.should_stop(state):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import tempfile
@@ -77,10 +78,26 @@ def left_since(before: Before, *, shared_memory: bool = True) -> list[str]:
 
 
 def _left_in_shared_memory(before: Before) -> list[str]:
-    """Names of the new files in shared memory that no process has mapped."""
+    """Names of the new files in shared memory that no process has mapped, and no launch beside these tests has locked."""
     new = {inode: name for inode, name in _shared().items() if inode not in before.shared}
     used = _mapped() if new else set()
-    return [name for inode, name in _shared().items() if inode in new and inode not in used]
+    return [name for inode, name in _shared().items() if inode in new and inode not in used and not _is_locked(name)]
+
+
+def _is_locked(name: str) -> bool:
+    """Return True for the memory of a launch that runs, and for its lock."""
+    if not name.startswith("dtrain-"):
+        return False
+    for lock in (SHARED / name, SHARED / f"{name}.lock"):
+        with suppress(OSError):
+            fd = os.open(lock, os.O_RDWR)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return True
+            finally:
+                os.close(fd)
+    return False
 
 
 def _marked(mark: str) -> dict[int, str]:

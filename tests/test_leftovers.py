@@ -55,6 +55,16 @@ def test_leftover_check_finds_nothing_after_a_clean_command(tmp_path):
     assert look_after("subprocess.run(['true'])", tmp_path) == [""]
 
 
+def test_memory_of_a_launch_beside_the_tests_is_no_leftover(tmp_path):
+    # Locks of one process exclude each other, too.
+    held = "import fcntl; name = f'/dev/shm/dtrain-{os.getpid()}'; os.mkdir(name); lock = open(f'{name}.lock', 'w')"
+    locked = f"{held}; fcntl.flock(lock, fcntl.LOCK_EX)"
+    for statement, count in ((locked, 0), (held, 2)):
+        clean = "import atexit; atexit.register(lambda: (os.rmdir(name), os.unlink(lock.name)))"
+        lines = look_after(f"{statement}; {clean}", tmp_path)
+        assert len([line for line in lines if line]) == count, lines
+
+
 def test_tests_that_collect_tests_keep_their_temporary_folder():
     folder, environment = tempfile.gettempdir(), dict(os.environ)
     inner = leftovers.look()

@@ -37,6 +37,10 @@ JOB_SECRET = "DTRAIN_JOB_SECRET"
 SOCKET_FOLDER_PREFIX = "DTRAIN_SOCKET_FOLDER_PREFIX"
 # Folder in shared memory for copies of states, which outlive the ranks. The launcher removes it at the end.
 MEMORY_FOLDER = "DTRAIN_MEMORY_FOLDER"
+# Descriptor of the memory in which each rank writes its last step.
+STEPS_FD = "DTRAIN_STEPS_FD"
+# JSON of the start of a rank: its time, and the deaths before it.
+START = "DTRAIN_START"
 # File in which a rank records the exception that leaves its script.
 FAILURE_FILE = "DTRAIN_FAILURE_FILE"
 NCCL_INTERFACE = "NCCL_SOCKET_IFNAME"
@@ -189,6 +193,11 @@ def interrupted_file(run_dir: Path) -> Path:
 def opened_run_file(run_dir: Path) -> Path:
     """Return the file in which rank 0 names the folder of the training run that it has opened."""
     return run_dir / "opened-run"
+
+
+def modules_file(run_dir: Path) -> Path:
+    """Return the file in which a rank lists the modules that it has imported up to its first step, one a line."""
+    return run_dir / "modules"
 
 
 def hang_folder(run_dir: Path) -> Path:

@@ -35,6 +35,8 @@ OTHER = "other"
 _LIBRARY_SPANS: dict[str, TimeCategory] = {
     OTHER: "other",
     "setup": "setup",
+    "rendezvous": "setup",
+    "shard": "setup",
     "step": "compute",
     "data": "data",
     # Exchange of a step's records, where early ranks wait for the last rank.
@@ -80,12 +82,13 @@ class _SpanRecorder:
 
     ``top`` is the count and nanoseconds of the innermost span, complete up to ``mark``. ``stack`` contains the enclosing spans,
     the outermost first, behind the time outside of all spans. The lists in ``totals`` are never replaced, so their identity
-    identifies a span. ``in_setup`` is True from the start of a run to its first step.
+    identifies a span. ``first_ns`` is the time of the first entry by span. ``in_setup`` is True from the start of a run to its
+    first step.
     """
 
     # fmt: off
-    __slots__ = ("categories", "due_ns", "due_step", "events", "in_setup", "listener", "mark", "samples", "stack", "step",
-                 "steps", "thread", "tokens", "top", "totals")
+    __slots__ = ("categories", "due_ns", "due_step", "events", "first_ns", "in_setup", "listener", "mark", "observer",
+                 "samples", "stack", "step", "steps", "thread", "tokens", "top", "totals")
     # fmt: on
 
     def __init__(self) -> None:
@@ -99,6 +102,8 @@ class _SpanRecorder:
         self.due_step, self.due_ns = 0, 0
         self.in_setup = False
         self.listener: SpanListener | None = None
+        self.observer: Callable[[int], None] | None = None
+        self.first_ns: dict[str, int] = {}
         self.events: deque[Mapping[str, object]] = deque(maxlen=_MAX_EVENTS)
 
 
@@ -199,7 +204,7 @@ def begin(name: str, times: int = 1) -> None:
         return
     top, totals = recorder.top, recorder.totals
     # Without a call, because a step enters several spans.
-    entry = totals[name] if name in totals else totals.setdefault(name if name in recorder.categories else OTHER, [0, 0])
+    entry = totals[name] if name in totals else _enter_first(recorder, name)
     entry[0] += times
     recorder.stack.append(top)
     if entry is not top:
@@ -207,6 +212,16 @@ def begin(name: str, times: int = 1) -> None:
         top[1] += now - recorder.mark
         recorder.mark = now
         recorder.top = entry
+
+
+def _enter_first(recorder: _SpanRecorder, name: str) -> list[int]:
+    recorder.first_ns.setdefault(name, perf_counter_ns())
+    return recorder.totals.setdefault(name if name in recorder.categories else OTHER, [0, 0])
+
+
+def first_entry_ns(name: str) -> int | None:
+    """Return the time of ``perf_counter_ns`` at which the process first entered a span; None if it has not."""
+    return _RECORDER.first_ns.get(name)
 
 
 def begin_once(name: str, times: int = 1) -> bool:
@@ -291,6 +306,8 @@ def record_step(step: int, *, samples: int, tokens: int) -> None:
     recorder = _RECORDER
     recorder.step, recorder.samples, recorder.tokens = step, samples, tokens
     recorder.steps[0] += 1
+    if recorder.observer is not None:
+        recorder.observer(step)
     if recorder.in_setup:
         _count_outside_as(OTHER)
     if recorder.listener is not None and (step >= recorder.due_step or recorder.mark >= recorder.due_ns):
@@ -362,6 +379,11 @@ def set_listener(listener: SpanListener | None) -> list[Mapping[str, object]]:
     if listener is not None:
         _RECORDER.events.clear()
     return unheard
+
+
+def set_observer(observer: Callable[[int], None] | None) -> None:
+    """Set a function that is called with each completed step, in the main thread; None for no function."""
+    _RECORDER.observer = observer
 
 
 def _count_outside_as(name: str) -> None:

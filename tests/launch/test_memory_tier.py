@@ -116,14 +116,15 @@ FLIPS_A_BIT = """
 
 
 @pytest.mark.costly
-def test_a_flipped_bit_in_memory_is_found_and_the_disk_is_used(run, tmp_path, undisturbed):
-    result = run(loop(FLIPS_A_BIT.strip()), "[[0, 8, 0]]", options=["--max-restarts", "1"])
+@pytest.mark.parametrize(("died_at", "from_disk"), [(8, 5), (3, 0)], ids=["disk", "nothing"])
+def test_a_flipped_bit_in_memory_is_found_and_the_disk_is_used(run, tmp_path, undisturbed, died_at, from_disk):
+    result = run(loop(FLIPS_A_BIT.strip()), f"[[0, {died_at}, 0]]", options=["--max-restarts", "1"])
     assert result.code == 0, result.err
     starts = losses(tmp_path)
-    assert [step for step, _ in starts[1]] == [6, 7, 8, 9, 10, 11, 12]
+    assert [step for step, _ in starts[1]] == list(range(from_disk + 1, 13))
     assert "in memory is corrupt" in result.err
     expected, weights = undisturbed
-    assert dict(starts[1]) == {step: loss for step, loss in expected.items() if step > 5}
+    assert dict(starts[1]) == {step: loss for step, loss in expected.items() if step > from_disk}
     assert (tmp_path / "weights.txt").read_text() == weights
 
 
@@ -164,6 +165,41 @@ def test_the_first_step_in_memory_needs_room_for_the_next_one(tmp_path, monkeypa
         return
     with pytest.raises(CheckpointError, match=r"free shared memory must be at least .* with mode='memory', got"):
         check_free_memory(tmp_path, 1000)
+
+
+NO_ROOM = """
+    import warnings
+    import torch
+    from torch import nn
+    import dtrain as dt
+
+    with dt.init_dist() as info:
+        model = dt.shard_model(nn.Linear(4, 4), dt.build_mesh())
+        loader = dt.build_loader(torch.randn(16, 4), mesh=dt.build_mesh(), global_batch_size=4, seed=0, collate=torch.stack)
+        step = dt.compose_step(lambda model, batch: dt.sum_loss(model(batch).sum(1)))
+        checkpoints = dt.Checkpointer("ckpt", memory_every=1)
+        state = step.init(model, torch.optim.SGD(model.parameters(), lr=0.1), loader=loader)
+        kept = []
+        for batch in loader.until("4ba"):
+            state, metrics = step(state, batch)
+            if state.step == 3:
+                # Another program has taken the memory.
+                dt.storage.free_bytes = lambda path: 100 if str(path).startswith("/dev/shm") else 10**12
+            kept.append(checkpoints.keep(state))
+        checkpoints.save(state)
+        info.print(kept)
+"""
+
+
+@pytest.mark.costly
+def test_a_run_goes_on_with_the_disk_when_memory_has_no_room(run, tmp_path):
+    result = run(NO_ROOM)
+    assert result.code == 0, result.err
+    assert result.out.splitlines() == ["[rank 0] [True, True, False, False]"]
+    warned = [line for line in result.err.splitlines() if "keep: going on without copies in memory" in line]
+    assert len(warned) == 1
+    assert "free shared memory must be at least" in warned[0]
+    assert [path.name for path in (tmp_path / "ckpt").iterdir() if path.is_dir()] == ["step-00000004"]
 
 
 REFUSED = """

@@ -99,8 +99,9 @@ def test_rank_inherits_only_expected_descriptors(run):
     print(sorted(os.path.basename(name.split(":")[0]) for name in names))
     """
     result = run(source, stdin=subprocess.DEVNULL)
+    # The memory for its last step.
     # Standard output and error, where it reports its progress, the pipe of questions, and the file of the signal handler.
-    has = [["null", *["pipe"] * 4, f"rank-{rank:05d}.stacks"] for rank in range(2)]
+    has = [["memfd", "null", *["pipe"] * 4, f"rank-{rank:05d}.stacks"] for rank in range(2)]
     assert set(result.out.splitlines()) == {f"[rank {rank}] {names}" for rank, names in enumerate(has)}
 
 

@@ -10,8 +10,8 @@ import pytest
 import runs_made
 from dtrain.errors import ConfigError
 from dtrain.report.model import Report, to_json
-from dtrain.report.page import render_page
-from dtrain.report.read_run import read_report, read_run
+from dtrain.report.page import list_deaths, render_page
+from dtrain.report.read_run import LiveRun, read_report, read_run
 from dtrain.run import run_files
 from runs_made import KILLED_TWICE, Part, write_run
 
@@ -451,3 +451,27 @@ def test_read_report_rejects_folders_without_a_run(whole, tmp_path):
             read_report([path], version="0.1.0")
     with pytest.raises(ConfigError, match="folders must have at least 1 folder"):
         read_report([], version="0.1.0")
+
+
+def test_deaths_have_tier_seconds_and_lost_steps(folder):
+    for rank in range(2):
+        file = folder / "ledger" / run_files.ledger_name(rank)
+        lines = [json.loads(line) for line in file.read_text().splitlines()]
+        place = next(number for number, line in enumerate(lines) if line["attempt"] == 2 and line["kind"] == "sum")
+        shared = {"kind": "event", "attempt": 2, "at": lines[place]["at"]}
+        lines[place:place] = [
+            shared | {"name": "resumed", "step": 300, "path": "/dev/shm/dtrain-1/step-00000300", "tier": "memory"},
+            shared | {"name": "recovered", "step": 301, "rank_died": 1, "cause": "killed by SIGKILL", "last_step": 340,
+                      "lost_steps": 40, "seconds": 0.714, "parts": {"ending": 0.1, "step": 0.614}},
+        ]  # fmt: skip
+        file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    run = read(folder)
+    (death,) = run.deaths
+    assert {key: death[key] for key in ("rank", "cause", "tier", "step", "lost_steps", "seconds", "attempt")} == {
+        "rank": 1, "cause": "killed by SIGKILL", "tier": "memory", "step": 300, "lost_steps": 40, "seconds": 0.714,
+        "attempt": 2,
+    }  # fmt: skip
+    row = list_deaths(run)[0]
+    assert row[1:] == ["1", "killed by SIGKILL", "memory", "300", "0.71 s", "40", "ending 0.10, step 0.61"]
+    line = "rank 1 killed by SIGKILL; back from memory at step 300 after 0.71 s, 40 steps lost"
+    assert LiveRun(folder).refresh(NOW).last_death == line

@@ -75,7 +75,7 @@ def test_single_process_loop_counts_spans_by_part(ranks, tmp_path):
     ((left, counts, events, sums),) = ranks(1).run(loop, str(tmp_path))
     assert left == 0
     assert counts == {
-        "other": 0, "setup": 1, "load": 1, "data": 5, "step": 4, "evaluate": 1, "collective": 4, "save": 2,
+        "other": 0, "setup": 0, "shard": 1, "load": 1, "data": 5, "step": 4, "evaluate": 1, "collective": 4, "save": 2,
     }  # fmt: skip
     assert {tuple(event) for event in events} == {("model", None), ("evaluated", 4), ("save", 4), ("committed", 4)}
     assert sums[:4] == [1, 2, 3, 4]

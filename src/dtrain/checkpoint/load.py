@@ -36,6 +36,7 @@ from dtrain.checkpoint.load_plan import (
     parse_ignore,
     plan_load,
 )
+from dtrain.checkpoint.memory_tier import find_memory_root
 from dtrain.checkpoint.model_state import (
     clear_optimizer_,
     extra_state_modules,
@@ -49,7 +50,7 @@ from dtrain.checkpoint.reader import CheckpointReader, open_checkpoint, with_own
 from dtrain.checkpoint.retention import check_free_space
 from dtrain.checkpoint.save_thread import save_thread
 from dtrain.checkpoint.state_dict import content_key, digest_stored_entries, gc_paused
-from dtrain.checkpoint.step_choice import OnCorrupt, StepChoice, choose_on_all_ranks, log, read_on_all_ranks
+from dtrain.checkpoint.step_choice import CorruptMemoryError, OnCorrupt, StepChoice, choose_on_all_ranks, log, read_on_all_ranks
 from dtrain.checkpoint.tree_json import fill_tensors, keep_skipped, list_placeholders, state_prefix
 from dtrain.dist.batch_info import LoaderHistory
 from dtrain.dist.collectives import raise_on_all_ranks
@@ -171,21 +172,33 @@ def load_sharded(
         if choice is None:
             if not missing_ok:
                 raise CheckpointError(f"{_CALLER}: no checkpoint found in {root}. Pass missing_ok=True to start without one.")
-            log(f"no checkpoint found in {folder}; starting from scratch")
-            for new_run in states.values():
-                new_run._run_context.lineage.roots[str(folder)].looked = True
-            # A save holds at least the parameters of all ranks.
-            params = (param for new_run in states.values() for param in new_run.params.values())
-            _warn_if_low_space(folder, sum(param.numel() * param.itemsize for param in params))
-            return state
-        with gc_paused():
-            loaded = _read_and_apply(choice, folder, states, entries, options, on_corrupt)
+            return _start_from_scratch(folder, states, state, f"no checkpoint found in {folder}")
+        try:
+            with gc_paused():
+                loaded = _read_and_apply(choice, folder, states, entries, options, on_corrupt)
+        except CorruptMemoryError as error:
+            if not missing_ok:
+                raise
+            return _start_from_scratch(folder, states, state, str(error).removeprefix(f"{_CALLER}: "))
     first = next(iter(loaded.values()))
     if not options.model_only:
         spans.set_position(first.step, samples=first.clock.samples, tokens=first.clock.tokens)
-        spans.record_event("resumed", step=first.restored.step, path=str(first.restored.path))
+        restored = first.restored
+        tier = "memory" if restored.path.parent == find_memory_root(folder) else "disk"
+        spans.record_event("resumed", step=restored.step, path=str(restored.path), tier=tier)
     result: Any = first if isinstance(state, TrainState) else loaded
     return result  # type: ignore[no-any-return]
+
+
+def _start_from_scratch(folder: AnyPath, states: Mapping[str, TrainState], state: OneOrSeveral, reason: str) -> OneOrSeveral:
+    """Return the state as it is, at the start of a run without a step."""
+    log(f"{reason}; starting from scratch")
+    for new_run in states.values():
+        new_run._run_context.lineage.roots[str(folder)].looked = True
+    # A save holds at least the parameters of all ranks.
+    params = (param for new_run in states.values() for param in new_run.params.values())
+    _warn_if_low_space(folder, sum(param.numel() * param.itemsize for param in params))
+    return state
 
 
 def _check_arguments(states: Any, extra: Mapping[str, Any], scope: str, on_corrupt: str) -> dict[str, Any]:

@@ -19,9 +19,15 @@ from dtrain.storage import AnyPath
 
 
 def find_memory_root(root: AnyPath) -> Path | None:
-    """Return the folder in memory that belongs to a root; None if no launcher keeps memory for this process."""
+    """Return the folder in memory that belongs to a root; None if no launcher keeps memory for this process.
+
+    A process may have the variable of a launch that has ended, whose folder must not be made again, or of another user.
+    """
     folder = os.environ.get(launch_protocol.MEMORY_FOLDER)
-    if folder is None:
+    try:
+        if folder is None or os.stat(folder).st_uid != os.getuid():
+            return None
+    except OSError:
         return None
     return Path(folder, hashlib.sha256(str(root).encode()).hexdigest()[:16])
 

@@ -14,6 +14,7 @@ import os
 import sys
 import time
 import traceback
+import warnings
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -234,7 +235,8 @@ def start_save(
                 task.wait()
                 task.failure_reported = True
                 raise
-    if not is_saved:
+    # A copy in memory may be made at each step, and the ledger has no line per step.
+    if not is_saved and options.mode != "memory":
         spans.record_event("save", step=request.step, blocked_s=time.monotonic() - started_at)
     path = checkpointer.root / layout.step_name(request.step)
     return SaveHandle(step=request.step, path=path, _task=task, _staged=request.staged)
@@ -449,21 +451,27 @@ class Checkpointer:
         """Copy ``state`` into memory if the run has crossed ``memory_every``, and return True then. Call it after each step.
 
         A restarted job loads this step instead of an older one on disk. Nothing happens where nobody keeps the memory of ranks
-        that die: without ``dtrain launch``, on several nodes, and without ``memory_every``.
+        that die: without ``dtrain launch``, on several nodes, and without ``memory_every``. If a copy fails, as when shared
+        memory has no room for two copies of the state, a warning says so once, and the run goes on with its steps on disk.
 
         for batch in loader.until("3ep"):
             state, metrics = step(state, batch)
             checkpoints.keep(state)
 
         Collective: as ``save_sharded``, if it copies; every rank must call it.
-
-        Raises:
-            CheckpointError: shared memory has no room for two copies of the state.
         """
         first = state if isinstance(state, TrainState) else next(iter(state.values()))
         if self._memory_every is None or find_memory_root(self.root) is None or not first.crossed(self._memory_every):
             return False
-        start_save(self, state, extra or {}, "all", None, SaveOptions(mode="memory"))
+        try:
+            start_save(self, state, extra or {}, "all", None, SaveOptions(mode="memory"))
+        # A copy fails on all ranks or on none.
+        except (CheckpointError, PeerError) as error:
+            self._memory_every = None
+            if get_dist_info().rank == 0:
+                reason = str(error).removeprefix(f"{_CALLER}: ")
+                warnings.warn(f"Checkpointer.keep: going on without copies in memory: {reason}", RuntimeWarning, stacklevel=3)
+            return False
         return True
 
     @explain_arguments

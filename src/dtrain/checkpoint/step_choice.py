@@ -29,6 +29,7 @@ from dtrain.checkpoint.checkpoint_info import (
 )
 from dtrain.checkpoint.memory_tier import find_memory_root
 from dtrain.checkpoint.reader import iter_sound_steps_before
+from dtrain.checkpoint.retention import remove_or_warn
 from dtrain.dist.collectives import all_gather_json, broadcast_decision, raise_on_all_ranks
 from dtrain.dist.init import get_dist_info
 from dtrain.errors import CheckpointError, CheckpointMismatchError, ConfigError, CorruptCheckpointError
@@ -125,6 +126,10 @@ def _is_ahead(memory: RootScan, disk: RootScan) -> bool:
     return newest.step > disk.newest.step and (not disk.committed or disk.committed[-1].run_id == newest.run_id)
 
 
+class CorruptMemoryError(CorruptCheckpointError):
+    """The only step is in memory, and corrupt."""
+
+
 class AgreedRead(NamedTuple):
     """Checkpoint that all ranks have read.
 
@@ -210,8 +215,13 @@ def read_on_all_ranks(
             choice, folder, refused, looks = again, again.folder, {}, looks + 1
         elif bad is not None and choice.disk is not None:
             again = choose_on_all_ranks(path, memory=False)
+            if get_dist_info().rank == 0:
+                # The next attempt must not read it again.
+                remove_or_warn(folder, _CALLER)
             if again is None:
-                raise CorruptCheckpointError(f"{_CALLER}: {folder} is corrupt: {bad}. {path} has no step.")
+                raise CorruptMemoryError(
+                    f"{_CALLER}: {folder} in memory is corrupt: {bad}. {path} has no step. Save on disk, too, and start anew."
+                )
             if get_dist_info().rank == 0:
                 warnings.warn(f"{_CALLER}: {folder} in memory is corrupt: {bad}. Loading {again.folder} instead.", stacklevel=4)
             choice, folder = again, again.folder

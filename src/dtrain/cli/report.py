@@ -278,6 +278,8 @@ def head_lines(run: str, now: RunSnapshot, width: int) -> list[str]:
     if now.unreadable:
         facts.append(f"{format_count(now.unreadable, 'line')} unreadable")
     lines = [first]
+    if now.last_death:
+        lines += [escape_unprintable(f"last death: {now.last_death}")[:200], ""]
     for fact in facts:
         if len(lines) > 1 and len(lines[-1]) + len(fact) + 2 <= width:
             lines[-1] += f"  {fact}"
@@ -309,7 +311,7 @@ def event_lines(now: RunSnapshot, at: float) -> list[str]:
         fields = " ".join(
             f"{key}={f'{value:.4g}' if isinstance(value, float) else str(value)[:80]}"
             for key, value in event.items()
-            if key not in _RESERVED_KEYS
+            if key not in _RESERVED_KEYS and not isinstance(value, dict)
         )
         clock = datetime.fromtimestamp(when).strftime("%H:%M:%S" if at - when < 86400 else "%Y-%m-%d %H:%M:%S")
         lines.append(escape_unprintable(f"{clock}  rank {rank}  {event['name']}  {fields}".rstrip())[:300])

@@ -158,7 +158,7 @@ def check_init_dist_called(caller: str) -> None:
 
 
 @explain_arguments
-@spans.timed("setup")
+@spans.timed("rendezvous")
 def init_dist(
     *,
     backend: str | None = None,

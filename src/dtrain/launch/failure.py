@@ -189,6 +189,11 @@ def describe_exit(code: int) -> str:
     return f"exit code {code}" if code >= 0 else f"killed by {signal_name(-code)}"
 
 
+def describe_cause(cause: RootCause) -> str:
+    """Describe the failure of a rank in a few words: its exception, or its exit."""
+    return _describe_exception(cause.failure) or describe_exit(cause.code)
+
+
 def signal_name(number: int) -> str:
     """Return the name of a signal: ``SIGKILL`` for 9, ``signal 40`` for a signal without a name."""
     try:

@@ -4,6 +4,9 @@ A fork runs the script as a plain interpreter would (``rank_main``): the same ma
 handlers, signal handling and random streams. If forks are not safe, the server sends the reason, and the launcher starts plain
 interpreters. The server never starts CUDA and has one thread at each fork.
 
+A request may also ask for a successor: a fork that first imports what a rank has imported in the meantime, so that a restarted
+rank imports nothing again. The launcher uses the successor once it is ready, and ends this process.
+
 Requests are JSON messages with the descriptors of the new process. A child that exits at once makes each fork, so that the rank
 becomes a child of the nearest subreaper above, the supervisor.
 
@@ -29,8 +32,10 @@ import signal
 import socket
 import threading
 import time
+from pathlib import Path
 from typing import Any, NoReturn
 
+from dtrain import launch_protocol
 from dtrain.launch import processes, rank_main
 from dtrain.launch.processes import die_with_parent, set_process_title
 
@@ -39,6 +44,8 @@ _MAX_FDS = 8
 # length of the key that Python generates
 _AUTHKEY_BYTES = 32
 _REPARENT_TIMEOUT_S = 30.0
+# Variables that differ between the ranks of a node.
+_RANK_VARIABLES = frozenset({launch_protocol.RANK, launch_protocol.LOCAL_RANK, "ROLE_RANK", launch_protocol.FAILURE_FILE})
 
 
 def main() -> None:
@@ -48,7 +55,25 @@ def main() -> None:
     channel = socket.socket(fileno=int(sys.argv[1]))
     channel.set_inheritable(False)
     needed, optional, kind, target, *args = sys.argv[2:]
-    unsafe = _import_modules(needed.split(","), optional.split(",")) or _find_shadowing(kind, target)
+    modules = (needed.split(","), optional.split(","))
+    unsafe = _import_modules(*modules) or _find_shadowing(kind, target)
+    request, fds = _announce_and_serve(channel, unsafe)
+    while request["kind"] == "server":
+        channel.close()
+        channel = socket.socket(fileno=fds["channel"])
+        _replace_streams(fds)
+        unsafe = _prepare_successor(Path(request["modules"])) or _find_shadowing(kind, target)
+        request, fds = _announce_and_serve(channel, unsafe)
+    channel.close()
+    _apply_request(request, fds)
+    if request["kind"] == "store":
+        serve_store(fds["listener"], request["address"], request["port"])
+    set_process_title(rank_main.interpreter_command(kind, target, args))
+    rank_main.run_target(kind, target, args)
+
+
+def _announce_and_serve(channel: socket.socket, unsafe: str | None) -> tuple[dict[str, Any], dict[str, int]]:
+    """Tell the launcher that this process is ready, or why it must not be forked, and serve requests. Returns in each fork."""
     _send_message(channel, {"unsafe": unsafe})
     if unsafe is not None:
         # The launcher ends this process, and starts pending requests as plain interpreters. Without recv_fds their descriptors
@@ -56,13 +81,35 @@ def main() -> None:
         while channel.recv(_MAX_MESSAGE_BYTES):
             pass
         os._exit(0)
-    request, fds = _serve_requests(channel)
-    channel.close()
-    _apply_request(request, fds)
-    if request["kind"] == "store":
-        serve_store(fds["listener"], request["address"], request["port"])
-    set_process_title(rank_main.interpreter_command(kind, target, args))
-    rank_main.run_target(kind, target, args)
+    return _serve_requests(channel)
+
+
+def _prepare_successor(file: Path) -> str | None:
+    """Import the modules that a rank has imported in the last attempt. Return the reason if this process must not be forked.
+
+    A module that read a variable of its rank would have read another value here.
+    """
+    read: set[str] = set()
+    encode = os.environ.encodekey
+
+    def record(key: str) -> str:
+        read.add(key)
+        return encode(key)
+
+    try:
+        names = file.read_text(encoding="utf-8").split("\n")
+    except OSError as error:
+        return f"{file} cannot be read ({error.strerror})"
+    os.environ.encodekey = record
+    try:
+        unsafe = _import_modules([], names)
+    finally:
+        os.environ.encodekey = encode
+    if unsafe is None and (of_rank := sorted(read & _RANK_VARIABLES)):
+        unsafe = f"a module reads {', '.join(of_rank)} at its import"
+    result = "serves the next restart" if unsafe is None else f"is not used: {unsafe}"
+    print(f"dtrain: launch: fork server {os.getpid()} with {len(names)} more modules {result}", flush=True)
+    return unsafe
 
 
 def _import_modules(needed: list[str], optional: list[str]) -> str | None:
@@ -78,7 +125,7 @@ def _import_modules(needed: list[str], optional: list[str]) -> str | None:
                 if names is needed:
                     return f"{name} cannot be imported here ({type(error).__name__}: {error})"
         if (state := _find_unsafe_state()) is not None:
-            return f"importing {', '.join(names)} started {state}"
+            return f"importing {', '.join(names[:8])}{', ...' * (len(names) > 8)} started {state}"
     return None
 
 
@@ -151,10 +198,7 @@ def _send_message(channel: socket.socket, message: dict[str, Any]) -> None:
 def _apply_request(request: dict[str, Any], fds: dict[str, int]) -> None:
     """Apply the environment, descriptors and random streams of the requested process."""
     os.environ.update(request["environment"])
-    for name, number in (("stdin", 0), ("stdout", 1), ("stderr", 2)):
-        if name in fds:
-            os.dup2(fds[name], number)
-            os.close(fds[name])
+    _replace_streams(fds)
     for name in processes.FD_VARIABLES:
         if name in fds:
             os.set_inheritable(fds[name], False)
@@ -162,6 +206,13 @@ def _apply_request(request: dict[str, Any], fds: dict[str, int]) -> None:
     if request["cores"]:
         os.sched_setaffinity(0, request["cores"])
     _reset_process_state()
+
+
+def _replace_streams(fds: dict[str, int]) -> None:
+    for name, number in (("stdin", 0), ("stdout", 1), ("stderr", 2)):
+        if name in fds:
+            os.dup2(fds[name], number)
+            os.close(fds[name])
 
 
 def _reset_process_state() -> None:

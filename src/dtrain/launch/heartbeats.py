@@ -44,6 +44,8 @@ class ProgressKind(IntEnum):
     CLOSED = 5
     # An exception has left the rank's script, and its record is written. Value: exit code.
     FAILED = 6
+    # The rank has completed its first step, and the list of its modules is written. Value: step.
+    STARTED = 7
 
 
 _PROGRESS_KINDS = frozenset(ProgressKind)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-import selectors
 import signal
 import socket
 import sys
@@ -17,7 +16,6 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from datetime import datetime
-from typing import Any
 
 from dtrain import launch_protocol
 from dtrain.errors import ConfigError
@@ -25,7 +23,7 @@ from dtrain.launch import processes
 from dtrain.launch.agent import Agent, OtherNodes, start_agent
 from dtrain.launch.failure import HANG_EXIT_CODE, describe_exit
 from dtrain.launch.heartbeats import ProgressKind, SharedFiles
-from dtrain.launch.job_output import JobOutput
+from dtrain.launch.job_output import Events, JobOutput
 from dtrain.launch.launch_dir import SharedFolders, create_run_dir, write_launch_record
 from dtrain.launch.launch_plan import (
     DEFAULT_SILENCE_S,
@@ -45,7 +43,8 @@ from dtrain.launch.node_messages import (
     RanksFailed,
     listen_for_nodes,
 )
-from dtrain.launch.processes import STORE_ID, ProcessRequest
+from dtrain.launch.processes import SUCCESSOR_ID, ProcessRequest
+from dtrain.launch.recovery import Death, StepBoard, add_death, start_environment
 from dtrain.launch.result import JobResult, describe_failures, summarize
 from dtrain.launch.starter import ProcessStarter, StartEvent
 from dtrain.launch.watchdog import Watchdog
@@ -58,34 +57,6 @@ _WILDCARD_ADDRESSES = ("0.0.0.0", "::")
 _REAP_S = 10.0
 # seconds for the last messages to other nodes, which read them at once or are lost
 _AGENT_EXIT_S = DEFAULT_SILENCE_S + 3.0
-
-
-class Events:
-    """Event loop of the supervisor: files to watch, and what to do when one is readable."""
-
-    def __init__(self) -> None:
-        self._selector = selectors.PollSelector()
-
-    def watch(self, file: Any, action: Callable[[], None]) -> None:
-        """Call ``action`` whenever ``file`` is readable, until ``unwatch``."""
-        self._selector.register(file, selectors.EVENT_READ, action)
-
-    def unwatch(self, file: Any) -> None:
-        self._selector.unregister(file)
-
-    def watch_pending(self, output: JobOutput) -> None:
-        """Watch the launcher's own streams for space only while output is pending; otherwise they are always writable."""
-        watched = self._selector.get_map()
-        for writer in output.writers:
-            if writer.has_pending and writer.fd not in watched:
-                self._selector.register(writer.fd, selectors.EVENT_WRITE, writer.flush_some)
-            elif not writer.has_pending and writer.fd in watched:
-                self._selector.unregister(writer.fd)
-
-    def handle(self, timeout_s: float | None) -> None:
-        """Wait for events, and call their actions."""
-        for key, _ in self._selector.select(timeout_s):
-            key.data()
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -104,6 +75,8 @@ class Job:
         nodes: exchange with other nodes.
         watchdog: detector of hangs, while ranks run.
         initial_oom_kills: out-of-memory kills before the job.
+        deaths: deaths since the last step.
+        steps: last step of each rank.
         launcher_gone: True once the launcher process has exited.
     """
 
@@ -118,6 +91,8 @@ class Job:
     nodes: OtherNodes = field(default_factory=OtherNodes)
     watchdog: Watchdog | None = None
     initial_oom_kills: int | None = None
+    deaths: tuple[Death, ...] = ()
+    steps: StepBoard = field(default_factory=StepBoard)
     launcher_gone: bool = False
 
     @classmethod
@@ -158,6 +133,7 @@ class Job:
                 self.output.write_line(line)
             self.output.write_line(f"dtrain: launch: {self.restart_policy.describe_next()}")
             self.restart_policy, self.store = self.restart_policy.after_restart(), RankStore()
+            self.deaths = self._deaths_with(self.worker_group)
             self._leave_nodes()
             self.worker_group = WorkerGroup(plan=self.plan, services=self.worker_group.services)
             begin_at = time.monotonic() + delay_s
@@ -202,6 +178,11 @@ class Job:
             for line in report.lines:
                 self.output.write_line(line)
 
+    def _deaths_with(self, group: WorkerGroup) -> tuple[Death, ...]:
+        lines = group.launch_error.lines if group.launch_error is not None else ()
+        step = self.steps.last_step(self.plan.layout.nproc)
+        return add_death(self.deaths, group.root_cause, lines, group.exits, step)
+
     def handle_signal(self, number: int) -> None:
         """End the job, or forward a signal to the ranks, or dump their stacks."""
         has_no_receiver = number == self.plan.stop_signal and not self.worker_group.running_pids()
@@ -223,6 +204,8 @@ class Job:
                 self.worker_group.diagnosis.closed_ranks.add(record.rank)
             if record.kind == ProgressKind.FAILED:
                 self.worker_group.record_script_exit(record.rank, record.value, time.monotonic())
+            if record.kind == ProgressKind.STARTED and not self.worker_group.stopping:
+                self._start_successor()
 
     # The ranks.
 
@@ -241,6 +224,8 @@ class Job:
             node_rank=layout.node_rank,
             ranks=layout.ranks,
         )
+        self.steps.clear(layout.nproc)
+        start = start_environment(self.deaths)
         count = core_count()
         shares = assign_cores(usable_cores(), layout.nproc) if plan.bind else [[]] * layout.nproc
         for rank, cores in zip(layout.ranks, shares, strict=True):
@@ -252,9 +237,10 @@ class Job:
             except OSError as error:
                 self._fail_start(rank, error.strerror)
                 return
+            fds |= self.steps.fds
             fds |= {launch_protocol.HEARTBEAT_FD: self.files.pulse, launch_protocol.DUMP_REQUEST_FD: self.watchdog.ask_fd}
             self.worker_group.pids[rank] = None
-            owned = frozenset({"stdout", "stderr"})
+            owned, environment = frozenset({"stdout", "stderr"}), {**environment, **start}
             request = ProcessRequest(id=rank, kind="rank", fds=fds, owned=owned, environment=environment, cores=cores)
             self._handle_start_events(self.starter.start(request))
 
@@ -317,17 +303,42 @@ class Job:
         for event in events:
             if event.id is None:
                 self.output.write_line(f"dtrain: launch: {event.error}")
-            elif event.id == STORE_ID and event.error is None:
-                self.store.pid = event.pid
-                self.worker_group.services.add(event.pid)
+            elif event.id < 0 and event.error is None:
+                self._record_service(event.id, event.pid)
             elif event.error is None:
                 self.worker_group.record_start(event.id, event.pid, time.monotonic())
-            elif event.id == STORE_ID:
+            elif event.id == -self.store.port:
                 line = f"dtrain: launch: the process for the ranks' store could not be started: {event.error}; use fewer ranks"
                 self.worker_group.fail([line], time.monotonic())
             elif event.id in self.worker_group.pids:
                 del self.worker_group.pids[event.id]
                 self._fail_start(event.id, event.error)
+
+    def _record_service(self, number: int, pid: int) -> None:
+        self.worker_group.services.add(pid)
+        if number == -self.store.port:
+            self.store.pid = pid
+        elif number != SUCCESSOR_ID:
+            # The store of an earlier attempt, whose ranks have ended.
+            self._kill_service(pid)
+
+    def _start_successor(self) -> None:
+        """Prepare the next restart: fork a server that imports what a rank has imported."""
+        with contextlib.suppress(OSError):
+            if self.starter.start_successor(launch_protocol.modules_file(self.plan.run_dir)):
+                assert self.starter.successor is not None, "it was requested"
+                self.events.watch(self.starter.successor.channel, self._promote_successor)
+
+    def _promote_successor(self) -> None:
+        old, new = self.starter.forkserver, self.starter.successor
+        assert new is not None, "its channel is watched"
+        self.events.unwatch(new.channel)
+        if old is not None:
+            self.events.unwatch(old.channel)
+        if pid := self.starter.promote_successor():
+            self._kill_service(pid)
+        if self.starter.forkserver is not None:
+            self.events.watch(self.starter.forkserver.channel, self._read_starter)
 
     def _drop_unstarted_ranks(self) -> None:
         """Drop the ranks that have not started. Ranks that the fork server is forking get SIGTERM on arrival."""
@@ -361,7 +372,7 @@ class Job:
             address = "localhost"
         fds = {"stdin": self.files.devnull, "listener": listener.detach()}
         request = ProcessRequest(
-            id=STORE_ID, kind="store", fds=fds, owned=frozenset({"listener"}), environment={}, address=address, port=port
+            id=-port, kind="store", fds=fds, owned=frozenset({"listener"}), environment={}, address=address, port=port
         )
         self._handle_start_events(self.starter.start(request))
 
@@ -536,6 +547,9 @@ class Job:
     def stop_services(self) -> None:
         """Stop the fork server and the agent at the end of the job."""
         forkserver, agent = self.starter.forkserver, self.nodes.agent
+        if self.starter.successor is not None:
+            self._promote_successor()
+            forkserver = self.starter.forkserver
         if forkserver is not None:
             self.events.unwatch(forkserver.channel)
             self.starter.stop_forkserver()

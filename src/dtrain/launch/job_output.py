@@ -1,6 +1,7 @@
 """Relay the output streams of all ranks to log files and the terminal, and write the launcher's own lines.
 
 Templates name log files and prefixes. If a disk is full, lines are lost only while it is full, and the loss is reported.
+``Events`` waits for all streams in one place.
 """
 
 from __future__ import annotations
@@ -8,11 +9,13 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import selectors
 import string
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 from dtrain.arguments import format_count
 from dtrain.errors import ConfigError
@@ -420,3 +423,31 @@ def _open_log_file(path: Path) -> int:
     except FileNotFoundError:
         path.parent.mkdir(parents=True, exist_ok=True)
         return os.open(path, _LOG_FILE_FLAGS, 0o666)
+
+
+class Events:
+    """Event loop of the supervisor: files to watch, and what to do when one is readable."""
+
+    def __init__(self) -> None:
+        self._selector = selectors.PollSelector()
+
+    def watch(self, file: Any, action: Callable[[], None]) -> None:
+        """Call ``action`` whenever ``file`` is readable, until ``unwatch``."""
+        self._selector.register(file, selectors.EVENT_READ, action)
+
+    def unwatch(self, file: Any) -> None:
+        self._selector.unregister(file)
+
+    def watch_pending(self, output: JobOutput) -> None:
+        """Watch the launcher's own streams for space only while output is pending; otherwise they are always writable."""
+        watched = self._selector.get_map()
+        for writer in output.writers:
+            if writer.has_pending and writer.fd not in watched:
+                self._selector.register(writer.fd, selectors.EVENT_WRITE, writer.flush_some)
+            elif not writer.has_pending and writer.fd in watched:
+                self._selector.unregister(writer.fd)
+
+    def handle(self, timeout_s: float | None) -> None:
+        """Wait for events, and call their actions."""
+        for key, _ in self._selector.select(timeout_s):
+            key.data()

@@ -231,10 +231,11 @@ def kill_descendants(*, timeout_s: float, exclude_sessions: Collection[int] = ()
         time.sleep(_KILL_RETRY_S)
 
 
-STORE_ID = -1
-"""Request id of the store process. The ids of rank processes are their global ranks."""
+SUCCESSOR_ID = -(1 << 16)
+"""Request id of the next fork server. The ids of rank processes are their global ranks, and the id of a store is its port,
+negated, so that the store of an attempt that ends is not taken for the store of the next attempt."""
 
-FD_VARIABLES = (launch_protocol.HEARTBEAT_FD, launch_protocol.DUMP_REQUEST_FD)
+FD_VARIABLES = (launch_protocol.HEARTBEAT_FD, launch_protocol.DUMP_REQUEST_FD, launch_protocol.STEPS_FD)
 """Names of descriptors that are also the environment variables in which a process finds their numbers."""
 
 
@@ -243,24 +244,26 @@ class ProcessRequest:
     """Process to start.
 
     Attributes:
-        id: the global rank, or ``STORE_ID``.
+        id: the global rank, the negated port of a store, or ``SUCCESSOR_ID``.
         kind: the program.
-        fds: descriptors by name: ``stdin``, ``stdout``, ``stderr``, ``listener``, or a name in ``FD_VARIABLES``.
+        fds: descriptors by name: ``stdin``, ``stdout``, ``stderr``, ``listener``, ``channel``, or a name in ``FD_VARIABLES``.
         owned: names of descriptors that the parent closes once the process has them.
         environment: variables besides the common environment of all ranks.
         cores: allowed CPU cores; empty uses the parent's cores.
         address: address of the listener.
         port: port of the listener.
+        modules: file with the modules that a fork server imports, one a line.
     """
 
     id: int
-    kind: Literal["rank", "store"]
+    kind: Literal["rank", "store", "server"]
     fds: Mapping[str, int]
     owned: frozenset[str] = frozenset()
     environment: Mapping[str, str]
     cores: Sequence[int] = ()
     address: str = ""
     port: int = 0
+    modules: str = ""
 
 
 # exit code of a shell for a command that cannot run

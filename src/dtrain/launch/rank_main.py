@@ -39,8 +39,8 @@ from typing import Any, NoReturn
 
 import dtrain
 from dtrain import launch_protocol
-from dtrain.launch import heartbeats
-from dtrain.launch.processes import find_shadowed_modules, first_import_folder, parse_flags
+from dtrain.launch import heartbeats, recovery
+from dtrain.launch.processes import FD_VARIABLES, find_shadowed_modules, first_import_folder, parse_flags
 
 _MAIN_MODULE_DEFAULTS: dict[str, object] = {"__annotations__": {}, "__cached__": None}
 
@@ -50,9 +50,9 @@ def main() -> None:
 
     Mutates: ``sys.modules``, which loses the modules that this bootstrap imported and that the program shadows.
     """
-    for variable in (launch_protocol.HEARTBEAT_FD, launch_protocol.DUMP_REQUEST_FD):
+    for variable in FD_VARIABLES:
         if variable in os.environ:
-            # The pipes were inherited through exec, and belong to this process alone.
+            # The descriptors were inherited through exec, and belong to this process alone.
             os.set_inheritable(int(os.environ[variable]), False)
     kind, target, *args = sys.argv[1:]
     names: set[str] = set()
@@ -78,6 +78,7 @@ def run_target(kind: str, target: str, args: list[str]) -> None:
     owner = os.getpid()
     rank, record = int(os.environ[launch_protocol.RANK]), Path(os.environ[launch_protocol.FAILURE_FILE])
     heartbeats.connect_from_env(os.environ, rank)
+    recovery.watch_steps(os.environ)
     run_dir = Path(os.environ[launch_protocol.RUN_DIR])
     interrupted = launch_protocol.interrupted_file(run_dir)
     if launch_protocol.DUMP_REQUEST_FD in os.environ:

@@ -23,7 +23,7 @@ from dtrain import launch_protocol
 from dtrain.launch import processes
 from dtrain.launch.entrypoint import find_source
 from dtrain.launch.launch_plan import Target, build_rank_command
-from dtrain.launch.processes import ProcessRequest, inherited_flags, start_process
+from dtrain.launch.processes import SUCCESSOR_ID, ProcessRequest, inherited_flags, start_process
 from dtrain.lazy_imports import public_names
 
 _MAX_MESSAGE_BYTES = 1 << 16
@@ -222,6 +222,7 @@ class ProcessStarter:
         forkserver: the fork server, if one runs.
         pending: requests without a process, in order of arrival.
         in_flight: ids of pending requests that the fork server knows.
+        successor: fork server that imports what a rank has imported, for the next restart.
     """
 
     target: Target
@@ -230,6 +231,7 @@ class ProcessStarter:
     forkserver: ForkServer | None = None
     pending: dict[int, ProcessRequest] = field(default_factory=dict)
     in_flight: set[int] = field(default_factory=set)
+    successor: ForkServer | None = None
 
     def preload(self, requested: Sequence[str] | None) -> None:
         """Start the fork server if there are modules to preload.
@@ -278,9 +280,47 @@ class ProcessStarter:
             else:
                 self.in_flight.discard(message["id"])
                 self._release(self.pending.pop(message["id"]))
+                if message["id"] == SUCCESSOR_ID and self.successor is not None:
+                    self.successor.pid = message.get("pid", 0)
                 events.append(StartEvent(id=message["id"], pid=message.get("pid", 0), error=message.get("error")))
         self._send_pending()
         return events
+
+    def start_successor(self, modules: Path) -> bool:
+        """Request a fork of the fork server that imports more modules, and return True if it was requested.
+
+        Args:
+            modules: file with the names of the modules, one a line.
+
+        Raises:
+            OSError: the limit of files is reached.
+        """
+        if self.forkserver is None or not self.forkserver.is_ready or self.successor is not None or self.pending:
+            return False
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours.setblocking(False)
+        self.successor = ForkServer(pid=0, channel=ours)
+        names = os.fspath(modules)
+        fds = {"stdout": self._open_log(), "stderr": self._open_log(), "channel": theirs.detach()}
+        self.start(ProcessRequest(id=SUCCESSOR_ID, kind="server", fds=fds, owned=frozenset(fds), environment={}, modules=names))
+        return True
+
+    def promote_successor(self) -> int | None:
+        """Read the message of the successor, which then takes the place of the fork server, or ends.
+
+        Returns:
+            The pid of the server that is not needed any more.
+        """
+        old, new, self.successor = self.forkserver, self.successor, None
+        assert new is not None, "the channel is watched while there is a successor"
+        is_ready = any("unsafe" in message and message["unsafe"] is None for message in new.read_messages())
+        # A request that the old server knows must be answered by it.
+        if is_ready and old is not None and not self.pending:
+            new.is_ready, self.forkserver = True, new
+            old.channel.close()
+            return old.pid
+        new.channel.close()
+        return new.pid
 
     def withdraw_pending(self) -> list[int]:
         """Withdraw the requests that the fork server does not know yet, and return their ids."""
@@ -314,6 +354,9 @@ class ProcessStarter:
 
     def _fall_back_to_exec(self, reason: str, *, ended: bool = False) -> list[StartEvent]:
         """Start the pending requests and all later requests as plain interpreters."""
+        successor = self.pending.pop(SUCCESSOR_ID, None)
+        if successor is not None:
+            self._release(successor)
         missing, self.pending = list(self.pending.values()), {}
         self.stop_forkserver(ended=ended)
         notice = StartEvent(error=f"{reason}; starting plain interpreters (--no-preload does so at once)")

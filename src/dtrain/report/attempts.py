@@ -32,7 +32,7 @@ _SKEW_S = 5.0
 _SILENT_S = 120.0
 MAX_CHECKPOINTS, MAX_EVENTS = 1000, 1000
 # events that every rank records
-ALL_RANK_EVENTS = {"save", "committed", "resumed", "evaluated", "stop", "desync", "early_stop"}
+ALL_RANK_EVENTS = {"save", "committed", "resumed", "evaluated", "stop", "desync", "early_stop", "started", "recovered"}
 # event that every rank records, several at one step
 _MODEL = "model"
 _STANDARD_KEYS = {"kind", "attempt", "at", "name", "step"}
@@ -240,6 +240,43 @@ def checkpoint_reports(merged: Sequence[MergedAttempt], *, started_at: float) ->
             row["duration_s"], row["bytes"] = _to_amount(event.get("seconds")), _to_amount(event.get("bytes"))
     longest = sorted(rows.values(), key=lambda row: -(row["blocked_s"] or 0.0))[:MAX_CHECKPOINTS]
     return sorted(longest, key=lambda row: float(row["at"])), len(rows)
+
+
+def death_reports(merged: Sequence[MergedAttempt], *, started_at: float) -> list[Row]:
+    """Return the deaths after which the run has completed a step, in order of time."""
+    rows = []
+    for each in merged:
+        events = sorted((event for _, _, event in _iter_events([each])), key=lambda event: float(event["at"]))
+        first = min((rank for _, rank, event in _iter_events([each]) if event["name"] == "recovered"), default=None)
+        if first is not None:
+            resumed = next((event for event in events if event["name"] == "resumed"), {})
+            own = (event for event in each.ranks[first].events if event["name"] == "recovered")
+            rows += [death_row(event, resumed) | {"attempt": each.number, "at": event["at"] - started_at} for event in own]
+    return rows[:MAX_EVENTS]
+
+
+def death_row(recovered: Row, resumed: Row) -> Row:
+    """Return the facts of a death, from the event of the next loss and the event of the load before it, if there was one."""
+    parts = recovered.get("parts")
+    rank = recovered.get("rank_died")
+    return {
+        "rank": rank if isinstance(rank, int) and rank >= 0 else None,
+        "cause": trim_data(str(recovered.get("cause", "unknown"))),
+        "tier": trim_data(str(resumed.get("tier", "disk"))) if resumed else None,
+        "step": _event_step(resumed),
+        "seconds": _to_amount(recovered.get("seconds")),
+        "lost_steps": _to_amount(recovered.get("lost_steps")),
+        "parts": {str(name): _to_amount(value) for name, value in parts.items()} if isinstance(parts, dict) else {},
+    }
+
+
+def describe_death(row: Row) -> str:
+    """Describe a death in a line: ``rank 1 killed by SIGKILL; back from memory at step 20 after 0.71 s, 0 steps lost``."""
+    who = "" if row["rank"] is None else f"rank {row['rank']} "
+    source = "started anew" if row["tier"] is None else f"back from {row['tier']} at step {row['step']}"
+    seconds = "" if row["seconds"] is None else f" after {row['seconds']:.2f} s"
+    lost = "" if row["lost_steps"] is None else f", {row['lost_steps']:.0f} step{'s' * (row['lost_steps'] != 1)} lost"
+    return f"{who}{row['cause']}; {source}{seconds}{lost}"
 
 
 def run_events(merged: Sequence[MergedAttempt], *, started_at: float) -> tuple[list[Row], dict[str, int]]:

@@ -208,6 +208,8 @@ class RunReport:
         checkpoints: at most 1000 checkpoints in order of time, else those that blocked training longest: step, attempt, at,
             blocked_s (longest over ranks), duration_s (until durable) and bytes.
         checkpoint_count: number of all checkpoints.
+        deaths: deaths after which the run went on: at, attempt, rank (None for none), cause, tier ("memory", "disk", or None
+            for none) and step that were loaded, seconds to the next loss, lost_steps, and ``parts`` of the seconds.
         slowest: ranks that others waited for, worst first; at most 8.
         events: at most 1000 events in order of time, else the first and last of each name: at, name, attempt, rank, step, and
             ``fields``.
@@ -230,6 +232,7 @@ class RunReport:
     gauges: dict[str, GaugeSeries] = field(default_factory=dict)
     checkpoints: list[Row] = field(default_factory=list)
     checkpoint_count: int = 0
+    deaths: list[Row] = field(default_factory=list)
     slowest: list[SlowRank] = field(default_factory=list)
     events: list[Row] = field(default_factory=list)
     event_counts: dict[str, int] = field(default_factory=dict)

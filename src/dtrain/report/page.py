@@ -61,6 +61,7 @@ def render_page(report: Report) -> str:
         "changed_settings": list_changed_settings,
         "command": describe_command,
         "comparison": compare_values,
+        "deaths": list_deaths,
         "duration": format_duration,
         "environment": list_environment,
         "events": list_events,
@@ -162,6 +163,18 @@ def list_spans(run: RunReport) -> list[list[str]]:
         counts, seconds, categories = zip(*of_ranks, strict=True)
         times = (format_duration(sum(seconds) / len(run.ranks)), format_duration(max(seconds)))
         rows.append([name, categories[0], str(max(counts)), *times])
+    return rows
+
+
+def list_deaths(run: RunReport) -> list[list[str]]:
+    """Return a row for each death."""
+    rows = []
+    for death in run.deaths[:_MAX_ROWS]:
+        numbers = ["" if death[key] is None else f"{death[key]:.0f}" for key in ("rank", "step", "lost_steps")]
+        seconds = "" if death["seconds"] is None else f"{death['seconds']:.2f} s"
+        parts = ", ".join(f"{name} {value:.2f}" for name, value in death["parts"].items() if value is not None)
+        facts = [death["cause"], death["tier"] or "nothing", numbers[1], seconds, numbers[2], parts[:_MAX_TEXT]]
+        rows.append([format_duration(death["at"]), numbers[0], *facts])
     return rows
 
 

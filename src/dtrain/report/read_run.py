@@ -21,6 +21,9 @@ from dtrain.report.attempts import (
     MergedAttempt,
     attempt_reports,
     checkpoint_reports,
+    death_reports,
+    death_row,
+    describe_death,
     gauge_series,
     goodput,
     merge_attempts,
@@ -157,6 +160,7 @@ def _read_run(path: Path, folder: str, now: float) -> RunReport:
         gauges=gauge_series(merged, edges, started_at=origin),
         checkpoints=checkpoints,
         checkpoint_count=checkpoint_count,
+        deaths=death_reports(merged, started_at=origin),
         slowest=slowest_ranks(ranks),
         events=events,
         event_counts=counts,
@@ -338,6 +342,7 @@ class RunSnapshot:
         tokens_per_s: rate of the last minute; None without a count.
         goodput: compute fraction of the newest attempt, mean over ranks; None without a ledger.
         ranks: ranks of the newest attempt.
+        last_death: description of the last death after which the run went on; empty without one.
         events: events in order: time, rank and line.
         unreadable: number of unreadable lines.
     """
@@ -351,6 +356,7 @@ class RunSnapshot:
     tokens_per_s: float | None
     goodput: float | None
     ranks: list[RankSnapshot]
+    last_death: str
     events: list[tuple[float, int, Row]]
     unreadable: int
 
@@ -438,9 +444,17 @@ class LiveRun:
             tokens_per_s=tokens / seconds if seconds > 0 and tokens > 0 else None,
             goodput=sum(shares) / len(shares) if shares else None,
             ranks=[_rank_snapshot(rank, lines, changes[rank], now) for rank, lines in current.items()],
+            last_death=next((_describe_last_death(ledger) for _, (ledger, _) in sorted(self._ledgers.items())), ""),
             events=sorted(self._events, key=lambda event: event[0]),
             unreadable=self._metrics.unreadable + sum(lines.unreadable for _, lines in self._ledgers.values()),
         )
+
+
+def _describe_last_death(ledger: RankLedger) -> str:
+    for lines in reversed(ledger.attempts.values()):
+        if deaths := [event for event in lines.events if event["name"] == "recovered"]:
+            return describe_death(death_row(deaths[-1], next((e for e in lines.events if e["name"] == "resumed"), {})))
+    return ""
 
 
 def _read_new_rows(lines: JsonlReader) -> list[list[Row]]:

@@ -30,8 +30,10 @@ A line of a ledger is a JSON object with ``kind``, ``attempt``, and ``at`` (end 
     sum    changes since the previous line: seconds (wall time), step, samples, tokens (after the last step, of all ranks),
            spans: {name: [count, seconds]}, causes: {name: category} of names that are not dtrain's own spans, and
            gauges: {name: number}, such as rss_bytes
-    event  name, and its own fields: resumed (step, path), save (step, blocked_s), committed (step, seconds, bytes), evaluated
-           (step, seconds), stop (step), out_of_memory (step, size), dropped (logger, error), desync (step, tensor, ranks), ...
+    event  name, and its own fields: resumed (step, path, tier: memory or disk), started (step, seconds, parts) at the first
+           step, recovered (step, rank_died, cause, last_step, lost_steps, seconds, parts) at the first step after a death,
+           save (step, blocked_s), committed (step, seconds, bytes), evaluated (step, seconds), stop (step), out_of_memory
+           (step, size), dropped (logger, error), desync (step, tensor, ranks), ...
     close  reason: done, stopped (on request, also by Ctrl-C), or failed; error: its text. A killed rank writes no close line
 """
 

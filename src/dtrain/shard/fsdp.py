@@ -93,7 +93,7 @@ class CommConfig:
 
 
 @explain_arguments
-@spans.timed("setup")
+@spans.timed("shard")
 def shard_model(
     model: nn.Module,
     mesh: DeviceMesh,

@@ -1,0 +1,347 @@
+"""From the death of a rank to the next loss, with steps in memory, beside torchrun with DCP in the same run.
+
+``python benchmarks/recovery.py --kills 8`` kills a random rank of two again and again, of dtrain and of torchrun in turn, and
+prints the seconds to the next loss (p50, p95) with the parts of dtrain's; ``--width 4096 --layers 6`` makes 1.2 GB of state.
+Then it prints what a copy costs a step, each step, each tenth step and never, with the A/A band; and with ``--failure-every``,
+the minutes for ``--steps`` steps when a rank dies that often.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from measure import compare, compile_bytecode, machine
+
+RANKS = 2
+LONG_S = 900.0
+
+COMMON = """
+import json, os, sys, time
+from pathlib import Path
+
+rank, restart = int(os.environ["RANK"]), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+width, layers, steps, every, pause_s = json.loads(sys.argv[1])
+Path(f"pid-{rank}.new").write_text(f"{os.getpid()} {restart}")
+os.replace(f"pid-{rank}.new", f"pid-{rank}")
+import torch
+from torch import nn
+
+
+def build():
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Linear(width, width) for _ in range(layers)])
+
+
+def tell(step):
+    if rank == 0:
+        with open("losses", "a") as file:
+            file.write(f"{restart} {step} {time.monotonic()}\\n")
+    time.sleep(pause_s)
+"""
+
+DTRAIN = (
+    COMMON
+    + """
+import dtrain as dt
+
+with dt.init_dist() as info:
+    dt.open_run("run")
+    mesh = dt.build_mesh()
+    model = dt.shard_model(build(), mesh, blocks=(nn.Linear,))
+    data = torch.utils.data.TensorDataset(torch.randn(64, width))
+    loader = dt.build_loader(data, mesh=mesh, global_batch_size=4, seed=0)
+    step = dt.compose_step(lambda model, batch: dt.sum_loss(model(batch[0]).square().mean(1)))
+    checkpoints = dt.Checkpointer("ckpt", mode="async", memory_every=every, keep_last=2)
+    state = step.init(model, torch.optim.AdamW(model.parameters(), lr=1e-4), loader=loader)
+    state = checkpoints.load(state, missing_ok=True)
+    for batch in loader.until(steps):
+        state, metrics = step(state, batch)
+        dt.reduce_metrics(metrics)
+        tell(state.step)
+        checkpoints.keep(state)
+"""
+)
+
+TORCHRUN = (
+    COMMON
+    + """
+from datetime import timedelta
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import fully_shard
+
+# A restart may hang while its ranks connect, by default for half an hour.
+dist.init_process_group("gloo", timeout=timedelta(seconds=30))
+mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
+model = build()
+for layer in model:
+    fully_shard(layer, mesh=mesh)
+fully_shard(model, mesh=mesh)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+
+
+def stored():
+    weights, moments = get_state_dict(model, optimizer)
+    return {"weights": weights, "moments": moments}
+
+
+done = max((int(path.name) for path in Path("dcp").glob("*") if (path / ".metadata").exists()), default=0)
+if done:
+    content = stored()
+    dcp.load(content, checkpoint_id=f"dcp/{done}")
+    set_state_dict(model, optimizer, model_state_dict=content["weights"], optim_state_dict=content["moments"])
+batches = torch.randn(64, width).split(4 // dist.get_world_size())
+for step in range(done + 1, steps + 1):
+    model(batches[(step + rank) % len(batches)]).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    tell(step)
+    if step % every == 0:
+        dcp.save(stored(), checkpoint_id=f"dcp/{step}")
+dist.destroy_process_group()
+"""
+)
+
+STEADY = (
+    COMMON
+    + """
+import random
+import dtrain as dt
+
+with dt.init_dist() as info:
+    mesh = dt.build_mesh()
+    model = dt.shard_model(build(), mesh, blocks=(nn.Linear,))
+    data = torch.utils.data.TensorDataset(torch.randn(64, width))
+    loader = dt.build_loader(data, mesh=mesh, global_batch_size=4, seed=0)
+    step = dt.compose_step(lambda model, batch: dt.sum_loss(model(batch[0]).square().mean(1)))
+    state = step.init(model, torch.optim.AdamW(model.parameters(), lr=1e-4), loader=loader)
+    choices = {"each step": 1, "each tenth step": 10, "never": None}
+    pairs = {name: [] for name in choices}
+    order = random.Random(0)
+    batches = iter(loader.until(10**6))
+    for round in range(steps):
+        calls = [name for name in choices for _ in range(2)]
+        order.shuffle(calls)
+        seen = {name: [] for name in choices}
+        for name in calls:
+            checkpoints = dt.Checkpointer("ckpt", memory_every=choices[name])
+            begun = time.perf_counter()
+            for _ in range(10):
+                state, metrics = step(state, next(batches))
+                checkpoints.keep(state)
+            dt.reduce_metrics(metrics)
+            seen[name].append((time.perf_counter() - begun) / 10)
+            checkpoints.close()
+        if round:
+            for name, times in seen.items():
+                pairs[name].append(times)
+    if info.is_main:
+        Path("steady").write_text(json.dumps(pairs))
+"""
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """A running job, and the folder that it runs in."""
+
+    folder: Path
+    process: subprocess.Popen[bytes]
+
+    def losses(self) -> list[tuple[int, int, float]]:
+        """Return restart, step and time of each loss."""
+        path = self.folder / "losses"
+        rows = [line.split() for line in path.read_text().splitlines()] if path.exists() else []
+        return [(int(row[0]), int(row[1]), float(row[2])) for row in rows if len(row) == 3]
+
+    def await_loss(self, restart: int, count: int = 1) -> tuple[int, float]:
+        """Wait until a start, or a later one, has told some losses. Return its number and the time of the last one of them.
+
+        A restart may fail by itself, as torchrun's sometimes does, and be followed by another one.
+        """
+        deadline = time.monotonic() + LONG_S
+        while time.monotonic() < deadline:
+            losses = self.losses()
+            newest = max((number for number, _, _ in losses), default=0)
+            times = [at for number, _, at in losses if number == newest]
+            if newest >= restart and len(times) >= count:
+                return newest, times[count - 1]
+            if self.process.poll() is not None:
+                break
+            time.sleep(0.005)
+        raise RuntimeError((self.folder / "out").read_text()[-3000:])
+
+    def kill_a_rank(self, chance: random.Random) -> float:
+        """Kill a random rank, and return the time."""
+        pid = int((self.folder / f"pid-{chance.randrange(RANKS)}").read_text().split()[0])
+        at = time.monotonic()
+        os.kill(pid, signal.SIGKILL)
+        return at
+
+    def end(self) -> None:
+        self.process.terminate()
+        self.process.wait()
+
+
+LAUNCHERS = {
+    "dtrain": ["-m", "dtrain", "launch", "-n", str(RANKS), "--max-restarts", "100"],
+    "torchrun": ["-m", "torch.distributed.run", "--nproc-per-node", str(RANKS), "--max-restarts", "100", "--standalone"],
+}
+SCRIPTS = {"dtrain": DTRAIN, "torchrun": TORCHRUN, "steady": STEADY}
+
+
+def start(folder: Path, name: str, settings: Sequence[float], launcher: str | None = None) -> Job:
+    folder.mkdir()
+    (folder / "loop.py").write_text(SCRIPTS[name])
+    command = [sys.executable, *LAUNCHERS[launcher or name], "loop.py", json.dumps(settings)]
+    with (folder / "out").open("wb") as out:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        return Job(folder=folder, process=subprocess.Popen(command, cwd=folder, stdout=out, stderr=out, env=environment))
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    return sorted(values)[min(len(values) - 1, round(share * (len(values) - 1)))]
+
+
+def kill_to_next_loss(folder: Path, args: argparse.Namespace) -> None:
+    """Kill ranks of both in turn, and print the seconds to the next loss. Both jobs run only one at a time."""
+    seconds: dict[str, list[float]] = {name: [] for name in LAUNCHERS}
+    chance = random.Random(args.seed)
+    for block in range(-(-args.kills // args.block)):
+        for name in chance.sample(list(LAUNCHERS), k=len(LAUNCHERS)):
+            # Without an end of its own.
+            job = start(folder / f"{name}-{block}", name, [args.width, args.layers, 10**6, args.every, args.pause])
+            for _ in range(min(args.block, args.kills - block * args.block)):
+                restart, _ = job.await_loss(0, 2 * args.every + 1)
+                time.sleep(chance.uniform(args.settle, args.settle + 0.5))
+                died_at = job.kill_a_rank(chance)
+                seconds[name].append(job.await_loss(restart + 1)[1] - died_at)
+                print(f"  {name} {seconds[name][-1]:.2f} s", flush=True)
+            job.end()
+    for name, values in seconds.items():
+        print(
+            f"{name}: kill to next loss p50 {median(values):.2f} s, p95 {percentile(values, 0.95):.2f} s, {len(values)} kills"
+        )
+    ratios = [percentile(seconds["dtrain"], share) / percentile(seconds["torchrun"], share) for share in (0.5, 0.95)]
+    print(f"dtrain / torchrun: p50 {ratios[0]:.3f}, p95 {ratios[1]:.3f}")
+    print_parts(folder, args.timeline)
+
+
+def print_parts(folder: Path, timeline: Path | None) -> None:
+    """Print the median of each part, which the ledgers tell, and draw the recovery of median length into a file."""
+    events = [
+        json.loads(line)
+        for path in folder.glob("dtrain-*/run/ledger/rank-00000.jsonl")
+        for line in path.read_text().splitlines()
+        if '"recovered"' in line
+    ]
+    parts = {part: median([event["parts"][part] for event in events]) for part in events[0]["parts"]} if events else {}
+    print("parts (median): " + ", ".join(f"{part} {value:.3f}" for part, value in parts.items()))
+    print(f"steps lost: {max((event['lost_steps'] for event in events), default=0)} at most", flush=True)
+    if timeline is not None and events:
+        middle = sorted(events, key=lambda event: event["seconds"])[len(events) // 2]
+        timeline.write_text(draw_timeline(middle), encoding="utf-8")
+
+
+def draw_timeline(event: Mapping[str, Any]) -> str:
+    """Draw the parts of a recovery as an SVG: a bar a part, from the death to the next loss."""
+    parts, total, row, left, width = event["parts"], event["seconds"], 24, 96, 420
+    lines, begun = [], 0.0
+    for number, (part, seconds) in enumerate(parts.items()):
+        y, x, length = 44 + number * row, left + width * begun / total, max(1.0, width * seconds / total)
+        lines.append(f'<text x="14" y="{y + 13}">{part}</text>')
+        lines.append(f'<rect class="held" x="{x:.1f}" y="{y}" width="{length:.1f}" height="16" rx="2"/>')
+        lines.append(f'<text class="small" x="{x + length + 6:.1f}" y="{y + 13}">{1000 * seconds:.0f} ms</text>')
+        begun += seconds
+    height = 56 + len(parts) * row
+    title = f"From the death of rank {event['rank_died']} to the next loss: {total:.2f} s"
+    return f"""<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 600 {height}" width="600" role="img">
+<title>{title}</title>
+<style>
+  .ground {{ fill: #ffffff; }} text {{ font: 13px system-ui, sans-serif; fill: #1f2328; }} .small {{ font-size: 12px; }}
+  .held {{ fill: #ddf0ff; stroke: #0969da; }}
+  @media (prefers-color-scheme: dark) {{
+    .ground {{ fill: #0d1117; }} text {{ fill: #e6edf3; }} .held {{ fill: #0f2d4d; stroke: #58a6ff; }}
+  }}
+</style>
+<rect class="ground" width="600" height="{height}" rx="8"/>
+<text x="14" y="26">{title}</text>
+{chr(10).join(lines)}
+</svg>
+"""
+
+
+def cost_of_copies(folder: Path, args: argparse.Namespace) -> None:
+    job = start(folder / "steady", "steady", [args.width, args.layers, args.rounds, 1, 0.0], launcher="dtrain")
+    if job.process.wait(LONG_S) != 0:
+        raise RuntimeError((job.folder / "out").read_text()[-3000:])
+    rounds = json.loads((job.folder / "steady").read_text())
+    for name in ("each step", "each tenth step"):
+        result = compare([tuple(two) for two in rounds[name]], [tuple(two) for two in rounds["never"]])
+        (low, high), more_ms = result.band, result.difference.value * 1e3
+        print(f"a copy {name}: step x{result.ratio.value:.3f} (A/A {low:.3f} to {high:.3f}), {more_ms:.2f} ms more")
+
+
+def minutes_with_failures(folder: Path, args: argparse.Namespace) -> None:
+    """Print the minutes for some steps when a random rank dies at intervals."""
+    for name in LAUNCHERS:
+        chance, begun, deaths = random.Random(args.seed), time.monotonic(), 0
+        job = start(folder / f"minutes-{name}", name, [args.width, args.layers, args.steps, args.every, args.pause])
+        next_at = begun + args.failure_every
+        while job.process.poll() is None:
+            time.sleep(0.05)
+            if time.monotonic() >= next_at:
+                next_at += args.failure_every
+                try:
+                    job.kill_a_rank(chance)
+                    deaths += 1
+                except (ProcessLookupError, FileNotFoundError, ValueError):
+                    # Between two starts there is no rank to kill.
+                    continue
+        minutes = (time.monotonic() - begun) / 60
+        print(f"{name}: {args.steps} steps in {minutes:.2f} minutes, {deaths} deaths, exit code {job.process.returncode}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--width", type=int, default=64)
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--kills", type=int, default=8)
+    parser.add_argument("--block", type=int, default=4, help="kills of one job")
+    parser.add_argument("--every", type=int, default=5, help="steps between two copies, or saves of DCP")
+    parser.add_argument("--pause", type=float, default=0.02, help="seconds that a step waits")
+    parser.add_argument("--settle", type=float, default=3.0, help="least seconds of training before a kill")
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--failure-every", type=float, default=0.0, help="seconds between two deaths; 0 leaves this part out")
+    parser.add_argument("--timeline", type=Path, help="SVG file for the recovery of median length")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    compile_bytecode()
+    print(machine())
+    print(f"load {os.getloadavg()[0]:.1f}; state {3 * 4 * args.layers * (args.width**2 + args.width) / 1e6:.2f} MB", flush=True)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        kill_to_next_loss(folder, args)
+        if args.rounds:
+            cost_of_copies(folder, args)
+        if args.failure_every:
+            minutes_with_failures(folder, args)
+
+
+if __name__ == "__main__":
+    main()
