@@ -128,6 +128,48 @@ def test_a_flipped_bit_in_memory_is_found_and_the_disk_is_used(run, tmp_path, un
     assert (tmp_path / "weights.txt").read_text() == weights
 
 
+def place(port: int, node: int) -> list[str]:
+    return ["--nnodes", "2", "--node-rank", str(node), "--master-addr", "127.0.0.1", "--master-port", str(port)]
+
+
+@pytest.mark.costly
+def test_a_rank_that_dies_on_one_of_two_nodes_costs_no_step(start, port, tmp_path, undisturbed):
+    options = ["--max-restarts", "2"]
+    jobs = [start(loop(), "[[0, 8, 1]]", n=1, options=[*place(port, node), *options]) for node in range(2)]
+    results = [job.wait() for job in jobs]
+    assert [result.code for result in results] == [0, 0], results
+    starts = losses(tmp_path)
+    assert [step for step, _ in starts[1]] == [9, 10, 11, 12]
+    expected, weights = undisturbed
+    assert {step: loss for steps in starts.values() for step, loss in steps} == expected
+    assert (tmp_path / "weights.txt").read_text() == weights
+    assert "loaded /dev/shm/dtrain-" in results[0].err
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize("lost", [0, 1])
+def test_the_step_of_a_lost_node_comes_from_the_memory_of_the_other_node(start, port, tmp_path, undisturbed, lost):
+    waits = "Path(f'ready-{info.rank}').write_text('ready'); import time; time.sleep(600)"
+    options = ["--max-restarts", "2"]
+    deaths = "[[0, 8, 0], [0, 8, 1]]"
+    jobs = [start(loop(waits), deaths, n=1, options=[*place(port, node), *options]) for node in range(2)]
+    jobs[0].wait_for("ready-0", "ready-1")
+    os.kill(jobs[lost].pid, signal.SIGKILL)
+    jobs[lost].wait()
+    jobs[lost].wait_until_gone()
+    jobs[lost] = start(loop(waits), deaths, n=1, options=[*place(port, lost), *options])
+    results = [job.wait() for job in jobs]
+    assert [result.code for result in results] == [0, 0], results
+    starts = losses(tmp_path)
+    # The copy of step 8 may not have been complete.
+    assert [step for step, _ in starts[1]][-4:] == [9, 10, 11, 12]
+    assert len(starts[1]) in (4, 5)
+    expected, weights = undisturbed
+    assert dict(starts[1]) == {step: expected[step] for step in dict(starts[1])}
+    assert (tmp_path / "weights.txt").read_text() == weights
+    assert "loaded /dev/shm/dtrain-" in results[0].err
+
+
 def test_memory_is_given_back_however_the_job_ends(start, tmp_path):
     waits = "Path('ready').write_text('ready'); import time; time.sleep(600)"
     job = start(loop(waits), "[[0, 2, 0]]")
@@ -142,13 +184,13 @@ def test_memory_is_given_back_however_the_job_ends(start, tmp_path):
 
 def test_memory_of_a_killed_launch_is_removed_by_the_next_one(tmp_path, monkeypatch):
     monkeypatch.setattr(launch_dir, "_SHARED_MEMORY", tmp_path)
-    first = launch_dir.make_shared_folders(nodes=1)
+    first = launch_dir.make_shared_folders()
     (first.memory / "step").write_text("a copy")
-    live = launch_dir.make_shared_folders(nodes=1)
+    live = launch_dir.make_shared_folders()
     assert first.memory.exists()
     # The end of a process gives its locks back.
     os.close(first.memory_lock)
-    launch_dir.make_shared_folders(nodes=1).remove()
+    launch_dir.make_shared_folders().remove()
     assert not first.memory.exists()
     assert live.memory.exists()
     live.remove()

@@ -24,6 +24,7 @@ from dtrain.checkpoint.checkpoint_info import scan_root
 from dtrain.checkpoint.data_file import StagedFiles, digest_blocks, plan_blocks, write_data_file
 from dtrain.checkpoint.layout import Blocks, Manifest
 from dtrain.checkpoint.memory_tier import check_free_memory
+from dtrain.checkpoint.node_memory import commit_on_nodes, prepare_node
 from dtrain.checkpoint.retention import (
     RetentionRules,
     apply_retention,
@@ -102,6 +103,7 @@ class SaveRequest:
         write_plan: part of this rank, without tensors.
         staged: contents of the rank's files in memory.
         total_bytes: bytes that the ranks write in all.
+        nodes: number of nodes whose memory holds the step together; 1 if one folder holds it.
         content_key: key of the contents.
         info: ranks at the call.
         after_stop_agreed: True if a run that was asked to stop can resume from this step.
@@ -116,6 +118,7 @@ class SaveRequest:
     write_plan: RankWritePlan
     staged: StagedFiles
     total_bytes: int
+    nodes: int
     content_key: object
     info: DistInfo
     after_stop_agreed: bool
@@ -125,6 +128,11 @@ class SaveRequest:
     def step(self) -> int:
         """Step of the states."""
         return self.manifest.step
+
+    @property
+    def bytes_in_memory(self) -> int:
+        """Bytes of the step in the memory of one node: the files of its ranks, and a copy of those of another node."""
+        return -(-self.total_bytes * min(2, self.nodes) // self.nodes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,6 +169,8 @@ def run_save(save: SaveRequest, task: SaveTask[SaveResult]) -> SaveResult:
         _check_groups_open(save)
         values = broadcast_decision(_CALLER, lambda: asdict(prepare_save(save)), group="background", advice=_ADVICE)
         decision = SaveDecision(**cast(dict[str, Any], values))
+        if save.nodes > 1:
+            decision = _prepare_nodes(replace(decision, root=str(save.root)), save)
         for lineage in save.lineages:
             lineage.run_id = decision.run_id
         root = storage.resolve_path(decision.root)
@@ -172,6 +182,8 @@ def run_save(save: SaveRequest, task: SaveTask[SaveResult]) -> SaveResult:
                 if save.info.rank == 0:
                     remove_or_warn(decision.staging, _CALLER)
                 raise
+            if save.nodes > 1:
+                commit_on_nodes(decision.staging, result.path)
             for lineage in save.lineages:
                 lineage.roots[decision.root].steps[save.step] = save.content_key
         current_context().preemption.record_save(after_agreement=save.after_stop_agreed)
@@ -182,10 +194,20 @@ def run_save(save: SaveRequest, task: SaveTask[SaveResult]) -> SaveResult:
             if result.written and save.options.mode != "memory":
                 seconds = time.monotonic() - save.started_at
                 spans.record_event("committed", step=save.step, seconds=seconds, bytes=result.bytes)
-            _remove_old_steps(root, decision.run_id, save)
+            # On several nodes the step before is needed until the copy on other nodes is complete.
+            if save.nodes == 1:
+                _remove_old_steps(root, decision.run_id, save)
         return result
     finally:
         save.staged.release()
+
+
+def _prepare_nodes(decision: SaveDecision, save: SaveRequest) -> SaveDecision:
+    """Prepare the memory of all nodes after that of rank 0. Return the decision."""
+    with raise_on_all_ranks(_CALLER, group="background", advice=_ADVICE):
+        if decision.action == "write" and save.info.local_rank == 0 and save.info.rank != 0:
+            prepare_node(save.root, decision.staging, save.bytes_in_memory)
+    return decision
 
 
 def _check_groups_open(save: SaveRequest) -> None:
@@ -219,7 +241,7 @@ def prepare_save(save: SaveRequest) -> SaveDecision:
     decision = _decide(save, run_id)
     if decision.action == "write":
         if save.options.mode == "memory":
-            check_free_memory(root, save.total_bytes)
+            check_free_memory(root, save.bytes_in_memory)
         else:
             check_free_space(root, save.total_bytes, caller=_CALLER)
         storage.make_folders(root)

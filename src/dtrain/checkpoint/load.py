@@ -50,7 +50,15 @@ from dtrain.checkpoint.reader import CheckpointReader, open_checkpoint, with_own
 from dtrain.checkpoint.retention import check_free_space
 from dtrain.checkpoint.save_thread import save_thread
 from dtrain.checkpoint.state_dict import content_key, digest_stored_entries, gc_paused
-from dtrain.checkpoint.step_choice import CorruptMemoryError, OnCorrupt, StepChoice, choose_on_all_ranks, log, read_on_all_ranks
+from dtrain.checkpoint.step_choice import (
+    CorruptMemoryError,
+    OnCorrupt,
+    StepChoice,
+    bring_data,
+    choose_on_all_ranks,
+    log,
+    read_on_all_ranks,
+)
 from dtrain.checkpoint.tree_json import fill_tensors, keep_skipped, list_placeholders, state_prefix
 from dtrain.dist.batch_info import LoaderHistory
 from dtrain.dist.collectives import raise_on_all_ranks
@@ -237,7 +245,16 @@ def _read_and_apply(
     """Read on all ranks, agree, and apply. Return the loaded states by name."""
     started_at = time.monotonic()
     with ExitStack() as files:
-        read = partial(read_checkpoint, states=states, entries=entries, options=options, files=files)
+        if choice.spread is not None:
+            with raise_on_all_ranks(_CALLER):
+                data_names = _data_files(choice.folder, states, entries, options)
+            brought = bring_data(choice, path, data_names)
+            if brought is None:
+                raise CheckpointError(f"{_CALLER}: no checkpoint found in {path}, and its step in memory cannot be used.")
+            choice = brought
+        read = partial(
+            read_checkpoint, states=states, entries=entries, options=options, files=files, incomplete=choice.spread is not None
+        )
         agreed = read_on_all_ranks(choice, path, read, options.summary(entries), on_corrupt, files)
         loaded, choice = agreed.loaded, agreed.choice
         if not choice.named and not options.model_only:
@@ -333,8 +350,28 @@ class LoadedCheckpoint:
             batch.clear()
 
 
+def _data_files(
+    folder: AnyPath, states: Mapping[str, TrainState], entries: Mapping[str, Any], options: LoadOptions
+) -> set[str]:
+    """Return the names of the data files that this rank needs; none of a damaged step, which the load refuses later."""
+    try:
+        reader = open_checkpoint(folder, check_files=False)
+        _, reads, values = _plan_states(reader, states, entries, options)
+        reads |= values.plan_reads(reader)
+    except CorruptCheckpointError:
+        return set()
+    numbers = {read.file for tensor in reads.values() for read in tensor.reads}
+    return {name for name in map(reader.ranks.file_name, numbers) if name != layout.INDEX}
+
+
 def read_checkpoint(
-    folder: AnyPath, states: Mapping[str, TrainState], entries: Mapping[str, Any], options: LoadOptions, files: ExitStack
+    folder: AnyPath,
+    states: Mapping[str, TrainState],
+    entries: Mapping[str, Any],
+    options: LoadOptions,
+    files: ExitStack,
+    *,
+    incomplete: bool = False,
 ) -> LoadedCheckpoint:
     """Verify the tensors that this rank needs, after a check that the checkpoint fits the states. Changes no state.
 
@@ -345,18 +382,15 @@ def read_checkpoint(
     read. All other tensors of a large state are verified first, and read and verified again when the load is applied, so that
     a load needs no memory for a second copy of the state.
 
+    Args:
+        incomplete: if True, the folder has only the files that the ranks of this node need.
+
     Mutates: ``files``, which closes the data files.
     """
     # Rank 0 looks for missing and foreign files. Every rank verifies what it reads.
-    reader = open_checkpoint(folder, check_files=get_dist_info().rank == 0)
+    reader = open_checkpoint(folder, check_files=get_dist_info().rank == 0 and not incomplete)
     ignored = _match_ignored(reader, states, entries, options.ignore)
-    _check_states(reader, states, options)
-    plans: dict[str, LoadPlan] = {}
-    reads: dict[str, TensorRead] = {}
-    for name, state in states.items():
-        plans[name], reads_of_state = _plan_state(reader, name, state, options)
-        reads |= reads_of_state
-    values = _find_values(reader, states, entries, plans, options)
+    plans, reads, values = _plan_states(reader, states, entries, options)
     # A second transfer from a server would take longer than the memory is worth.
     small = isinstance(folder, RemotePath) or sum(tensor.nbytes for tensor in reads.values()) <= _HELD_BYTES
     adopted = {state_prefix(name) + key for name, plan in plans.items() for key in plan.adopted}
@@ -386,6 +420,19 @@ def read_checkpoint(
         ignored=ignored,
         entry_digest=digest_stored_entries(values.entries),
     )
+
+
+def _plan_states(
+    reader: CheckpointReader, states: Mapping[str, TrainState], entries: Mapping[str, Any], options: LoadOptions
+) -> tuple[dict[str, LoadPlan], dict[str, TensorRead], StoredValues]:
+    """Compare the states with the checkpoint. Return their plans, the reads of their tensors, and the values of objects."""
+    _check_states(reader, states, options)
+    plans: dict[str, LoadPlan] = {}
+    reads: dict[str, TensorRead] = {}
+    for name, state in states.items():
+        plans[name], reads_of_state = _plan_state(reader, name, state, options)
+        reads |= reads_of_state
+    return plans, reads, _find_values(reader, states, entries, plans, options)
 
 
 def _plan_state(

@@ -42,7 +42,7 @@ def memory_root(root: AnyPath, caller: str) -> Path:
     if found is None:
         raise ConfigError(
             f"{caller}: mode must be 'sync' or 'async' here, got 'memory': nothing keeps the memory of a rank that dies. Start "
-            "the job with `dtrain launch` on one node, which needs /dev/shm."
+            "the job with `dtrain launch`, which needs /dev/shm."
         )
     return found
 
@@ -61,11 +61,16 @@ def check_free_memory(root: AnyPath, needed_bytes: int) -> None:
     # The first step needs room for the next one, too.
     names = storage.list_names(root) if storage.exists(root) else []
     copies = 1 if any(layout.step_of(name) is not None for name in names) else 2
-    available = read_memory(Path("/")).available_bytes
-    in_folder = storage.free_bytes(root)
-    free = available if in_folder is None else min(in_folder, available)
+    free = free_memory(root)
     if free < copies * needed_bytes:
         raise CheckpointError(
             f"save_sharded: free shared memory must be at least {format_bytes(copies * needed_bytes)} with mode='memory', got "
             f"{format_bytes(free)}. Enlarge /dev/shm (containers: --shm-size), or save with mode='async'."
         )
+
+
+def free_memory(root: AnyPath) -> int:
+    """Return the bytes that can be written below a folder in shared memory."""
+    available = read_memory(Path("/")).available_bytes
+    in_folder = storage.free_bytes(root)
+    return available if in_folder is None else min(in_folder, available)

@@ -35,6 +35,7 @@ from dtrain.checkpoint.layout import Manifest, MeshLayout, SaveScope
 from dtrain.checkpoint.load import OneOrSeveral, load_sharded
 from dtrain.checkpoint.lock import Lock, lock_root
 from dtrain.checkpoint.memory_tier import find_memory_root, memory_root
+from dtrain.checkpoint.node_memory import copy_to_next_node
 from dtrain.checkpoint.save_thread import SaveTask, process_instance, save_thread
 from dtrain.checkpoint.state_dict import (
     States,
@@ -52,6 +53,7 @@ from dtrain.checkpoint.write_plan import RankWritePlan, plan_rank_write
 from dtrain.dist.collectives import all_gather_json, raise_on_all_ranks
 from dtrain.dist.context import current_context, register_shutdown_hook
 from dtrain.dist.init import get_dist_info
+from dtrain.dist.mesh import leader_group
 from dtrain.errors import CheckpointError, ConfigError, PeerError
 from dtrain.run_objects import unwrap
 from dtrain.schedules.durations import Duration
@@ -198,6 +200,8 @@ def start_save(
                 target = memory_root(target.root if isinstance(target, Checkpointer) else storage.resolve_path(target), _CALLER)
             checkpointer = target if isinstance(target, Checkpointer) else checkpointer_of(target, states.values())
             shared, write_plan, facts = _plan_save(states, extra, scope, dtype, options)
+        # The group of the leaders is made by the training thread.
+        leaders = leader_group() if options.mode == "memory" else None
         total_bytes, entry_digests = _agree_on_contents(states, facts, shared)
         if scope == "all":
             check_saved_state(list(states.values()), caller=_CALLER)
@@ -219,6 +223,7 @@ def start_save(
                 write_plan=replace(write_plan, tensors={}),
                 staged=stage_files(write_plan.files, write_plan.tensors, checkpointer._staging, copy=options.mode == "async"),
                 total_bytes=total_bytes,
+                nodes=1 if leaders is None else len(leaders.ranks),
                 content_key=key,
                 info=get_dist_info(),
                 # In the middle of a step the ranks have agreed to stop already, but the state is older.
@@ -235,11 +240,18 @@ def start_save(
                 task.wait()
                 task.failure_reported = True
                 raise
+    if leaders is not None and not is_saved:
+        copy = partial(_copy_to_next_node, checkpointer.root, request.step)
+        save_thread().submit(f"the copy of step {request.step} on the next node", copy)
     # A copy in memory may be made at each step, and the ledger has no line per step.
     if not is_saved and options.mode != "memory":
         spans.record_event("save", step=request.step, blocked_s=time.monotonic() - started_at)
     path = checkpointer.root / layout.step_name(request.step)
     return SaveHandle(step=request.step, path=path, _task=task, _staged=request.staged)
+
+
+def _copy_to_next_node(root: AnyPath, step: int, task: SaveTask[None]) -> None:
+    copy_to_next_node(root, step)
 
 
 @contextmanager
@@ -451,8 +463,9 @@ class Checkpointer:
         """Copy ``state`` into memory if the run has crossed ``memory_every``, and return True then. Call it after each step.
 
         A restarted job loads this step instead of an older one on disk. Nothing happens where nobody keeps the memory of ranks
-        that die: without ``dtrain launch``, on several nodes, and without ``memory_every``. If a copy fails, as when shared
-        memory has no room for two copies of the state, a warning says so once, and the run goes on with its steps on disk.
+        that die: without ``dtrain launch``, and without ``memory_every``. If a copy fails, as when shared memory has no room
+        for two copies of the state, a warning says so once, and the run goes on with its steps on disk. On several nodes the
+        files of a node are also copied to the next node, while training continues.
 
         for batch in loader.until("3ep"):
             state, metrics = step(state, batch)

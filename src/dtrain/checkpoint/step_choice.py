@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
@@ -28,6 +28,7 @@ from dtrain.checkpoint.checkpoint_info import (
     skipped_steps,
 )
 from dtrain.checkpoint.memory_tier import find_memory_root
+from dtrain.checkpoint.node_memory import SpreadStep, bring_files, find_spread_step
 from dtrain.checkpoint.reader import iter_sound_steps_before
 from dtrain.checkpoint.retention import remove_or_warn
 from dtrain.dist.collectives import all_gather_json, broadcast_decision, raise_on_all_ranks
@@ -55,6 +56,7 @@ class StepChoice:
         scan: listing of the root, on rank 0; None on other ranks, or if the root of a named step cannot be listed.
         disk: root on disk if the step is in memory, else None.
         disk_scan: its listing, on rank 0.
+        spread: step in the memory of several nodes; None otherwise.
     """
 
     folder: AnyPath
@@ -62,6 +64,7 @@ class StepChoice:
     scan: RootScan | None = None
     disk: AnyPath | None = None
     disk_scan: RootScan | None = None
+    spread: SpreadStep | None = None
 
     def check_listed(self, folder: AnyPath) -> None:
         """Raise CorruptCheckpointError if the listing found the manifest of the step corrupt."""
@@ -88,10 +91,11 @@ def choose_on_all_ranks(path: AnyPath, *, memory: bool = True) -> StepChoice | N
         path: folder of a step, or a root.
         memory: if True, a newer step of the run in memory comes before the newest step of a root.
 
-    Collective: one broadcast of JSON on the control group.
+    Collective: exchanges of JSON on the control group. On several nodes copies of small files between their leaders.
     """
     scan: RootScan | None = None
     disk_scan: RootScan | None = None
+    spread = find_spread_step(path) if memory else None
 
     def choose() -> list[Any]:
         nonlocal scan, disk_scan
@@ -102,13 +106,22 @@ def choose_on_all_ranks(path: AnyPath, *, memory: bool = True) -> StepChoice | N
                 scan = scan_root(named.parent)
             return [str(named), True, False]
         scan = scan_root(path)
-        if memory and (kept := find_memory_root(path)) is not None and _is_ahead(in_memory := scan_root(kept), scan):
-            scan, disk_scan = in_memory, scan
+        kept = find_memory_root(path) if memory else None
+        if spread is not None and _is_ahead(spread.step, spread.run_id, scan):
+            disk_scan = scan
+            return [layout.step_name(spread.step), False, True]
+        if kept is not None and get_dist_info().local_world_size == get_dist_info().world_size:
+            in_memory = scan_root(kept)
+            newest = in_memory.committed[-1] if in_memory.committed else None
+            if newest is not None and _is_ahead(newest.step, newest.run_id, scan):
+                scan, disk_scan = in_memory, scan
         return [str(scan.newest.path) if scan.newest else None, False, disk_scan is not None]
 
     folder, named, is_memory = cast(list[Any], broadcast_decision(_CALLER, choose))
     if folder is None:
         return None
+    if spread is not None and is_memory:
+        return _spread_choice(path, spread, disk_scan)
     return StepChoice(
         folder=storage.resolve_path(folder),
         named=named,
@@ -118,12 +131,44 @@ def choose_on_all_ranks(path: AnyPath, *, memory: bool = True) -> StepChoice | N
     )
 
 
-def _is_ahead(memory: RootScan, disk: RootScan) -> bool:
-    """Return True if the newest step in memory is a later one of the run whose step is the newest on disk."""
-    newest = memory.committed[-1] if memory.committed else None
-    if newest is None or disk.newest is None:
-        return newest is not None
-    return newest.step > disk.newest.step and (not disk.committed or disk.committed[-1].run_id == newest.run_id)
+def _spread_choice(path: AnyPath, spread: SpreadStep, disk_scan: RootScan | None) -> StepChoice | None:
+    """Bring the small files of a step to all nodes. Return the step, or the newest step on disk if memory does not suffice."""
+    problem = bring_files(path, spread, spread.json_names)
+    root = find_memory_root(path)
+    if problem or root is None:
+        return _choose_disk(path, problem)
+    is_first = get_dist_info().rank == 0
+    return StepChoice(
+        folder=root / layout.step_name(spread.step),
+        named=False,
+        scan=scan_root(root) if is_first else None,
+        disk=path,
+        disk_scan=disk_scan,
+        spread=spread,
+    )
+
+
+def bring_data(choice: StepChoice, path: AnyPath, names: Iterable[str]) -> StepChoice | None:
+    """Bring the data files that this rank needs from the memory of other nodes. Return the choice that all ranks then read.
+
+    Collective: exchanges of JSON on the control group, and copies between the leaders of nodes.
+    """
+    assert choice.spread is not None, "the step is in the memory of several nodes"
+    problem = bring_files(path, choice.spread, names)
+    return _choose_disk(path, problem) if problem else choice
+
+
+def _choose_disk(path: AnyPath, problem: str) -> StepChoice | None:
+    if get_dist_info().rank == 0:
+        warnings.warn(f"{_CALLER}: a step in memory is not used: {problem}. Enlarge /dev/shm.", stacklevel=4)
+    return choose_on_all_ranks(path, memory=False)
+
+
+def _is_ahead(step: int, run_id: str, disk: RootScan) -> bool:
+    """Return True if a step in memory is a later one of the run whose step is the newest on disk."""
+    if disk.newest is None:
+        return True
+    return step > disk.newest.step and (not disk.committed or disk.committed[-1].run_id == run_id)
 
 
 class CorruptMemoryError(CorruptCheckpointError):

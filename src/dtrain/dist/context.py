@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from dtrain.dist.control_plane import Channel, ControlPlane
     from dtrain.dist.incident import Incidents
     from dtrain.dist.init import DistInfo
+    from dtrain.dist.mesh import LeaderGroup
     from dtrain.dist.rendezvous import RendezvousConfig
 
 
@@ -229,6 +230,7 @@ class DistContext:
         control_plane: connections for records and JSON; None while no groups are open.
         group_store: store of the training group, if dtrain made it.
         cpu_group: gloo group for CPU tensors, made on first use; None if the training group carries them.
+        leader_group: leaders of several nodes and their gloo group, made on first use.
         set_gloo_interface: if True, ``init_dist`` has set gloo's interface variable, which closing removes.
         preemption: stop signals, and the agreement of the ranks to stop.
         flight_recorder: thread that answers the launcher's requests.
@@ -245,6 +247,7 @@ class DistContext:
     incidents: Incidents | None = None
     control_plane: ControlPlane | None = None
     cpu_group: dist.ProcessGroup | None = None
+    leader_group: LeaderGroup | None = None
     group_store: dist.Store | None = None
     set_gloo_interface: bool = False
     preemption: Preemption = field(default_factory=Preemption)

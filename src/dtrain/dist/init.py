@@ -365,7 +365,7 @@ def _reset(*, destroy: bool) -> None:
         context.incidents.stop()
     context.info = context.incidents = None
     context.meshes.clear()
-    context.cpu_group = None
+    context.cpu_group = context.leader_group = None
     if context.control_plane is not None:
         context.control_plane.close()
         context.control_plane = None

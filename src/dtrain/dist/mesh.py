@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -10,6 +11,7 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from dtrain.dist.collectives import all_gather_json
 from dtrain.dist.context import current_context
 from dtrain.dist.init import get_dist_info
 from dtrain.dist.rendezvous import connect_on_demand
@@ -106,6 +108,55 @@ def cpu_group() -> dist.ProcessGroup | None:
     if context.cpu_group is None:
         context.cpu_group = dist.new_group(backend="gloo", timeout=timedelta(seconds=info.timeout_s))
     return context.cpu_group
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LeaderGroup:
+    """Gloo group of the leaders of several nodes. The leader of a node is its local rank 0.
+
+    Args:
+        ranks: leader of each node.
+        node: node of this rank.
+        is_leader: True on a leader.
+        group: the group, for leaders only.
+        world_size: number of all ranks.
+    """
+
+    ranks: tuple[int, ...]
+    node: int
+    is_leader: bool
+    group: dist.ProcessGroup
+    world_size: int
+
+    def ranks_of(self, node: int) -> range:
+        """Return the ranks of a node."""
+        return range(self.ranks[node], (*self.ranks, self.world_size)[node + 1])
+
+    def node_of(self, rank: int) -> int:
+        """Return the node of a rank."""
+        return bisect_right(self.ranks, rank) - 1
+
+
+def leader_group() -> LeaderGroup | None:
+    """Return the leaders of the nodes; None on one node. Ranks must be numbered node by node.
+
+    Collective: makes the group the first time, in the main thread.
+    """
+    info, context = get_dist_info(), current_context()
+    if info.local_world_size >= info.world_size:
+        return None
+    if context.leader_group is None:
+        local_ranks = all_gather_json(info.local_rank, caller="leader_group")
+        ranks = tuple(rank for rank, local_rank in enumerate(local_ranks) if local_rank == 0)
+        group = dist.new_group(list(ranks), backend="gloo", timeout=timedelta(seconds=info.timeout_s))
+        context.leader_group = LeaderGroup(
+            ranks=ranks,
+            node=bisect_right(ranks, info.rank) - 1,
+            is_leader=info.local_rank == 0,
+            group=group,
+            world_size=info.world_size,
+        )
+    return context.leader_group
 
 
 def _fill_degrees(degrees: dict[str, int], world_size: int) -> dict[str, int]:

@@ -301,7 +301,7 @@ def collect_node_facts(target: Target, paths: Iterable[str]) -> dict[str, str]:
 
     A missing path is a fact, too, so all nodes report the node on which the path is missing.
     """
-    facts = dict(package_versions())
+    facts = {**package_versions(), "shared memory": "a /dev/shm" if os.access("/dev/shm", os.W_OK) else "nothing"}
     source = None if target.kind == "command" else find_source(target)
     if source is not None:
         facts[f"the content of {target.name}"] = hashlib.sha256(source.read_bytes()).hexdigest()[:_DIGEST_CHARS]

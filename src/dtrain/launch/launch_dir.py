@@ -137,7 +137,7 @@ class SharedFolders:
 
     Args:
         socket_prefix: beginning of the paths of the ranks' folders for sockets.
-        memory: folder in shared memory for copies of states; None on several nodes, or without shared memory.
+        memory: folder in shared memory for copies of states; None without shared memory.
         memory_lock: descriptor that keeps the folder in memory from being removed as a leftover; None without a folder.
     """
 
@@ -158,14 +158,14 @@ class SharedFolders:
             _remove_memory(self.memory)
 
 
-def make_shared_folders(*, nodes: int) -> SharedFolders:
+def make_shared_folders() -> SharedFolders:
     """Make the folders of a launch. Leftovers in memory of launches that were killed are removed.
 
     Mutates: files in shared memory.
     """
     prefix = choose_socket_prefix()
     try:
-        if nodes > 1 or not _SHARED_MEMORY.is_dir():
+        if not _SHARED_MEMORY.is_dir():
             return SharedFolders(socket_prefix=prefix)
         for lock in _SHARED_MEMORY.glob(f"{_MEMORY_PREFIX}*{_LOCK_SUFFIX}"):
             # Another user's folder cannot be opened.

@@ -48,7 +48,7 @@ def launch_job(plan: LaunchPlan) -> int:
         # An ignored signal might never become pending.
         signal.signal(number, lambda *_: None)
     signal.pthread_sigmask(signal.SIG_BLOCK, watched)
-    folders = make_shared_folders(nodes=plan.layout.nodes)
+    folders = make_shared_folders()
     launcher_alive, write_end = os.pipe()
     supervisor = os.fork()
     if supervisor == 0:
