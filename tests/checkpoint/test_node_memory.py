@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dtrain.checkpoint.node_memory import Holding, SpreadStep, Transfer, choose_spread_step, plan_transfers
+from dtrain.checkpoint.node_memory import FileCopy, Holding, SpreadStep, choose_spread_step, plan_transfers
 
 SIZES = {"manifest.json": 1, "index.json": 2, **{f"rank-{rank:05d}.safetensors": 10 + rank for rank in range(3)}}
 
@@ -41,7 +41,7 @@ def test_last_commit_comes_before_a_higher_step_of_an_abandoned_lineage():
 def test_a_node_gets_the_files_that_it_lacks_from_the_first_node_with_them():
     step = SpreadStep(step=4, run_id="run", sizes=SIZES, files=[{"index.json"}, {"index.json", "manifest.json"}, set()])
     assert plan_transfers(step, [["index.json", "manifest.json"], [], ["manifest.json", "index.json"]]) == [
-        Transfer(0, 2, "index.json", 2),
-        Transfer(1, 0, "manifest.json", 1),
-        Transfer(1, 2, "manifest.json", 1),
+        FileCopy(0, 2, "index.json", 2),
+        FileCopy(1, 0, "manifest.json", 1),
+        FileCopy(1, 2, "manifest.json", 1),
     ]

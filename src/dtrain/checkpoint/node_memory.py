@@ -80,7 +80,7 @@ class SpreadStep:
         return [name for name in self.sizes if name.endswith(".json")]
 
 
-class Transfer(NamedTuple):
+class FileCopy(NamedTuple):
     """Copy of a file from one node to another one."""
 
     source: int
@@ -136,7 +136,7 @@ def choose_spread_step(holdings: Sequence[Sequence[Holding]]) -> SpreadStep | No
     return None
 
 
-def plan_transfers(step: SpreadStep, wanted: Sequence[Collection[str]]) -> list[Transfer]:
+def plan_transfers(step: SpreadStep, wanted: Sequence[Collection[str]]) -> list[FileCopy]:
     """Plan the copies of files that nodes want and do not hold, each from the first node that holds it. Pure.
 
     Args:
@@ -147,7 +147,7 @@ def plan_transfers(step: SpreadStep, wanted: Sequence[Collection[str]]) -> list[
     for target, names in enumerate(wanted):
         for name in sorted(set(names) - set(step.files[target])):
             source = next(node for node, files in enumerate(step.files) if name in files)
-            transfers.append(Transfer(source, target, name, step.sizes[name]))
+            transfers.append(FileCopy(source, target, name, step.sizes[name]))
     return sorted(transfers)
 
 
@@ -242,7 +242,7 @@ def copy_to_next_node(root: AnyPath, step: int) -> None:
         if leaders.is_leader:
             sizes = read_run_index(folder, read_manifest(folder)).sizes
             transfers = [
-                Transfer(node, (node + 1) % count, name, sizes[name])
+                FileCopy(node, (node + 1) % count, name, sizes[name])
                 for node in range(count)
                 for name in sorted(sizes)
                 if int(name[5:10]) in leaders.ranks_of(node)
@@ -257,7 +257,7 @@ def copy_to_next_node(root: AnyPath, step: int) -> None:
 
 
 def run_transfers(
-    transfers: Iterable[Transfer], folder: AnyPath, leaders: LeaderGroup, *, bytes_per_s: float | None = None
+    transfers: Iterable[FileCopy], folder: AnyPath, leaders: LeaderGroup, *, bytes_per_s: float | None = None
 ) -> None:
     """Send and receive files of a step, in an order that is equal on all nodes. Ranks that are no leaders do nothing.
 
@@ -279,7 +279,7 @@ def run_transfers(
         raise failures[0]
 
 
-def _send(transfer: Transfer, folder: AnyPath, buffer: torch.Tensor, leaders: LeaderGroup, failures: list[OSError]) -> None:
+def _send(transfer: FileCopy, folder: AnyPath, buffer: torch.Tensor, leaders: LeaderGroup, failures: list[OSError]) -> None:
     memory, file = as_bytes(buffer), None
     try:
         file = storage.FileReader(folder / transfer.name, size=transfer.size)
@@ -298,7 +298,7 @@ def _send(transfer: Transfer, folder: AnyPath, buffer: torch.Tensor, leaders: Le
 
 
 def _receive(
-    transfer: Transfer,
+    transfer: FileCopy,
     folder: AnyPath,
     buffer: torch.Tensor,
     leaders: LeaderGroup,
