@@ -64,6 +64,8 @@ from dtrain.typing import LossSum
 
 # Updates of a loop that prepares the loop of dtrain's step, such as that of a codec.
 _MAX_PREPARATION = 2000
+# Loops over a loader of dtrain without a batch, after which the script waits for steps that never come.
+_MAX_EMPTY_PASSES = 100
 _STEP_HOOKS: tuple[dict[Any, Any], dict[Any, Any]] = (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)
 
 
@@ -90,8 +92,6 @@ class StepFacts:
     fields: dict[str, int] = field(default_factory=dict)
     lines: dict[str, str] = field(default_factory=dict)
     loaders: list[int] = field(default_factory=list)
-    loaded: list[str] = field(default_factory=list)
-    collectives: int = 0
     parts: list[str] = field(default_factory=list)
     targets: int = 0
 
@@ -133,9 +133,8 @@ class RankRecorder:
         self.optimized = set[int]()
         self._averages: dict[str, Tensor] = {}
         self._notes: set[str] = set()
+        self._empty_passes = 0
         self._read_line = ""
-        # The last batch that the script has read. It is kept, so that no other tensor gets the address of one of its tensors.
-        self._read: Any = None
         self._lost_sums: set[str] = set()
         self.dtype = use_one_dtype(config.dtype, self._on_low)
         if self.dtype is None and config.ranks == 1:
@@ -229,18 +228,17 @@ class RankRecorder:
             return batch
         if loader:
             batch = copy_batch_info(batch, self.replay.exchange(loader, batch))
-        if self.dtype is not None:
-            for info in get_batch_infos(batch):
-                if info.padding_sample is not None:
-                    info.padding_sample = cast_floats(info.padding_sample, self.dtype)
-            batch = copy_batch_info(batch, cast_floats(batch, self.dtype))
         self.batch_read(batch)
-        return batch
+        if self.dtype is None:
+            return batch
+        for info in get_batch_infos(batch):
+            if info.padding_sample is not None:
+                info.padding_sample = cast_floats(info.padding_sample, self.dtype)
+        return copy_batch_info(batch, cast_floats(batch, self.dtype))
 
     def batch_read(self, batch: Any) -> None:
         """Observe that the script reads a batch of a loader."""
         self._read_line = script_line(self.config.script)
-        self._read = batch
         self.random.batch_loaded(self.log.step, count_samples(batch))
 
     def sample_ids(self, epoch: int, indices: Sequence[int]) -> None:
@@ -293,10 +291,6 @@ class RankRecorder:
             counts=state.spec.counts_in_loss,
         )
         self.facts.add_batch(batch)
-        of_loader = {id(tensor) for tensor in list_tensors(self._read)}
-        tensors = list_tensors(batch)
-        read = [tensor for tensor in tensors if id(tensor) in of_loader]
-        self.facts.loaded = sample_hashes(read) if len(read) < len(tensors) else []
         self.facts.rng = self.rng_digest()
 
     def stop_if_done(self) -> None:
@@ -311,6 +305,13 @@ class RankRecorder:
         prepares = self._has_dtrain_loop and not self.steps_of_dtrain
         limit = _MAX_PREPARATION if prepares else self.config.cut_after or self.config.steps * RECORDED_LENGTHS
         if max(self.updates.values(), default=0) >= limit:
+            self.note("loop_cut")
+            raise EndOfProof(0)
+
+    def pass_is_empty(self) -> None:
+        """End a script that asks a shortened loop of dtrain again and again for batches, as a loop over rollouts does."""
+        self._empty_passes += 1
+        if self._empty_passes > _MAX_EMPTY_PASSES:
             self.note("loop_cut")
             raise EndOfProof(0)
 
@@ -430,10 +431,7 @@ class RankRecorder:
         rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
         modes = modes_of(self._trained.get(self.log.optimizer_index, ()))
         lines = {**self.facts.lines, "read": self._read_line, "update": script_line(self.config.script)}
-        models = self._trained.get(self.log.optimizer_index, [])
-        alone = not (self.steps_of_dtrain or self.facts.collectives or self.models.share_gradients(models))
         content = {**asdict(self.facts), "modules": modules, "ties": self.models.ties(), "lr": rates, "lines": lines, **modes}
-        content["alone"] = alone
         self.log.write("step", **content)
         self.log.write_optimizer_state(optimizer)
 
