@@ -92,6 +92,8 @@ class StepFacts:
     fields: dict[str, int] = field(default_factory=dict)
     lines: dict[str, str] = field(default_factory=dict)
     loaders: list[int] = field(default_factory=list)
+    loaded: list[str] = field(default_factory=list)
+    collectives: int = 0
     parts: list[str] = field(default_factory=list)
     targets: int = 0
 
@@ -135,6 +137,8 @@ class RankRecorder:
         self._notes: set[str] = set()
         self._empty_passes = 0
         self._read_line = ""
+        # The last batch that the script has read. It is kept, so that no other tensor gets the address of one of its tensors.
+        self._read: Any = None
         self._lost_sums: set[str] = set()
         self.dtype = use_one_dtype(config.dtype, self._on_low)
         if self.dtype is None and config.ranks == 1:
@@ -228,17 +232,18 @@ class RankRecorder:
             return batch
         if loader:
             batch = copy_batch_info(batch, self.replay.exchange(loader, batch))
+        if self.dtype is not None:
+            for info in get_batch_infos(batch):
+                if info.padding_sample is not None:
+                    info.padding_sample = cast_floats(info.padding_sample, self.dtype)
+            batch = copy_batch_info(batch, cast_floats(batch, self.dtype))
         self.batch_read(batch)
-        if self.dtype is None:
-            return batch
-        for info in get_batch_infos(batch):
-            if info.padding_sample is not None:
-                info.padding_sample = cast_floats(info.padding_sample, self.dtype)
-        return copy_batch_info(batch, cast_floats(batch, self.dtype))
+        return batch
 
     def batch_read(self, batch: Any) -> None:
         """Observe that the script reads a batch of a loader."""
         self._read_line = script_line(self.config.script)
+        self._read = batch
         self.random.batch_loaded(self.log.step, count_samples(batch))
 
     def sample_ids(self, epoch: int, indices: Sequence[int]) -> None:
@@ -291,6 +296,10 @@ class RankRecorder:
             counts=state.spec.counts_in_loss,
         )
         self.facts.add_batch(batch)
+        of_loader = {id(tensor) for tensor in list_tensors(self._read)}
+        tensors = list_tensors(batch)
+        read = [tensor for tensor in tensors if id(tensor) in of_loader]
+        self.facts.loaded = sample_hashes(read) if len(read) < len(tensors) else []
         self.facts.rng = self.rng_digest()
 
     def stop_if_done(self) -> None:
@@ -431,7 +440,10 @@ class RankRecorder:
         rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
         modes = modes_of(self._trained.get(self.log.optimizer_index, ()))
         lines = {**self.facts.lines, "read": self._read_line, "update": script_line(self.config.script)}
+        models = self._trained.get(self.log.optimizer_index, [])
+        alone = not (self.steps_of_dtrain or self.facts.collectives or self.models.share_gradients(models))
         content = {**asdict(self.facts), "modules": modules, "ties": self.models.ties(), "lr": rates, "lines": lines, **modes}
+        content["alone"] = alone
         self.log.write("step", **content)
         self.log.write_optimizer_state(optimizer)
 
