@@ -7,8 +7,12 @@ import io
 import os
 import re
 import runpy
+import signal
 import subprocess
 import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
@@ -43,7 +47,7 @@ def launched(script: str, *options: str, out: Path, n: int = 2, env: dict[str, s
     done = subprocess.run(
         [sys.executable, *launcher, str(EXAMPLES / script), "--out", str(out), *options],
         capture_output=True, text=True, timeout=PATIENCE_S, cwd=out.parent,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **(env or {})},
+        env=environment(HF_HUB_OFFLINE="1", **(env or {})),
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -82,3 +86,46 @@ def ended(printed: str, what: str = "") -> Ending:
     lines = [line for line in _LAST_LINE.finditer(printed) if line["what"].startswith(what)]
     assert lines, f"no line '{what}<what> <value>, baseline <value> (<what that is>)' in:\n{printed}"
     return Ending(what=lines[-1]["what"], value=float(lines[-1]["value"]), baseline=float(lines[-1]["baseline"]))
+
+
+def environment(**more: str) -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", **more}
+
+
+def processes_of(mark: str) -> dict[int, bool]:
+    """Processes of a job, by an environment variable that all of them inherit: pid -> whether it runs the script."""
+    processes: dict[int, bool] = {}
+    for folder in Path("/proc").iterdir():
+        try:
+            env = (folder / "environ").read_bytes().split(b"\0") if folder.name.isdigit() else []
+            line = (folder / "cmdline").read_bytes().split(b"\0") if env else []
+        except OSError:  # it has ended, or is not ours
+            continue
+        if f"TEST_JOB={mark}".encode() in env:
+            processes[int(folder.name)] = b"".join(line[1:2]).startswith(str(EXAMPLES).encode())  # the launcher runs -m dtrain
+    return processes
+
+
+def wait_until(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline, f"gave up waiting until {what}"
+        time.sleep(0.02)
+
+
+@contextlib.contextmanager
+def job(arguments: list[str], cwd: Path) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+    """Yield a running job and its mark; end every process of it."""
+    mark = uuid.uuid4().hex
+    with (cwd / f"{mark}.log").open("wb") as log:
+        process = subprocess.Popen(arguments, cwd=cwd, stdout=log, stderr=log, env=environment(TEST_JOB=mark))
+    try:
+        yield process, mark
+    finally:
+        for pid in processes_of(mark):
+            os.kill(pid, signal.SIGKILL)
+        process.wait()
+
+
+def ranks_of(mark: str) -> list[int]:
+    return [pid for pid, is_rank in processes_of(mark).items() if is_rank]

@@ -108,6 +108,7 @@ GUIDES = {
     "train_embeddings": "embeddings",
     "train_dpo": "preferences",
     "train_moe": "experts",
+    "train_grpo": "reinforcement",
     "tensor_parallel": "parallelism",
     "plan_gpt": "planning",
     "on_ray": "nodes",

@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from dtrain.launch.spawn_function import spawn as spawn
     from dtrain.losses import cross_entropy as cross_entropy
     from dtrain.losses import linear_cross_entropy as linear_cross_entropy
+    from dtrain.losses import linear_token_log_probs as linear_token_log_probs
     from dtrain.losses import mean_loss as mean_loss
     from dtrain.losses import soft_cross_entropy as soft_cross_entropy
     from dtrain.losses import sum_loss as sum_loss

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -220,7 +220,7 @@ def linear_cross_entropy(
     """
     caller = "linear_cross_entropy"
     head = unwrap_module(head)
-    weight = _check_head(head, hidden)
+    weight = _check_head(head, hidden, caller=caller)
     _check_indices(hidden, targets, caller=caller, rows="hidden")
     check_number(caller, "smoothing", smoothing, minimum=0, maximum=1)
     check_number(caller, "z_loss", z_loss, minimum=0)
@@ -232,6 +232,40 @@ def linear_cross_entropy(
     counted = (targets != ignore_index).flatten()
     weights = counted if token_weights is None else torch.where(counted, token_weights.detach().flatten(), 0)
 
+    def compute(*tensors: Tensor | None, columns: _Columns) -> Tensor:
+        columns = replace(columns, smoothing=smoothing, z_loss=z_loss)
+        needs_grad = torch.is_grad_enabled()
+        return cast(Tensor, _LinearCrossEntropy.apply(*tensors, targets.flatten(), weights, columns, needs_grad))  # type: ignore[no-untyped-call]
+
+    sums = _call_with_head(head, weight, hidden, compute, caller=caller)
+    count = counted.sum() if token_weights is None else _widen(weights).sum()
+    return LossSum(total=sums[0], weight=count, aux={"z_loss": (sums[1].detach(), count)} if z_loss else {})
+
+
+def _check_head(head: nn.Module, hidden: Tensor, *, caller: str) -> Tensor:
+    """Return the weight of ``head``, ``[classes, dim]``."""
+    # A layer with adapters, or in float8, computes another product.
+    is_plain = getattr(type(head), "forward", None) in (nn.Linear.forward, nn.Embedding.forward) and "forward" not in vars(head)
+    if not is_plain:
+        raise ConfigError(
+            f"{caller}: head must be an nn.Linear or an nn.Embedding with the forward of torch, got "
+            f"{type(head).__name__}. Use dt.{caller.removeprefix('linear_')}(head(hidden), targets)."
+        )
+    weight = cast(Tensor, head.weight)
+    if hidden.ndim < 2 or hidden.shape[-1] != weight.shape[1]:
+        raise ConfigError(
+            f"{caller}: hidden must be [*, {weight.shape[1]}], the inputs of head, got {tuple(hidden.shape)}. "
+            "Pass the input of the head, not the logits."
+        )
+    return weight
+
+
+def _call_with_head(head: nn.Module, weight: Tensor, hidden: Tensor, fn: Callable[..., Tensor], *, caller: str) -> Tensor:
+    """Return ``fn(hidden, weight, bias, columns=columns)``, called in the unit of the head with its local, gathered tensors.
+
+    ``hidden`` is flat, ``[n, dim]``, and in the dtype in which the head computes.
+    """
+
     def compute(states: Tensor) -> Tensor:
         # Parameters are other tensors while they are gathered.
         matrix: Any = head.weight
@@ -239,35 +273,13 @@ def linear_cross_entropy(
         local, start, group = local_part(matrix, dim=0, caller=caller)
         bias = None if bias is None else local_part(bias, dim=0, caller=caller)[0]
         states = local_part(states, caller=caller)[0] if group is None else whole_with_summed_grad(states, matrix)
-        columns = _Columns(classes=len(matrix), start=start, group=group, smoothing=smoothing, z_loss=z_loss)
         dtype, device = local.dtype, local.device.type
         if torch.is_autocast_enabled(device) and dtype != torch.float64:
             dtype = torch.get_autocast_dtype(device)
         tensors = [None if x is None else x.to(dtype) for x in (states.flatten(0, -2), local, bias)]
-        needs_grad = torch.is_grad_enabled()
-        return cast(Tensor, _LinearCrossEntropy.apply(*tensors, targets.flatten(), weights, columns, needs_grad))  # type: ignore[no-untyped-call]
+        return fn(*tensors, columns=_Columns(classes=len(matrix), start=start, group=group))
 
-    sums = call_in_unit(head, weight, compute, hidden, caller=caller)
-    count = counted.sum() if token_weights is None else _widen(weights).sum()
-    return LossSum(total=sums[0], weight=count, aux={"z_loss": (sums[1].detach(), count)} if z_loss else {})
-
-
-def _check_head(head: nn.Module, hidden: Tensor) -> Tensor:
-    """Return the weight of ``head``, ``[classes, dim]``."""
-    # A layer with adapters, or in float8, computes another product.
-    is_plain = getattr(type(head), "forward", None) in (nn.Linear.forward, nn.Embedding.forward) and "forward" not in vars(head)
-    if not is_plain:
-        raise ConfigError(
-            f"linear_cross_entropy: head must be an nn.Linear or an nn.Embedding with the forward of torch, got "
-            f"{type(head).__name__}. Use dt.cross_entropy(head(hidden), targets)."
-        )
-    weight = cast(Tensor, head.weight)
-    if hidden.ndim < 2 or hidden.shape[-1] != weight.shape[1]:
-        raise ConfigError(
-            f"linear_cross_entropy: hidden must be [*, {weight.shape[1]}], the inputs of head, got {tuple(hidden.shape)}. "
-            "Pass the input of the head, not the logits."
-        )
-    return weight
+    return call_in_unit(head, weight, compute, hidden, caller=caller)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -280,6 +292,7 @@ class _Columns:
         group: ranks that hold the other columns; None if this rank holds all.
         smoothing: as in ``linear_cross_entropy``.
         z_loss: as in ``linear_cross_entropy``.
+        temperature: divides the logits.
     """
 
     classes: int
@@ -287,19 +300,22 @@ class _Columns:
     group: dist.ProcessGroup | None = None
     smoothing: float = 0.0
     z_loss: float = 0.0
+    temperature: float = 1.0
 
     def replace_by_grad_(self, logits: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
-        """Replace logits by the gradient of the weighted sum of losses; return this sum, and the part of ``z_loss``: ``[2]``.
+        """Replace logits by the gradient of the sum of weighted losses; return these, and their part of ``z_loss``: ``[2, n]``.
 
         Args:
             logits: ``[n, columns]``, this rank's columns, at least one, in at least float32.
             targets: ``[n]`` int64, columns of the whole logits, equal on all ranks. With a group, a target out of range makes
-                the sum NaN; without, it is an error of torch.
+                the loss NaN; without, it is an error of torch.
             weights: ``[n]`` in the dtype of ``logits``; 0 for targets that do not count.
 
         Mutates: ``logits``.
         Collective: with a group, one all-reduce of ``[n]``, and one of ``[3, n]``, or ``[4, n]`` with ``smoothing``.
         """
+        if self.temperature != 1:
+            logits.div_(self.temperature)
         largest = logits.amax(dim=1)
         if self.group is not None:
             dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.group)
@@ -327,9 +343,11 @@ class _Columns:
         if self.smoothing:
             logits.sub_((self.smoothing / self.classes * weights)[:, None])
         logits.scatter_add_(1, column[:, None], ((self.smoothing - 1) * weights * here)[:, None])
+        if self.temperature != 1:
+            logits.div_(self.temperature)
         # A row that does not count may hold NaN.
         both = torch.stack([losses + penalties, penalties])
-        return torch.where(weights != 0, both * weights, 0.0).sum(dim=1)
+        return torch.where(weights != 0, both * weights, 0.0)
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
@@ -341,9 +359,9 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, counted: Tensor, columns: _Columns) -> Tensor:
         grad_logits = logits.clone()
-        total: Tensor = columns.replace_by_grad_(grad_logits, targets, counted.to(logits.dtype))[0]
+        total = columns.replace_by_grad_(grad_logits, targets, counted.to(logits.dtype))[0].sum()
         ctx.save_for_backward(grad_logits.masked_fill_(~counted[:, None], 0.0))
-        return total.clone()
+        return total
 
     @staticmethod
     @once_differentiable
@@ -358,9 +376,9 @@ _LEAST_BYTES = 4 * 2**20
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """Sums ``[2]`` of ``_Columns.replace_by_grad_`` for the logits ``hidden @ weight.T + bias``, which never exist as a whole.
+    """Sums ``[2]`` of ``_Columns.replace_by_grad_`` over all rows of the logits ``hidden @ weight.T + bias``.
 
-    Forward computes the gradients, because they need the logits. Backward scales them.
+    The logits never exist as a whole. Forward computes the gradients, because they need the logits. Backward scales them.
     """
 
     @staticmethod
@@ -375,31 +393,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         needs_grad: bool,
     ) -> Tensor:
         wanted = [needs_grad and needed for needed in ctx.needs_input_grad[:3]]
-        grad_hidden = torch.empty_like(hidden) if wanted[0] else None
-        grad_weight = torch.zeros_like(weight) if wanted[1] else None
-        grad_bias = _widen(torch.zeros_like(bias)) if bias is not None and wanted[2] else None
-        rows = _count_rows(hidden, len(weight))
-        buffer = hidden.new_empty(rows, len(weight))
-        wide_buffer = _widen(buffer)
-        weights = weights.to(wide_buffer.dtype)
-        sums = weights.new_zeros(2)
-        for begin in range(0, len(hidden), rows):
-            chunk = slice(begin, begin + rows)
-            states = hidden[chunk]
-            logits = buffer[: len(states)]
-            torch.mm(states, weight.t(), out=logits) if bias is None else torch.addmm(bias, states, weight.t(), out=logits)
-            wide = logits if wide_buffer is buffer else wide_buffer[: len(states)].copy_(logits)
-            sums += columns.replace_by_grad_(wide, targets[chunk], weights[chunk])
-            if grad_bias is not None:
-                grad_bias += wide.sum(dim=0)
-            if wide is not logits:
-                logits.copy_(wide)
-            if grad_hidden is not None:
-                torch.mm(logits, weight, out=grad_hidden[chunk])
-            if grad_weight is not None:
-                grad_weight.addmm_(logits.t(), states)
-        ctx.grads = grad_hidden, grad_weight, grad_bias
-        return sums
+        losses, ctx.grads = _head_losses(hidden, weight, bias, targets, weights, columns, wanted)
+        return losses.sum(dim=1)
 
     @staticmethod
     @once_differentiable
@@ -413,6 +408,69 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if tensor is not None:
                 _scale_(tensor, grads[0][0])
         return *own, None, None, None, None
+
+
+class _LinearLogProbs(torch.autograd.Function):
+    """Log-probabilities ``[n]`` of the targets under the logits ``hidden @ weight.T + bias``, which never exist as a whole.
+
+    Backward computes the logits again, since their gradient needs that of each log-probability.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, columns: _Columns) -> Tensor:
+        ctx.save_for_backward(hidden, weight, bias, targets)
+        ctx.columns = columns
+        ones = _widen(hidden.new_ones(len(hidden)))
+        return -_head_losses(hidden, weight, bias, targets, ones, columns, (False, False, False))[0][0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, targets = ctx.saved_tensors
+        # A unit that was resharded in between has freed the memory of its gathered parameters.
+        if weight.untyped_storage().size() == 0:
+            raise ConfigError(
+                "linear_token_log_probs: the head must stay gathered until backward, got a head that was resharded. Run no "
+                "other forward or snapshot of the model in between, or make the head a unit: blocks=(..., 'head')."
+            )
+        _, own = _head_losses(hidden, weight, bias, targets, -grads[0], ctx.columns, ctx.needs_input_grad[:3])
+        return *own, None, None
+
+
+def _head_losses(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    weights: Tensor,
+    columns: _Columns,
+    wanted: Sequence[bool],
+) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+    """Return ``[2, n]`` of ``_Columns.replace_by_grad_``, and the gradients that are wanted, for a few rows at a time."""
+    grad_hidden = torch.empty_like(hidden) if wanted[0] else None
+    grad_weight = torch.zeros_like(weight) if wanted[1] else None
+    grad_bias = _widen(torch.zeros_like(bias)) if bias is not None and wanted[2] else None
+    rows = _count_rows(hidden, len(weight))
+    buffer = hidden.new_empty(rows, len(weight))
+    wide_buffer = _widen(buffer)
+    weights = weights.to(wide_buffer.dtype)
+    losses = weights.new_empty(2, len(hidden))
+    for begin in range(0, len(hidden), rows):
+        chunk = slice(begin, begin + rows)
+        states = hidden[chunk]
+        logits = buffer[: len(states)]
+        torch.mm(states, weight.t(), out=logits) if bias is None else torch.addmm(bias, states, weight.t(), out=logits)
+        wide = logits if wide_buffer is buffer else wide_buffer[: len(states)].copy_(logits)
+        losses[:, chunk] = columns.replace_by_grad_(wide, targets[chunk], weights[chunk])
+        if grad_bias is not None:
+            grad_bias += wide.sum(dim=0)
+        if wide is not logits:
+            logits.copy_(wide)
+        if grad_hidden is not None:
+            torch.mm(logits, weight, out=grad_hidden[chunk])
+        if grad_weight is not None:
+            grad_weight.addmm_(logits.t(), states)
+    return losses, (grad_hidden, grad_weight, grad_bias)
 
 
 def _count_rows(hidden: Tensor, classes: int) -> int:
@@ -554,8 +612,88 @@ def token_log_probs(logits: Tensor, targets: Tensor, *, temperature: float = 1.0
             f"token_log_probs: targets must be int64 of shape {tuple(logits.shape[:-1])}, got {targets.dtype} of shape "
             f"{tuple(targets.shape)}. Shift logits and tokens against each other before, as logits[:, :-1] and tokens[:, 1:]."
         )
-    scaled = _widen(logits) / temperature
-    return scaled.gather(-1, targets[..., None]).squeeze(-1) - scaled.logsumexp(-1)
+    flat = logits.flatten(0, -2) if logits.ndim > 1 else logits[None]
+    result = _TokenLogProbs.apply(flat, targets.flatten(), temperature)  # type: ignore[no-untyped-call]
+    return cast(Tensor, result).view(targets.shape)
+
+
+class _TokenLogProbs(torch.autograd.Function):
+    """Log-probabilities ``[n]`` of logits ``[n, classes]``, which keeps the logits in their own dtype, and no copy of them."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, temperature: float) -> Tensor:
+        result = _widen(logits.new_empty(len(logits)))
+        log_sums, rows = torch.empty_like(result), _count_rows(logits, logits.shape[1])
+        buffer = result.new_empty(rows, logits.shape[1])
+        for begin in range(0, len(logits), rows):
+            chunk = slice(begin, begin + rows)
+            scaled = buffer[: len(logits[chunk])].copy_(logits[chunk]).div_(temperature)
+            picked, largest = scaled.gather(1, targets[chunk, None])[:, 0], scaled.amax(dim=1)
+            # logsumexp would take the memory of one more block.
+            log_sums[chunk] = scaled.sub_(largest[:, None]).exp_().sum(dim=1).log_() + largest
+            result[chunk] = picked - log_sums[chunk]
+        ctx.save_for_backward(logits, targets, log_sums)
+        ctx.temperature, ctx.rows = temperature, rows
+        return result
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        logits, targets, log_sums = ctx.saved_tensors
+        result, factors = torch.empty_like(logits), grads[0] / ctx.temperature
+        buffer = factors.new_empty(ctx.rows, logits.shape[1])
+        for begin in range(0, len(logits), ctx.rows):
+            chunk = slice(begin, begin + ctx.rows)
+            scaled = buffer[: len(logits[chunk])].copy_(logits[chunk]).div_(ctx.temperature)
+            grad = scaled.sub_(log_sums[chunk, None]).exp_().mul_(-factors[chunk, None])
+            result[chunk] = grad.scatter_add_(1, targets[chunk, None], factors[chunk, None])
+        return result, None, None
+
+
+@explain_arguments
+def linear_token_log_probs(hidden: Tensor, head: nn.Module, targets: Tensor, *, temperature: float = 1.0) -> Tensor:
+    """Return ``token_log_probs(head(hidden), targets)`` without the logits, in a twentieth of their memory.
+
+    The logits are computed for a few rows at a time, and once more in backward. So the loss may be any function of the
+    log-probabilities, which ``linear_cross_entropy`` does not allow.
+
+    Formula: ``x[target] / temperature - logsumexp(x / temperature)`` with the logits ``x = head(hidden)``
+
+    Args:
+        hidden: as in ``linear_cross_entropy``.
+        head: as in ``linear_cross_entropy``. A head in the root of a model stays gathered until backward: no other forward of
+            the model, and no ``snapshot``, may run in between.
+        targets: tokens, ``[*]`` int64, in ``[0, classes)``, also at positions that do not count.
+        temperature: temperature of the sampler, above 0.
+
+    Returns:
+        ``[*]``, at least float32, with a gradient.
+
+    Collective: as ``linear_cross_entropy``; for a head that is sharded along the classes once more in backward.
+    Host sync: none.
+
+    Example:
+        def loss_fn(model, batch):
+            hidden = model.trunk(batch["tokens"][:, :-1])  # [batch, seq, dim]
+            log_probs = dt.linear_token_log_probs(hidden, model.head, batch["tokens"][:, 1:])
+            ratio = (log_probs - batch["log_probs"]).exp()
+            return dt.sum_loss(-ratio * batch["advantages"], batch["mask"])
+
+    Raises:
+        ConfigError: as ``linear_cross_entropy``; a ``temperature`` that is not above 0; or (in backward) a head that was
+            resharded before.
+    """
+    caller = "linear_token_log_probs"
+    head = unwrap_module(head)
+    weight = _check_head(head, hidden, caller=caller)
+    _check_indices(hidden, targets, caller=caller, rows="hidden")
+    check_number(caller, "temperature", temperature, above=0)
+
+    def compute(*tensors: Tensor | None, columns: _Columns) -> Tensor:
+        columns = replace(columns, temperature=temperature)
+        return cast(Tensor, _LinearLogProbs.apply(*tensors, targets.flatten(), columns))  # type: ignore[no-untyped-call]
+
+    return _call_with_head(head, weight, hidden, compute, caller=caller).view(targets.shape)
 
 
 def transformers_loss(model: nn.Module, batch: Batch) -> LossSum:

@@ -27,6 +27,7 @@ SHORT = {
     "train_custom.py": ["--until", "20ba"],
     "train_resnet.py": ["--until", "4ba"],
     "train_moe.py": ["--until", "3ba"],
+    "train_grpo.py": ["--steps", "4"],
     "train_gan.py": ["--steps", "4", "--save-every", "2"],
     "train_dpo.py": ["--read", "5ba", "--until", "5ba"],
     "train_diffusion.py": ["--until", "5ba"],

@@ -11,9 +11,7 @@ import sys
 import sysconfig
 import tempfile
 import time
-import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import fsspec.config
@@ -27,7 +25,7 @@ from dtrain.data.stream.write_shards import write_shards
 from dtrain.loggers.records import read_jsonl
 from dtrain.report.read_run import read_run
 from dtrain.storage.remote import disconnect
-from example_runs import ended, here, last_tensors, launched
+from example_runs import ended, environment, here, job, last_tensors, launched, processes_of, ranks_of, wait_until
 from helpers.text import read_text, train_and_held_out
 from places import servers
 
@@ -66,51 +64,8 @@ def run(arguments: list[str], cwd: Path) -> str:
     return done.stdout
 
 
-def environment(**more: str) -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1", **more}
-
-
 def losses(out: Path) -> dict[int, float]:
     return {step: record["loss"] for step, record in read_jsonl(out / "metrics.jsonl").items()}
-
-
-def processes_of(mark: str) -> dict[int, bool]:
-    """Processes of a job, by an environment variable that all of them inherit: pid -> whether it runs the script."""
-    processes: dict[int, bool] = {}
-    for folder in Path("/proc").iterdir():
-        try:
-            env = (folder / "environ").read_bytes().split(b"\0") if folder.name.isdigit() else []
-            line = (folder / "cmdline").read_bytes().split(b"\0") if env else []
-        except OSError:  # it has ended, or is not ours
-            continue
-        if f"TEST_JOB={mark}".encode() in env:
-            processes[int(folder.name)] = line[1:2] == [str(SCRIPT).encode()]  # the launcher runs -m dtrain
-    return processes
-
-
-def wait_until(condition, what: str) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline, f"gave up waiting until {what}"
-        time.sleep(0.02)
-
-
-@contextmanager
-def job(arguments: list[str], cwd: Path) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
-    """Yield a running job and its mark; end every process of it."""
-    mark = uuid.uuid4().hex
-    with (cwd / f"{mark}.log").open("wb") as log:
-        process = subprocess.Popen(arguments, cwd=cwd, stdout=log, stderr=log, env=environment(TEST_JOB=mark))
-    try:
-        yield process, mark
-    finally:
-        for pid in processes_of(mark):
-            os.kill(pid, signal.SIGKILL)
-        process.wait()
-
-
-def ranks_of(mark: str) -> list[int]:
-    return [pid for pid, is_rank in processes_of(mark).items() if is_rank]
 
 
 def kill(how: str, process: subprocess.Popen[bytes], mark: str, chance: random.Random) -> None:

@@ -46,7 +46,7 @@ def longest_shared(a: list[str], b: list[str]) -> list[str]:
 def test_all_example_loops_are_discovered():
     names = {path.stem for path in LOOPS}
     assert {"pretrain_gpt", "pretrain_bert", "finetune_bert", "train_resnet", "train_gan", "train_diffusion"} <= names
-    assert {"train_embeddings", "train_dpo", "train_custom", "tensor_parallel", "train_moe"} <= names
+    assert {"train_embeddings", "train_dpo", "train_custom", "tensor_parallel", "train_moe", "train_grpo"} <= names
 
 
 @pytest.mark.parametrize("path", LOOPS, ids=lambda path: path.stem)

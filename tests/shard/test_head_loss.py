@@ -9,10 +9,11 @@ from torch.distributed.fsdp import fully_shard
 from dtrain.dist.dtensor import to_local
 from dtrain.dist.mesh import build_mesh
 from dtrain.errors import ConfigError
-from dtrain.losses import linear_cross_entropy
+from dtrain.losses import linear_cross_entropy, linear_token_log_probs, sum_loss
 from dtrain.monitors.reduce_metrics import reduce_metrics
 from dtrain.shard.fsdp import shard_model
 from dtrain.shard.precision import Precision
+from dtrain.shard.snapshots import snapshot
 from dtrain.shard.unshard import eval_mode
 from dtrain.state import init_state
 from dtrain.step.evaluate import evaluate
@@ -59,10 +60,19 @@ def head_loss(net: nn.Module, batch: dict) -> LossSum:
     return linear_cross_entropy(net(batch["inputs"], logits=False), head, batch["targets"])
 
 
+def log_probs_loss(net: nn.Module, batch: dict) -> LossSum:
+    head = net.tail.head if isinstance(net, WithTail) else net.head
+    counted = batch["targets"] != -100
+    log_probs = linear_token_log_probs(net(batch["inputs"], logits=False), head, batch["targets"].where(counted, 0))
+    return sum_loss(-log_probs, counted)
+
+
 KINDS = {"gpt": GPT, "biased": Biased, "with tail": WithTail, "tied": Tied}
 
 
-def gradient(name: str, units: list[str], strategy: str, plan: str | None, microbatch_size: int | None = 1) -> list:
+def gradient(
+    name: str, units: list[str], strategy: str, plan: str | None, microbatch_size: int | None = 1, log_probs: bool = False
+) -> list:
     """The largest error of two steps, the mean loss, and the mean loss of an evaluation. Ranks have 2 and 3 samples."""
     kind = KINDS[name]
     net = shard_model(
@@ -73,13 +83,14 @@ def gradient(name: str, units: list[str], strategy: str, plan: str | None, micro
         tp_plan=PLANS[plan]() if plan else None,
     )
     state = init_state(net, torch.optim.SGD([p for p in net.parameters() if p.requires_grad], lr=0.1))
+    loss_fn = log_probs_loss if log_probs else head_loss
     mine, errors = share(state.spec.data_rank, state.spec.data_ranks), []
     for _ in range(2):
         for param in net.parameters():
             param.grad = None
-        state, metrics = microbatch_step(state, mine, loss_fn=head_loss, microbatch_size=microbatch_size)
+        state, metrics = microbatch_step(state, mine, loss_fn=loss_fn, microbatch_size=microbatch_size)
         errors.append(difference(state.params, reference(kind)))
-    losses = [reduce_metrics(metrics)["loss"], reduce_metrics(evaluate(net, [mine], head_loss))["loss"]]
+    losses = [reduce_metrics(metrics)["loss"], reduce_metrics(evaluate(net, [mine], loss_fn))["loss"]]
     return [max(errors), *losses]
 
 
@@ -103,10 +114,12 @@ CASES = {
 }
 
 
+@pytest.mark.parametrize("log_probs", [False, True])
 @pytest.mark.parametrize("case", CASES)
-def test_gradient_equals_that_of_all_logits(ranks, case):
+def test_gradient_equals_that_of_all_logits(ranks, case, log_probs):
     expected = mean_loss(CASES[case][0])
-    for error, loss, evaluated in ranks(2).run(gradient, *CASES[case]):
+    options = (*CASES[case], 1)[:5]
+    for error, loss, evaluated in ranks(2).run(gradient, *options, log_probs):
         assert error <= TOLERANCE
         assert loss == pytest.approx(expected, rel=1e-12)
         assert evaluated == pytest.approx(expected, rel=1e-12)
@@ -149,3 +162,16 @@ def foreign_shard() -> str:
 
 def test_shards_of_an_unknown_unit_are_refused(ranks):
     assert ranks(2).run(foreign_shard) == ["ConfigError"] * 2
+
+
+def resharded_before_backward() -> str:
+    net, mine = shard_model(make(GPT), build_mesh(), blocks=(Block,)), share(0, 1)
+    loss = log_probs_loss(net, mine)
+    snapshot(net)
+    with pytest.raises(ConfigError, match="linear_token_log_probs: the head must stay gathered until backward") as info:
+        loss.total.backward()
+    return type(info.value).__name__
+
+
+def test_head_of_the_root_that_was_resharded_before_backward_is_refused(ranks):
+    assert ranks(2).run(resharded_before_backward) == ["ConfigError"] * 2

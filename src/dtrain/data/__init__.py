@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from dtrain.data.packed_tokens import document_bounds as document_bounds
     from dtrain.data.packed_tokens import document_mask as document_mask
     from dtrain.data.position import SkippedSamples as SkippedSamples
+    from dtrain.data.rollouts import RolloutBuffer as RolloutBuffer
     from dtrain.data.sample_order import BlockShuffle as BlockShuffle
     from dtrain.data.sample_order import ElasticSampler as ElasticSampler
     from dtrain.data.sample_order import SampleOrder as SampleOrder

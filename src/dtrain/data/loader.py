@@ -97,7 +97,7 @@ class Loader:
         self._stops: Sequence[StopCondition] = ()
 
     @property
-    def _identity(self) -> weakref.ref[Loader]:
+    def _identity(self) -> weakref.ref[Any]:
         """Reference by which steps and saves find the loader of a batch: one object while a batch or a state holds it."""
         return weakref.ref(self)
 

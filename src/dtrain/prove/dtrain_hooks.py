@@ -226,8 +226,11 @@ def _observe_loaders(recorder: RankRecorder) -> None:
 
     @functools.wraps(until)
     def shortened(loader: Loader, run_length: Any, **options: Any) -> Any:
-        name = f"dtrain-{numbers.setdefault(id(loader), len(numbers))}"
-        return recorded(until(loader, recorder.run_goal(loader, parse_length(run_length)), **options), name)
+        name, length = f"dtrain-{numbers.setdefault(id(loader), len(numbers))}", parse_length(run_length)
+        goal = recorder.run_goal(loader, length)
+        if is_reached(goal, loader.position) and not is_reached(length, loader.position):
+            recorder.pass_is_empty()
+        return recorded(until(loader, goal, **options), name)
 
     @functools.wraps(one_pass)
     def cut(loader: Loader) -> Iterator[Any]:

@@ -64,6 +64,8 @@ from dtrain.typing import LossSum
 
 # Updates of a loop that prepares the loop of dtrain's step, such as that of a codec.
 _MAX_PREPARATION = 2000
+# Loops over a loader of dtrain without a batch, after which the script waits for steps that never come.
+_MAX_EMPTY_PASSES = 100
 _STEP_HOOKS: tuple[dict[Any, Any], dict[Any, Any]] = (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)
 
 
@@ -133,6 +135,7 @@ class RankRecorder:
         self.optimized = set[int]()
         self._averages: dict[str, Tensor] = {}
         self._notes: set[str] = set()
+        self._empty_passes = 0
         self._read_line = ""
         # The last batch that the script has read. It is kept, so that no other tensor gets the address of one of its tensors.
         self._read: Any = None
@@ -311,6 +314,13 @@ class RankRecorder:
         prepares = self._has_dtrain_loop and not self.steps_of_dtrain
         limit = _MAX_PREPARATION if prepares else self.config.cut_after or self.config.steps * RECORDED_LENGTHS
         if max(self.updates.values(), default=0) >= limit:
+            self.note("loop_cut")
+            raise EndOfProof(0)
+
+    def pass_is_empty(self) -> None:
+        """End a script that asks a shortened loop of dtrain again and again for batches, as a loop over rollouts does."""
+        self._empty_passes += 1
+        if self._empty_passes > _MAX_EMPTY_PASSES:
             self.note("loop_cut")
             raise EndOfProof(0)
 
