@@ -211,6 +211,7 @@ REFUSED = {
     "strategy": ({"strategy": "zero3"}, "strategy must be 'full_shard', "),
     "hybrid without replicas": ({"strategy": "hybrid_shard"}, "hybrid_shard needs a mesh of two axes"),
     "checkpoint": ({"checkpoint": "all"}, "checkpoint must be None, 'nothing' or 'matmuls', got 'all'"),
+    "method": ({"cp_method": "rings"}, "cp_method must be 'ring' or 'ulysses', got 'rings'"),
     "device": ({"device": "tpu"}, "device must be 'cuda' or 'cpu', got 'tpu'"),
     "no samples": ({"microbatch_size": 0}, "microbatch_size must be an integer of at least 1, got 0"),
     "no microbatches": ({"microbatches": 1.5}, "microbatches must be an integer of at least 1, got 1.5"),
@@ -262,6 +263,7 @@ QUICK = [
     pytest.param("gpt", 2, 4, 2, {"strategy": "full_shard", "precision": "bf16", "accumulate": "sharded"}, id="gpt-bf16"),
     pytest.param("tied", 2, 3, 2, {"strategy": "full_shard"}, id="tied"),
     pytest.param("gpt", 2, 4, 2, {"strategy": "full_shard", "cp": 2}, id="gpt-cp"),
+    pytest.param("gpt", 2, 4, 2, {"strategy": "full_shard", "cp": 2, "cp_method": "ulysses"}, id="gpt-ulysses"),
 ]
 slow = partial(pytest.param, marks=pytest.mark.slow)
 STRATEGIES = ("full_shard", "shard_grad_op", "replicate", "hybrid_shard")

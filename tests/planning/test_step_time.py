@@ -2,6 +2,7 @@
 
 import gc
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import dtrain as dt
 from dtrain.dist.mesh import build_mesh
 from dtrain.errors import ConfigError
 from dtrain.planning.estimate import estimate_memory, library_memory
+from dtrain.planning.simulate import ParallelismConfig, simulate
 from dtrain.planning.step_time import (
     NETWORKS,
     Accelerator,
@@ -157,13 +159,14 @@ CONTEXT_PARALLEL = Workload(
 )
 
 
-def collectives_of_a_step(strategy, dp_replicate, cp, tp, microbatches):
+def collectives_of_a_step(strategy, dp_replicate, cp, tp, method, microbatches):
     """Count the collectives of a real step, without those of the control group."""
     torch.manual_seed(0)
     workload = CONTEXT_PARALLEL if cp > 1 else TENSOR_PARALLEL
     mesh = build_mesh(dp_replicate=dp_replicate, cp=cp, tp=tp)
     # The loss counts samples and not positions, so it is not that of the whole sequence.
-    cut = [dt.transforms.context_parallel(mesh, batch_seq_dims=workload.batch_seq_dims, check=False)] if cp > 1 else []
+    dims = workload.batch_seq_dims
+    cut = [dt.transforms.context_parallel(mesh, batch_seq_dims=dims, method=method, check=False)] if cp > 1 else []
     options = workload.shard_args if tp > 1 else {}
     model = shard_model(workload.model(), mesh, strategy=strategy, blocks=workload.blocks, **options)
     model = materialize(model, seed=0)
@@ -181,13 +184,15 @@ def collectives_of_a_step(strategy, dp_replicate, cp, tp, microbatches):
     return sorted((*key, *value) for key, value in table.items())
 
 
-# Ranks, strategy, dp_replicate, cp and tp.
+# Ranks, strategy, dp_replicate, cp and tp; and the method of cp if it is not the ring.
 LAYOUTS = {
     "full_shard": (2, "full_shard", 1, 1, 1),
     "shard_grad_op": (2, "shard_grad_op", 1, 1, 1),
     "replicate": (2, "replicate", 1, 1, 1),
     "tp": (2, "full_shard", 1, 1, 2),
     "cp": (2, "full_shard", 1, 2, 1),
+    "ulysses": (2, "full_shard", 1, 2, 1, "ulysses"),
+    "ulysses of 4": (4, "full_shard", 1, 2, 1, "ulysses"),
     "hybrid_shard of 4": (4, "hybrid_shard", 2, 1, 1),
     **{
         f"{name} of {ranks}": (ranks, strategy, replicas, cp, tp)
@@ -213,8 +218,9 @@ LAYOUTS = {
     [pytest.param(layout, id=name, marks=pytest.mark.slow if layout[0] > 2 else ()) for name, layout in LAYOUTS.items()],
 )
 def test_planned_collectives_equal_counted_ones(layout, microbatches):
-    ranks, strategy, dp_replicate, cp, tp = layout
-    rows = dt.testing.run_ranks(collectives_of_a_step, ranks, strategy, dp_replicate, cp, tp, microbatches, timeout_s=600)
+    ranks, strategy, dp_replicate, cp, tp, method = (*layout, "ring")[:6]
+    options = strategy, dp_replicate, cp, tp, method, microbatches
+    rows = dt.testing.run_ranks(collectives_of_a_step, ranks, *options, timeout_s=600)
     plan = estimate_memory(
         CONTEXT_PARALLEL if cp > 1 else TENSOR_PARALLEL,
         world_size=ranks,
@@ -222,6 +228,7 @@ def test_planned_collectives_equal_counted_ones(layout, microbatches):
         dp_replicate=dp_replicate,
         cp=cp,
         tp=tp,
+        cp_method=method,
         microbatch_size=2,
         microbatches=microbatches,
         device="cpu",
@@ -232,6 +239,51 @@ def test_planned_collectives_equal_counted_ones(layout, microbatches):
         total = planned.setdefault((call.op, call.group_size), [0, 0])
         total[:] = total[0] + call.count, total[1] + call.bytes
     assert sorted((*kind, *total) for kind, total in planned.items()) == [tuple(row) for row in rows[0]]
+
+
+class GroupedAttention(nn.Module):
+    def __init__(self, heads, key_heads):
+        super().__init__()
+        self.sizes = heads, key_heads, key_heads
+        self.qkv = nn.Linear(16, 8 * sum(self.sizes))
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).unflatten(-1, (-1, 8)).transpose(1, 2).split(self.sizes, 1)
+        attended = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return attended.transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize(("heads", "key_heads", "sent_key_heads"), [(8, 8, 8), (8, 4, 4), (8, 2, 4), (4, 1, 4)])
+@pytest.mark.parametrize("microbatches", [1, 7])
+def test_planned_bytes_of_ulysses_are_those_of_query_key_value_and_output(heads, key_heads, sent_key_heads, microbatches):
+    workload = replace(CONTEXT_PARALLEL, model=lambda: GroupedAttention(heads, key_heads), blocks=())
+    layout = {"world_size": 8, "cp": 4, "cp_method": "ulysses"}
+    with simulate(workload, ParallelismConfig(**layout)) as run:
+        # A plan tries several sizes, and the bytes belong to the size.
+        for size in (1, 3):
+            traffic = run.step(size, microbatches).traffic
+            tokens = size * 16 // 4 * 4  # of a part, times bytes of a float32
+            (exchange,) = (calls for calls in traffic if calls.op == "all_to_all")
+            assert (exchange.group_size, exchange.stride, exchange.count) == (4, 1, 4 * microbatches)
+            # Forward and backward.
+            assert exchange.bytes == microbatches * 2 * tokens * 8 * (2 * heads + 2 * sent_key_heads)
+
+
+@pytest.mark.parametrize("method", ["ring", "ulysses"])
+def test_exchange_of_sequences_is_planned_for_a_gpu_as_for_a_cpu(method):
+    layout = {"world_size": 8, "cp": 2, "cp_method": method}
+    cuda, cpu = (estimate_memory(CONTEXT_PARALLEL, device=device, **layout).traffic for device in ("cuda", "cpu"))
+    assert cuda == cpu
+    assert {"ring": "permute", "ulysses": "all_to_all"}[method] in {calls.op for calls in cuda}
+
+
+def test_exchange_of_ulysses_hides_behind_nothing():
+    estimate = estimate_memory(CONTEXT_PARALLEL, world_size=2, cp=2, cp_method="ulysses", microbatches=4)
+    network = Network.preset("pcie4-100gbe")
+    (exchange,) = (calls for calls in estimate.traffic if calls.op == "all_to_all")
+    seconds = step_seconds(estimate, FAST, network)
+    assert seconds.compute > seconds.links
+    assert seconds.exposed >= communication_seconds([exchange], network)
 
 
 SAMPLES, UNITS, SIZE = 3, 4, 4

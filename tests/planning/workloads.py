@@ -170,7 +170,8 @@ def measured(name: str, size: int, count: int, setting: dict) -> int:
     if "cp" in setting:
         dims, buffer_dims = workload.batch_seq_dims, workload.buffer_seq_dims
         # The forward of a whole sequence in the first step is not part of the plan.
-        cut = dt.transforms.context_parallel(mesh, batch_seq_dims=dims, buffer_seq_dims=buffer_dims, check=False)
+        method = setting.get("cp_method", "ring")
+        cut = dt.transforms.context_parallel(mesh, batch_seq_dims=dims, buffer_seq_dims=buffer_dims, method=method, check=False)
         transforms.append(cut)
     model = shard_model(
         model,

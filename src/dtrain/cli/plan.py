@@ -107,6 +107,9 @@ def plan(
     cp: Annotated[
         int, _layout("--cp N", "cp of the mesh; the workload must have batch_seq_dims.  [default: 1]", integer(1))
     ] = 1,
+    cp_method: Annotated[
+        str, _layout("--cp-method NAME", "Exchange along cp: ring or ulysses.  [default: ring]", choice("ring", "ulysses"))
+    ] = "ring",
     tp: Annotated[int, _layout("--tp N", "tp of the mesh; the workload must have a tp_plan.  [default: 1]", integer(1))] = 1,
     strategy: Annotated[str | None, _layout("--strategy NAME", "Strategy to show in detail, instead of a comparison.")] = None,
     precision: Annotated[
@@ -203,6 +206,7 @@ def plan(
         "world_size": world,
         "dp_replicate": replicate,
         "cp": cp,
+        "cp_method": cp_method,
         "tp": tp,
         "accumulate": accumulate,
         "device": device[0],
@@ -308,7 +312,8 @@ def headline(target: str, row: StrategyEstimate, precision: str) -> str:
     config, largest = estimate.config, row.largest
     sharded = config.world_size // (config.dp_replicate * config.cp * config.tp)
     axes = [f"dp_replicate {config.dp_replicate}", f"dp_shard {sharded}"]
-    axes += [f"{name} {size}" for name, size in (("cp", config.cp), ("tp", config.tp)) if size > 1]
+    sequences = "cp" if config.cp_method == "ring" else f"cp by {config.cp_method}"
+    axes += [f"{name} {size}" for name, size in ((sequences, config.cp), ("tp", config.tp)) if size > 1]
     ranks = f"{format_count(config.world_size, 'rank')} ({' x '.join(axes)})"
     sizes = f"microbatches of {estimate.microbatch_size}, {estimate.microbatches} to a step"
     room = f", {_format_size(largest.memory)} each" if largest else ""

@@ -21,7 +21,15 @@ from dtrain.errors import ConfigError, DtrainError
 from dtrain.planning.device_facts import ASSUMED_FACTS, DeviceFacts
 from dtrain.planning.memory_trace import LinearTrace, MemoryBreakdown, StepPhase
 from dtrain.planning.operation_cache import OperationCache
-from dtrain.planning.simulate import DeviceType, KeepPolicy, ParallelismConfig, SimulatedRun, StepUsage, simulate
+from dtrain.planning.simulate import (
+    DeviceType,
+    KeepPolicy,
+    ParallelismConfig,
+    SequenceMethod,
+    SimulatedRun,
+    StepUsage,
+    simulate,
+)
 from dtrain.planning.step_work import CollectiveTraffic, StepWork
 from dtrain.planning.workload import Workload
 from dtrain.shard.precision import Precision
@@ -97,6 +105,7 @@ class EstimateOptions(TypedDict, total=False):
     accumulate: Accumulate
     checkpoint: KeepPolicy | None
     device: DeviceType
+    cp_method: SequenceMethod
 
 
 def estimate_memory(
@@ -123,7 +132,8 @@ def estimate_memory(
         microbatches: microbatches per step of a rank.
         options: ``dp_replicate``, ``cp``, ``tp``, ``precision`` and ``accumulate`` as in ``build_mesh`` and ``shard_model``;
             ``checkpoint``: None, or the tensors kept by checkpointed blocks (``"nothing"``, ``"matmuls"``); ``device``:
-            ``"cuda"`` (the default) or ``"cpu"``, where optimizers need different memory.
+            ``"cuda"`` (the default) or ``"cpu"``, where optimizers need different memory; ``cp_method``: ``method`` of
+            ``context_parallel``, in which each row is one document.
 
     Mutates: nothing that lasts. The call creates fake process groups and destroys them; no process group may exist.
 

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache, partial, wraps
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -81,6 +81,7 @@ class StepUsage:
 
 DeviceType: TypeAlias = Literal["cuda", "cpu"]
 KeepPolicy: TypeAlias = Literal["nothing", "matmuls"]
+SequenceMethod: TypeAlias = Literal["ring", "ulysses"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +89,7 @@ class ParallelismConfig:
     """Layout of a workload over ranks, with the argument names of ``shard_model`` and ``build_mesh``.
 
     Args:
+        cp_method: ``method`` of ``context_parallel``, if ``cp`` > 1.
         checkpoint: None for no activation checkpointing, or ``keep`` of ``checkpoint_activations``.
         device: type of the simulated device. On ``"cuda"`` optimizers use their ``foreach`` form, as in torch, and some kernels
             keep less for backward.
@@ -102,8 +104,10 @@ class ParallelismConfig:
     accumulate: Accumulate = "local"
     checkpoint: KeepPolicy | None = None
     device: DeviceType = "cuda"
+    cp_method: SequenceMethod = "ring"
 
     def __post_init__(self) -> None:
+        check_choice("plan", "cp_method", self.cp_method, ("ring", "ulysses"))
         check_choice("plan", "checkpoint", self.checkpoint, (None, "nothing", "matmuls"))
         check_choice("plan", "device", self.device, ("cuda", "cpu"))
 
@@ -143,7 +147,9 @@ class SimulatedRun:
             # The hooks must run before the reducer's, which takes the gradients.
             for param in self._state.params.values():
                 self._hook_gradient(param)
-        self._traffic_of_two: tuple[CollectiveTraffic, ...] | None = None
+        # The traffic of parameters is equal for every size, and that of activations is not.
+        self._sends_activations = config.cp * config.tp > 1
+        self._traffic_of_two: dict[int, tuple[CollectiveTraffic, ...]] = {}
 
     @property
     def parameter_count(self) -> int:
@@ -165,10 +171,10 @@ class SimulatedRun:
         if microbatches <= 3:
             return self._measure(microbatch_size, microbatches)
         three = self._measure(microbatch_size, 3)
-        # The traffic belongs to parameters and gradients, so it is equal for every size.
-        if self._traffic_of_two is None:
-            self._traffic_of_two = self._measure(microbatch_size, 2).traffic
-        traffic = extrapolate_traffic(self._traffic_of_two, three.traffic, microbatches)
+        key = microbatch_size if self._sends_activations else 0
+        if key not in self._traffic_of_two:
+            self._traffic_of_two[key] = self._measure(microbatch_size, 2).traffic
+        traffic = extrapolate_traffic(self._traffic_of_two[key], three.traffic, microbatches)
         work, batch_bytes = three.work.of_microbatches(3, microbatches), three.batch_bytes * microbatches // 3
         return replace(three, traffic=traffic, batch_bytes=batch_bytes, work=work)
 
@@ -285,7 +291,9 @@ def _transforms(workload: Workload, config: ParallelismConfig, mesh: DeviceMesh)
             "Workload(batch_seq_dims={'input_ids': 1, 'labels': 1})."
         )
     dims, buffer_dims = workload.batch_seq_dims, workload.buffer_seq_dims
-    return [*workload.transforms, context_parallel(mesh, batch_seq_dims=dims, buffer_seq_dims=buffer_dims, check=False)]
+    # The documents of packed rows are values, which a plan does not have, so each row is one document.
+    cut = context_parallel(mesh, batch_seq_dims=dims, buffer_seq_dims=buffer_dims, method=config.cp_method, check=False)
+    return [*workload.transforms, cut]
 
 
 MAX_WORLD_SIZE = 4096
@@ -499,6 +507,8 @@ def emulate_cuda_kernels() -> Iterator[None]:
             return dropout(input, p, training, inplace)
         return _Dropout.apply(input)  # type: ignore[no-untyped-call]
 
+    # torch's ring replaces the function by its name.
+    @wraps(attention)
     def cuda_attention(
         query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, dropout_p: float = 0.0, *args: Any, **kwargs: Any
     ) -> Any:

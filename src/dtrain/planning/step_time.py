@@ -133,8 +133,8 @@ def step_seconds(estimate: MemoryEstimate, accelerator: Accelerator, network: Ne
 
     - ``compute``: counted operations / (peak * ``efficiency``).
     - ``update``: the slower of the optimizer's operations, and of its bytes / (bandwidth * ``bandwidth_efficiency``).
-    - ``exposed``: collectives of ``tp``, and the first one of each other kind, hide behind nothing. All other collectives run
-      beside forward and backward, and only the seconds beyond ``compute`` are exposed.
+    - ``exposed``: collectives of ``tp``, all-to-alls of sequences, and the first one of each other kind hide behind nothing.
+      All other collectives run beside forward and backward, and only the seconds beyond ``compute`` are exposed.
 
     Args:
         estimate: result of ``estimate_memory``.
@@ -156,7 +156,9 @@ def step_seconds(estimate: MemoryEstimate, accelerator: Accelerator, network: Ne
         for collectives in estimate.traffic:
             seconds = communication_seconds([collectives], network)
             is_tensor_parallel = config.tp > 1 and collectives.stride == 1 and collectives.group_size == config.tp
-            unhidden += seconds if is_tensor_parallel else seconds / max(1, collectives.count)
+            # The next product needs their result.
+            is_awaited = is_tensor_parallel or collectives.op == "all_to_all"
+            unhidden += seconds if is_awaited else seconds / max(1, collectives.count)
         exposed = unhidden + max(0.0, links - unhidden - compute)
     total = compute + update + exposed + control
     samples = config.world_size // (config.cp * config.tp) * estimate.microbatch_size * estimate.microbatches

@@ -37,6 +37,8 @@ _FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 # Dim of positions in the tensors of ``scaled_dot_product_attention``.
 _SEQ_DIM = 2
+# Parts of a layer with LoRA of peft that a plan covers.
+_LORA_PARTS = {"base_layer", "lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B"}
 # Parts of torch's errors about attention without a ring.
 _REFUSALS = ("Load balancing requires", "No available kernel", "No viable backend", "attn_bias is not supported")
 
@@ -97,8 +99,50 @@ def resolve_tp_plan(model: nn.Module, plan: TensorParallelPlan | None, mesh: Dev
                 f"shard_model: tp_plan names {pattern!r}, but the model has no such module. "
                 "Print the names with model.named_modules()."
             )
-        planned_modules += [PlannedModule(name=name, module=module, style=style) for name, module in matches.values()]
+        for name, module in matches.values():
+            planned_modules += _plan_parts(name, module, style)
     return planned_modules
+
+
+def _plan_parts(name: str, module: nn.Module, style: ParallelStyle) -> list[PlannedModule]:
+    """Return the module, or the parts of a wrapper of peft that ``style`` shards: the base layer, and a matrix of each adapter.
+
+    ``ColwiseParallel`` gives each rank its outputs of the base layer and of ``lora_B``. ``RowwiseParallel`` gives each rank its
+    inputs of the base layer and of ``lora_A``. The other matrix stays whole, as its input is equal on all ranks.
+
+    Raises:
+        ConfigError: adapters other than plain LoRA, or a style whose other side is not whole.
+    """
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+    parts = module._modules
+    if "original_module" in parts and "modules_to_save" in parts:
+        # A copy of the module that trains as a whole.
+        copies = {"original_module": parts["original_module"], **dict(module.get_submodule("modules_to_save").named_children())}
+        found = [_plan_parts(f"{name}.{key}", copy, style) for key, copy in copies.items() if copy is not None]
+        return [planned for planned_parts in found for planned in planned_parts]
+    base = parts.get("base_layer")
+    if base is None or not isinstance(style, ColwiseParallel | RowwiseParallel):
+        return [PlannedModule(name=name, module=module, style=style)]
+    side = "inputs" if isinstance(style, ColwiseParallel) else "outputs"
+    layouts = style.input_layouts if isinstance(style, ColwiseParallel) else style.output_layouts
+    matrices = dict(module.get_submodule("lora_B" if side == "inputs" else "lora_A").named_children())
+    trained = {key for key, child in parts.items() if child is not None and next(child.parameters(), None) is not None}
+    if "lora_embedding_A" in trained:
+        # The matrices of an embedding are no modules, and stay whole.
+        side, layouts = "outputs", style.output_layouts
+    if other := sorted(trained - _LORA_PARTS):
+        raise ConfigError(
+            f"shard_model: tp_plan: adapters must be plain LoRA under a plan, got {', '.join(other)} in {name!r}. "
+            "Change the LoraConfig, or leave the module out of tp_plan."
+        )
+    if not all(layout.is_replicate() for layout in layouts):
+        raise ConfigError(
+            f"shard_model: tp_plan: {type(style).__name__} must have whole {side} on {name!r}, which has adapters, got "
+            f"{layouts[0]}. Leave the layouts at their defaults."
+        )
+    planned = {"base_layer": base} | matrices
+    return [PlannedModule(name=f"{name}.{key}", module=part, style=style) for key, part in planned.items()]
 
 
 def _transformers_plan(model: nn.Module, ranks: int) -> dict[str, ParallelStyle]:
