@@ -47,6 +47,10 @@ _SENTENCES: Mapping[str, Mapping[str, str]] = {
         "same_dropout_on_ranks": (
             "All ranks draw the same random numbers for different samples. Seed with the rank: dt.seed_all(seed, rank)."
         ),
+        "same_noise_on_ranks": (
+            "Ranks draw from generators with one seed, so their samples are copies. Seed the generator with the rank, or draw "
+            "for the global batch and take the rank's part."
+        ),
     },
     "microbatch": {
         "loss_weighting": (
@@ -180,6 +184,14 @@ _SENTENCES: Mapping[str, Mapping[str, str]] = {
         "rng_not_saved": "A resume begins a random generator again. Save its state with the checkpoint.",
         "scaler_not_saved": "A resume begins the loss scale again. Save scaler.state_dict() with the checkpoint.",
         "optimizer_not_saved": "A resume begins the state of the optimizer again. Save it with the checkpoint.",
+        "state_of_rank_lost": (
+            "A resume restores the state on some ranks only. Load the checkpoint on all ranks, and save the state of each rank "
+            "that has a state of its own."
+        ),
+        "names_not_matched": (
+            "A resume finds no weights under its names, as with the prefix of a compiled or wrapped module, and "
+            "load_state_dict(strict=False) says nothing. Save and load the same module, with strict=True."
+        ),
         "shards_not_saved": (
             "A resume restores a part of a tensor, as the shard of one rank, and the rest begins again. Save and load the "
             "shards of all ranks, as dt.save_sharded does."
@@ -262,6 +274,7 @@ _SENTENCES: Mapping[str, Mapping[str, str]] = {
 _GUESSES: Mapping[str, Collection[str]] = {
     **dict.fromkeys(("padding_in_loss", "local_loss_count", "local_batch_norm", "shared_random_per_rank"), ()),
     **dict.fromkeys(("gather_without_gradient", "clip_local_norm", "sampler_seed_per_rank", "adapter_init"), ()),
+    "augmentation_by_worker": (),
     **dict.fromkeys(("metric_of_rank_0", "metric_mean_of_means", "rotary_rounded", "gradient_lost"), ()),
     **dict.fromkeys(
         ("recompute_draws_again", "early_stop_not_saved", "samples_interact", "counts_microbatches", "unknown"), ()
@@ -286,6 +299,9 @@ OF_SEEDS = ("shared_random_per_rank", "sampler_seed_per_rank")
 OF_REACH = ("sequence_part_alone", "sequence_mask_lost")
 """Causes whose experiment counts the outputs that a change of one input reaches: too few, and too many."""
 
+OF_WIDTH = "padding_in_loss"
+"""Cause whose experiment pads all batches to one width."""
+
 OF_SLOPE = "gradient_not_of_loss"
 """Cause whose experiment compares a gradient with a finite difference of the loss."""
 
@@ -294,7 +310,8 @@ EXPERIMENTS: Mapping[str, str] = {
     **dict.fromkeys(OF_SEEDS, "with the seeds of rank 0 on all ranks"),
     "gather_without_gradient": "with a gather that returns gradients",
     "clip_local_norm": "without clipping",
-    "padding_in_loss": "with samples cut to one length, so that nothing is padded",
+    "padding_in_loss": "with batches padded to one width",
+    "augmentation_by_worker": "with a seed of its own for each sample that a dataset reads",
     "recompute_draws_again": "with the random state restored before a block runs again",
     **dict.fromkeys(OF_REACH, "with another first element of a sequence"),
     OF_SLOPE: "with the parameter moved up and down",

@@ -40,6 +40,7 @@ from dtrain.prove.experiments import Reach
 from dtrain.prove.overrides import cast_floats, observe_recompute
 from dtrain.prove.plain_loop import PlainLoop
 from dtrain.prove.recording import EndOfProof, RankRecorder, StepFacts
+from dtrain.prove.run_records import matching_name
 from dtrain.prove.script_values import script_frames, script_line
 
 # Passes of a training loader without a batch, after which the script waits for steps that never come.
@@ -57,6 +58,7 @@ def observe_torch(recorder: RankRecorder) -> None:
     _observe_tensor_parallelism(recorder)
     _observe_targets(recorder)
     _observe_files(recorder)
+    _observe_loads(recorder)
     _observe_print(recorder)
     observe_recompute(partial(recorder.note, "recompute"), active=recorder.config.recompute)
 
@@ -311,8 +313,9 @@ class _Loaders:
                 return
             if key in recorder.config.loaders:
                 batch = recorder.replay.exchange(f"loader-{key}", batch)
+            batch = recorder.padding.widen(batch)
             self._loop.batch_loaded(key, number, None if is_sent else batch)
-            recorder.batch_read(batch)
+            recorder.batch_read(batch, f"loader-{key}")
             yield cast_floats(batch, recorder.dtype) if recorder.dtype is not None else batch
 
 
@@ -462,3 +465,20 @@ def _observe_files(recorder: RankRecorder) -> None:
 
     safetensors.torch.save_file = written
     conversion.convert = converted
+
+
+def _observe_loads(recorder: RankRecorder) -> None:
+    """Observe names of a state dict that have another prefix than those of the model, and that ``strict=False`` passes over."""
+    load = nn.Module.load_state_dict
+
+    @functools.wraps(load)
+    def loaded(module: nn.Module, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        result = load(module, state_dict, *args, **kwargs)
+        missing, unexpected = list(result.missing_keys), list(result.unexpected_keys)
+        lost = [name for name in missing if matching_name(name, unexpected) is not None]
+        if lost:
+            found = matching_name(lost[0], unexpected)
+            recorder.note("unmatched", unexpected=f"{len(unexpected)} names, as {found}", missing=f"{len(lost)}, as {lost[0]}")
+        return result
+
+    nn.Module.load_state_dict = loaded  # type: ignore[method-assign, assignment]
