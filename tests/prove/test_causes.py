@@ -1,11 +1,18 @@
 """Rules that name a cause: each is given records or a tiny loop that it must name, and a right one that it must not."""
 
+import copy
+
 import pytest
 
+from dtrain.prove.checks import check_record
 from dtrain.prove.compare import compare_records
 from dtrain.prove.explain import explain
 from dtrain.prove.explain_resume import lost_states
+from dtrain.prove.recording import StepFacts
 from dtrain.prove.run_config import RunConfig, choose_kills
+from dtrain.prove.run_log import RunLog
+from dtrain.prove.run_records import read_record
+from dtrain.prove.script_values import ScriptModels
 from prove.test_compare import STEP, counter, explain_first, write_run
 
 torch = pytest.importorskip("torch")
@@ -191,3 +198,198 @@ def test_ranks_with_parts_of_the_columns_share_sequences(tmp_path, columns, last
     causes = explain(difference, b, a, config, False)
     assert [cause.code for cause in causes] == codes
     assert causes[0].shown == (len(codes) == 1)
+
+
+# ---- mistakes that one run shows ----
+
+
+def codes(tmp_path, rows, **changes):
+    return [difference.code for difference in check_record(write_run(tmp_path / "run", [changes], rows=rows))]
+
+
+def read_pass(number, order, *, loader=0, repeats=True, epoch=0, shuffle=False):
+    row = {"kind": "pass", "step": 0, "optimizer_index": 0, "loader": loader, "number": number, "sampler": "S", "epoch": epoch}
+    return row | {"seed": 0, "shuffle": shuffle, "order": order, "repeats": repeats, "ordered_by": "S", "workers": 2}
+
+
+@pytest.mark.parametrize(
+    ("passes", "found"),
+    [
+        ([read_pass(0, "a"), read_pass(1, "a")], True),
+        ([read_pass(0, "a"), read_pass(1, "b")], False),
+        ([read_pass(0, "a", repeats=False), read_pass(1, "a", repeats=False)], False),
+        ([read_pass(0, "a"), read_pass(1, "a", loader=1)], False),
+        # An evaluation may have one order.
+        ([read_pass(0, "a", loader=1), read_pass(1, "a", loader=1)], False),
+        ([read_pass(0, "a", shuffle=True), read_pass(1, "b", shuffle=True)], True),
+    ],
+    ids=["one order", "other orders", "no shuffle", "two loaders", "an evaluation", "one epoch of a known sampler"],
+)
+def test_an_order_that_repeats_is_found(tmp_path, passes, found):
+    assert codes(tmp_path, passes, loaders=[0]) == ["shuffle_without_epoch"] * found
+
+
+@pytest.mark.parametrize(
+    ("batches", "found"),
+    [("aabb", True), ("aab", True), ("abcd", False), ("aabc", False), ("aaaa", False), ("aa", False)],
+    ids=["copies", "a round and a half", "shares", "once by chance", "one batch", "too few"],
+)
+def test_workers_that_read_the_same_are_found(tmp_path, batches, found):
+    read = {"kind": "read", "step": 0, "optimizer_index": 0, "loader": "loader-0", "number": 0}
+    rows = [read_pass(0, "a"), *(read | {"samples": [f"1/{batch}", f"2/{batch}"]} for batch in batches)]
+    assert codes(tmp_path, rows, loaders=[0]) == ["workers_read_the_same"] * found
+
+
+class Shuffled:
+    """A sampler whose order is that of its epoch, which ``advances`` after each pass, or is not."""
+
+    def __init__(self, kind):
+        self.kind, self.epoch = kind, 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __iter__(self):
+        seed = 0 if self.kind == "sorted" else self.epoch
+        generator = None if self.kind == "global" else torch.Generator().manual_seed(seed)
+        yield from torch.randperm(12, generator=generator).tolist()
+        self.epoch += self.kind == "advances"
+
+
+@pytest.mark.parametrize(("kind", "repeats"), [("epoch", True), ("advances", False), ("sorted", False), ("global", False)])
+def test_copies_of_a_sampler_show_if_it_needs_the_epoch(kind, repeats):
+    from dtrain.prove.loop_facts import describe_pass
+
+    sampler, state = Shuffled(kind), torch.get_rng_state()
+    loader = torch.utils.data.DataLoader(range(12), batch_sampler=torch.utils.data.BatchSampler(sampler, 4, drop_last=True))
+    row = describe_pass(loader, with_order=True)
+    assert (row["repeats"], row["ordered_by"]) == (repeats, "Shuffled")
+    assert (sampler.epoch, torch.equal(state, torch.get_rng_state())) == (0, True)
+    assert "order" not in describe_pass(loader, with_order=False)
+
+
+class Recorder:
+    """The part of a recorder that the observers of a loop use."""
+
+    def __init__(self, folder):
+        self.config, self.log, self.folder = RunConfig(name="run", folder="", script=""), RunLog(folder, 0), folder
+        self.facts, self.models, self.optimized, self.updates = StepFacts(), ScriptModels(None), set(), 0
+
+    def updates_of(self, module):
+        return self.updates
+
+    def rows(self, kind):
+        return read_record("run", self.folder).rows(kind)
+
+
+@pytest.fixture
+def recorder(tmp_path, monkeypatch):
+    for owner, name in (
+        (torch.nn.utils, "clip_grad_norm_"),
+        (torch.nn.Module, "state_dict"),
+        (torch.nn.Module, "load_state_dict"),
+    ):
+        monkeypatch.setattr(owner, name, getattr(owner, name))
+    recorder = Recorder(tmp_path)
+    yield recorder
+    recorder.log.close()
+
+
+@pytest.mark.parametrize(
+    ("clips", "zeroes", "limit", "found"),
+    [
+        ((True, True), False, 0.1, True),
+        ((True, False), False, 0.1, True),
+        ((False, True), False, 0.1, False),
+        ((True, True), True, 0.1, False),
+        ((True, True), False, float("inf"), False),
+        ((True, True), False, 1e6, False),
+    ],
+    ids=["each microbatch", "the first", "once", "other steps", "measures", "no limit"],
+)
+def test_a_gradient_that_is_clipped_before_a_further_backward_is_found(recorder, clips, zeroes, limit, found):
+    from dtrain.prove.loop_facts import EarlyClips
+
+    observer, model = EarlyClips(recorder), torch.nn.Linear(4, 2)
+    optimizer, other = torch.optim.SGD(model.parameters(), lr=0.1), torch.nn.Linear(2, 2)
+    for clip in clips:
+        observer.backward_begins()
+        recorder.facts.backwards += 1
+        other(model(torch.ones(3, 4))).square().sum().backward()
+        if clip:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), limit)
+        if zeroes:
+            optimizer.zero_grad(set_to_none=False)
+    observer.update_begins(optimizer)
+    rows = recorder.rows("early_clip")
+    assert [(row["after"], row["backwards"]) for row in rows] == [(1, 2)] * found
+    # The next step begins without the clip of this one.
+    observer.backward_begins()
+    model(torch.ones(3, 4)).sum().backward()
+    observer.update_begins(optimizer)
+    assert len(recorder.rows("early_clip")) == found
+
+
+class TaskWeights(torch.nn.Module):
+    def __init__(self, layers):
+        super().__init__()
+        self.weights = torch.nn.Parameter(torch.ones(2))
+        self.layers = torch.nn.Linear(2, 2) if layers else None
+
+    def forward(self, losses):
+        return (self.weights * (losses if self.layers is None else self.layers(losses))).sum()
+
+
+@pytest.mark.parametrize(
+    ("layers", "optimized", "grad", "found"),
+    [(False, False, True, True), (False, True, True, False), (True, False, True, False), (False, False, False, False)],
+    ids=["lost", "in an optimizer", "a network of its own", "frozen"],
+)
+def test_parameters_of_a_loss_that_no_optimizer_has_are_found(recorder, layers, optimized, grad, found):
+    from dtrain.prove.loop_facts import Criteria
+
+    criteria, criterion, model = Criteria(recorder), TaskWeights(layers).requires_grad_(grad), torch.nn.Linear(2, 2)
+    for module in (model, criterion):
+        recorder.models.add(module)
+    recorder.optimized.update(map(id, (*model.parameters(), *(criterion.parameters() if optimized else ()))))
+    loss = criterion(model(torch.ones(2)))
+    criteria.called(model, model(torch.ones(2)))
+    criteria.called(criterion, loss)
+    loss.backward()
+    criteria.update_begins()
+    recorder.log.write(
+        "step", **{name: value for name, value in STEP.items() if name not in ("kind", "step", "optimizer_index")}
+    )
+    record = read_record("run", recorder.folder)
+    assert [(one.code, one.name) for one in check_record(record)] == [
+        ("loss_parameter_not_trained", "TaskWeights.weights")
+    ] * found
+
+
+@pytest.mark.parametrize(
+    ("keep", "used_at", "found"),
+    [
+        (lambda model: model.state_dict(), 3, True),
+        (lambda model: {"model": model.state_dict(), "step": 1}, 3, True),
+        (lambda model: {name: tensor.clone() for name, tensor in model.state_dict().items()}, 3, False),
+        (lambda model: copy.deepcopy(model.state_dict()), 3, False),
+        (lambda model: model.state_dict(), 1, False),
+    ],
+    ids=["kept", "in a checkpoint", "cloned", "copied", "of this step"],
+)
+def test_a_kept_state_dict_that_updates_have_changed_is_found(recorder, keep, used_at, found):
+    from dtrain.prove.loop_facts import KeptWeights
+
+    kept, model = KeptWeights(recorder), torch.nn.Sequential(torch.nn.Linear(2, 2))
+    before = model.state_dict()
+    recorder.updates = 1
+    best = keep(model)
+    recorder.updates = used_at
+    kept.used(best, "best.pt")
+    # A state dict from before the first step follows the model on purpose.
+    kept.used(before, "last.pt")
+    rows = recorder.rows("stale_weights")
+    assert [(row["taken"], row["used"], row["place"]) for row in rows] == [(1, 3, "best.pt")] * found
+    if found and "step" not in best:
+        model.load_state_dict(best)
+        assert recorder.rows("stale_weights")[-1]["place"] == "load_state_dict"

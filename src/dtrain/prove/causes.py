@@ -75,6 +75,10 @@ _SENTENCES: Mapping[str, Mapping[str, str]] = {
         "accumulation_not_scaled": (
             "The gradient grows with the number of microbatches. Divide each loss by the number of microbatches of the step."
         ),
+        "clip_before_accumulation": (
+            "The gradient is clipped before the last backward of the step has added to it, as in each microbatch. Clip once, "
+            "right before the update."
+        ),
         "accumulation_tail_dropped": (
             "The last microbatches of an epoch do not fill a step, and their gradient goes into a step of the next epoch."
         ),
@@ -111,6 +115,10 @@ _SENTENCES: Mapping[str, Mapping[str, str]] = {
             "Ranks shuffle with different seeds, so samples repeat and others are left out. Use one seed on all ranks."
         ),
         "shuffle_without_epoch": "Every epoch has the same order. Call sampler.set_epoch(epoch) at the begin of each epoch.",
+        "workers_read_the_same": (
+            "Each worker of a loader reads the whole stream, so samples repeat. Share the stream between the workers of "
+            "get_worker_info()."
+        ),
         "batch_grows_with_ranks": (
             "The batch size belongs to a rank, so the global batch grows with the ranks. Divide it by the number of ranks."
         ),
@@ -209,6 +217,10 @@ _SENTENCES: Mapping[str, Mapping[str, str]] = {
         "data_skipped_after_resume": (
             "A resume leaves out samples that the run has not trained on. Restore the position once, and skip no batches."
         ),
+        "kept_weights_change": (
+            "A state dict that is kept has the memory of the model, and later updates change it. Copy its tensors, as with "
+            "copy.deepcopy(model.state_dict())."
+        ),
         "tied_weights_untied": "Two names of one parameter are two parameters now. Tie them again after loading.",
         "export_without_ema": "The exported weights are not the weights that were evaluated. Export inside use_average.",
         "export_dtype": "The exported weights have fewer bits than the model. Export in the dtype of the model.",
@@ -240,6 +252,9 @@ _SENTENCES: Mapping[str, Mapping[str, str]] = {
         "teacher_in_training_mode": (
             "A model that only gives targets or rewards drops values or updates its statistics. Call eval() on it, after each "
             "train() of a module that holds it."
+        ),
+        "loss_parameter_not_trained": (
+            "A loss has parameters that no optimizer trains. Pass them to the optimizer, or set requires_grad=False."
         ),
         "average_before_update": ("The average of the weights lacks the last update. Update it after optimizer.step()."),
         "evaluation_with_dropout": "An evaluation runs with dropout. Call model.eval() before it, and model.train() after it.",

@@ -27,6 +27,7 @@ from dtrain.prove.compare import (
     reduced_in_update,
     relative_difference,
 )
+from dtrain.prove.loop_checks import check_loop
 from dtrain.prove.run_config import BASE, MOVE
 from dtrain.prove.run_records import BITS, TENSORS, Fact, LossFact, Row, RunRecord, matching_name
 
@@ -56,7 +57,7 @@ def check_record(record: RunRecord) -> list[Difference]:
         # A teacher may run on samples of its own.
         *(list(_check_teachers(record)) or _check_dropout(record)),
         *_check_averages(record),
-        *_check_epochs(record),
+        *check_loop(record),
         *_check_random_state(record),
         *exports,
     )
@@ -226,17 +227,6 @@ def _check_frozen(record: RunRecord) -> Iterator[Difference]:
             text = "has requires_grad=False and changes"
             yield _contradiction("frozen_parameter_trains", fact.step, "parameter", fact.name, text)
         last[fact.name] = fact
-
-
-def _check_epochs(record: RunRecord) -> Iterator[Difference]:
-    """Two passes over a shuffled sampler must have two epochs."""
-    first: dict[int, object] = {}
-    for row in record.rows("pass"):
-        if row["shuffle"] and row["epoch"] is not None:
-            if row["number"] and first.get(row["loader"]) == (row["epoch"], row["seed"]):
-                text = f"have the order of epoch {row['epoch']} in each pass of {row['sampler']}"
-                yield _contradiction("shuffle_without_epoch", row["step"], "samples", "", text)
-            first[row["loader"]] = row["epoch"], row["seed"]
 
 
 def _check_random_state(record: RunRecord) -> Iterator[Difference]:

@@ -331,14 +331,14 @@ def _seed_samples() -> None:
         dataset = fetcher.dataset
         fetcher.dataset = _SeededSamples(dataset)
         try:
-            with _kept_states():
+            with kept_states():
                 return fetch(fetcher, indices)  # type: ignore[no-untyped-call]
         finally:
             fetcher.dataset = dataset
 
     @functools.wraps(read)
     def read_seeded(dataset: Any, indices: list[int]) -> list[Any]:
-        with _kept_states():
+        with kept_states():
             return [_SeededSamples(dataset)[index] for index in indices]
 
     _MapDatasetFetcher.fetch = fetched  # type: ignore[method-assign]
@@ -358,7 +358,8 @@ class _SeededSamples:
 
 
 @contextlib.contextmanager
-def _kept_states() -> Iterator[None]:
+def kept_states() -> Iterator[None]:
+    """Give the global generators of torch, NumPy and Python their states back at the end."""
     states = torch.get_rng_state(), np.random.get_state(), random.getstate()
     try:
         yield

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from dtrain.data.batch import list_tensors
+from dtrain.prove.loop_facts import Criteria, EarlyClips
 from dtrain.prove.recording import RankRecorder, StepFacts, UpdateObserver
 from dtrain.prove.run_log import column_hashes, count_items, count_samples, sample_hashes
 from dtrain.prove.script_values import script_line
@@ -27,6 +28,7 @@ class PlainLoop(UpdateObserver):
 
     def __init__(self, recorder: RankRecorder) -> None:
         self._recorder = recorder
+        self._clips, self.criteria = EarlyClips(recorder), Criteria(recorder)
         self._number: int | None = None
         self._batch: Any = None
         # Loaders since the last forward with gradient, the last batch last; True if a forward without gradient came after it.
@@ -70,6 +72,7 @@ class PlainLoop(UpdateObserver):
         """Observe a backward."""
         facts = self._recorder.facts
         self._recorder.keep_averages()
+        self._clips.backward_begins()
         facts.backwards += 1
         facts.lines["backward"] = script_line(self._recorder.config.script)
         if loss.numel() == 1:
@@ -127,7 +130,9 @@ class PlainLoop(UpdateObserver):
         recorder.facts.loaders = sorted(self._of_step)
         self._of_step = set()
         self.microbatches = recorder.facts.backwards
+        self._clips.update_begins(optimizer)
         if recorder.records_updates():
+            self.criteria.update_begins()
             recorder.write_early_averages(optimizer)
             recorder.write_initial(optimizer)
             recorder.write_step(optimizer)

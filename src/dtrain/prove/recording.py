@@ -241,12 +241,12 @@ class RankRecorder:
         self.batch_read(batch, loader)
         return batch
 
-    def batch_read(self, batch: Any, loader: str) -> None:
-        """Observe that the script reads a batch of a loader, which has a name if it may be one of training."""
+    def batch_read(self, batch: Any, loader: str, number: int = 0) -> None:
+        """Observe that the script reads a batch of a loader, in its pass ``number``. A loader of training has a name."""
         self._read_line = script_line(self.config.script)
         self._read = batch
         if loader:
-            self.log.write("read", loader=loader, samples=sample_hashes(batch))
+            self.log.write("read", loader=loader, number=number, samples=sample_hashes(batch))
         self.random.batch_loaded(self.log.step, count_samples(batch))
 
     def sample_ids(self, epoch: int, indices: Sequence[int]) -> None:
@@ -516,6 +516,13 @@ class RankRecorder:
     def updates_done(self) -> int:
         """Return the number of complete updates of the first optimizer, since the start of the run."""
         return self.updates.get(0, self.config.first_step)
+
+    def updates_of(self, module: nn.Module) -> int:
+        """Return the number of complete updates of the optimizers that have a parameter of a module."""
+        own = {id(param) for param in module.parameters()}
+        return sum(
+            self.updates.get(index, 0) for index, optimizers in enumerate(self._optimizers) if own & params_of(optimizers[-1])
+        )
 
     def printed(self, text: str) -> None:
         """Observe a printed line."""
