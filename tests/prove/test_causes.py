@@ -13,7 +13,7 @@ from dtrain.prove.run_config import RunConfig, choose_kills
 from dtrain.prove.run_log import RunLog
 from dtrain.prove.run_records import read_record
 from dtrain.prove.script_values import ScriptModels
-from prove.test_compare import STEP, counter, explain_first, write_run
+from prove.test_compare import STEP, counter, explain_first, first_cause, write_run
 
 torch = pytest.importorskip("torch")
 
@@ -198,6 +198,55 @@ def test_ranks_with_parts_of_the_columns_share_sequences(tmp_path, columns, last
     causes = explain(difference, b, a, config, False)
     assert [cause.code for cause in causes] == codes
     assert causes[0].shown == (len(codes) == 1)
+
+
+@pytest.mark.parametrize(
+    ("resumed", "code", "evidence"),
+    [
+        (["1/a", "2/b", "9/z"], "data_repeated_after_resume", "2 of 3 samples are those of an earlier step of the other run."),
+        (["5/e", "6/f", "9/z"], "data_skipped_after_resume", "2 of 3 samples are those of a later step of the other run."),
+        (["7/q", "8/r", "9/z"], "data_skipped_after_resume", ""),
+    ],
+    ids=["earlier", "later", "of no step"],
+)
+def test_other_batches_after_a_resume_are_a_fact_only_if_they_are_those_of_other_steps(tmp_path, resumed, code, evidence):
+    rows = [
+        STEP | {"step": step, "samples": samples}
+        for step, samples in enumerate((["1/a", "2/b"], ["3/c", "4/d"], ["5/e", "6/f"]))
+    ]
+    a = write_run(tmp_path / "a", [{"step": 3}], rows=rows)
+    b = write_run(tmp_path / "b", [{"step": 1, "samples": resumed}])
+    cause = explain_first(a, b, 1, resumed=True, same_layout=True)
+    assert (cause.code, cause.shown, cause.evidence) == (code, bool(evidence), evidence)
+
+
+@pytest.mark.parametrize(
+    ("batches", "code", "shown"),
+    [
+        ([["1/a", "2/b"], ["3/c", "3/c"]], "evaluation_counts_twice", True),
+        ([["1/a"], ["3/c"]], "evaluation_drops_tail", True),
+        ([["1/a", "1/a"], ["3/c"]], "evaluation_drops_tail", False),
+    ],
+    ids=["twice", "left out", "both"],
+)
+def test_an_evaluation_of_other_samples_has_no_cause_for_certain(tmp_path, batches, code, shown):
+    row = {"kind": "evaluation", "step": 0, "optimizer_index": 0}
+    a = write_run(tmp_path / "a", [{}], rows=[row | {"batches": [["1/a", "2/b", "3/c"]]}])
+    b = write_run(tmp_path / "b", [{}] * 2, rows_of_ranks=[[row | {"batches": [own]}] for own in batches])
+    cause = explain_first(a, b)
+    assert (cause.code, cause.shown) == (code, shown)
+
+
+@pytest.mark.parametrize(
+    ("backwards", "factor", "code"),
+    [((4, 2), 0.5, "accumulation_not_scaled"), ((1, 1), 0.5, "gradient_scaled_by_ranks"), ((1, 1), 0.3, "local_loss_count")],
+    ids=["microbatches", "ranks", "another factor"],
+)
+def test_a_common_factor_of_loss_and_gradient_is_that_of_its_number(tmp_path, backwards, factor, code):
+    a = write_run(tmp_path / "a", [{"losses": [[2.0, None]], "backwards": backwards[0]}], gradient=[1.0, 3.0])
+    ranks = [{"losses": [[2.0 * factor * 0.9, None]], "backwards": backwards[1]}] * 2
+    b = write_run(tmp_path / "b", ranks, gradient=[factor, 3.0 * factor])
+    assert first_cause(a, b) == code
 
 
 # ---- mistakes that one run shows ----

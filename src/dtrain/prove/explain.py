@@ -100,7 +100,9 @@ def _of_layout(evidence: _Evidence) -> tuple[Cause, ...]:
         gradient = other.step, other.optimizer_index, "gradient", other.name
         return (cause("update_of_shard" if gradient in evidence.record.facts else "unknown"),)
     if kind == "evaluation":
-        return (cause("evaluation_counts_twice" if sum(b.values()) > sum(a.values()) else "evaluation_drops_tail"),)
+        likely = cause("evaluation_counts_twice" if sum(b.values()) > sum(a.values()) else "evaluation_drops_tail")
+        # Samples that are missing beside others that are repeated may have another cause.
+        return (replace(likely, shown=not (a - b and b - a)),)
     if kind == "metric" and evidence.difference.other is not None:
         if len(numbers := _numbers_of_ranks(evidence)) > 1:
             text = f"Ranks have other numbers: {' and '.join(f'{number:.6g}' for number in numbers[:2])}."
@@ -253,7 +255,10 @@ def _of_loss(evidence: _Evidence) -> tuple[Cause, ...]:
         return (replace(cause("counts_microbatches"), evidence=counted),)
     causes = (*of_parts, *_circumstances(evidence))
     if not is_weighted and not causes and (factor := _common_factor(evidence)) is not None and not _is_near(factor, 1.0):
-        return (cause("accumulation_not_scaled"),)
+        if _is_factor_of_backwards(evidence, factor):
+            return (cause("accumulation_not_scaled"),)
+        if any(_is_near(factor, scale) for scale in _scales_of_ranks(evidence)) and evidence.config.ranks > 1:
+            return (cause("gradient_scaled_by_ranks"),)
     # Each microbatch has the weight 1, as for means.
     of_means = is_weighted and a.weight == a.count and b.weight == b.count and a.count != b.count
     weighted = replace(cause(weighting), shown=of_means)
@@ -386,8 +391,7 @@ def _of_gradient(evidence: _Evidence) -> tuple[Cause, ...]:
         return (*causes, *of_forward)
     factor = _common_factor(evidence)
     if factor is not None:
-        ours, theirs = evidence.record.step_rows(step)[0]["backwards"], evidence.reference.step_rows(step)[0]["backwards"]
-        if ours != theirs and _is_near(factor, ours / theirs):
+        if _is_factor_of_backwards(evidence, factor):
             return (cause("accumulation_not_scaled"),)
         if any(_is_near(factor, scale) for scale in _scales_of_ranks(evidence)):
             return (cause("gradient_scaled_by_ranks"),)
@@ -447,6 +451,12 @@ def _differ_between_ranks(record: RunRecord, step: int) -> bool:
             if is_choice and row["step"] == step and not row.get("is_global"):
                 values.setdefault(row["name"], set()).add(row["digest"])
     return any(len(digests) > 1 for digests in values.values())
+
+
+def _is_factor_of_backwards(evidence: _Evidence, factor: float) -> bool:
+    """Return True if gradients differ by the factor by which the numbers of microbatches of a rank differ."""
+    ours, theirs = (run.step_rows(evidence.difference.step)[0]["backwards"] for run in (evidence.record, evidence.reference))
+    return bool(ours != theirs and theirs and _is_near(factor, ours / theirs))
 
 
 def _scales_of_ranks(evidence: _Evidence) -> tuple[float, float]:

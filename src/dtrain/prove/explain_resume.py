@@ -37,6 +37,9 @@ def explain_resume(difference: Difference, record: RunRecord, reference: RunReco
         code = "names_not_matched" if record.note("unmatched") is not None else "parameters_not_saved"
         return replace(cause(code), evidence=f"{_unmatched_names(record)}{evidence}")
     code = _code(difference, record, reference)
+    if code in ("data_repeated_after_resume", "data_skipped_after_resume"):
+        steps = _samples_of_other_steps(difference, reference, is_earlier=code == "data_repeated_after_resume")
+        return replace(cause(code), shown=bool(steps), evidence=steps)
     if code == "parameters_not_saved":
         if part := _part_that_begins_again(record, reference, difference.step):
             return replace(cause("shards_not_saved"), evidence=part)
@@ -224,12 +227,27 @@ def _of_samples(fact: Fact, partner: Fact, reference: RunRecord) -> str:
             return "data_repeated_after_resume" if other.step < fact.step else "data_skipped_after_resume"
     if has_same_labels(fact.value, partner.value) and len({sample.split("/")[0] for sample in fact.value}) > 1:
         return "augmentation_by_worker"
-    before = Counter[str]()
-    for other in reference.of_kind("samples"):
-        if other.step < fact.step:
-            before |= other.value
-    seen = sum((partner.value & before).values())
+    seen = sum((partner.value & _samples_until(reference, fact.step)).values())
     return "data_repeated_after_resume" if seen * 2 > sum(partner.value.values()) else "data_skipped_after_resume"
+
+
+def _samples_until(reference: RunRecord, step: int) -> Counter[str]:
+    samples = Counter[str]()
+    for fact in reference.of_kind("samples"):
+        if fact.step < step:
+            samples |= fact.value
+    return samples
+
+
+def _samples_of_other_steps(difference: Difference, reference: RunRecord, *, is_earlier: bool) -> str:
+    """Return how many samples of a step are those of earlier or of later steps, in a sentence; "" if most of them are not."""
+    assert difference.other is not None
+    samples, earlier = difference.other.value, _samples_until(reference, difference.step)
+    others = earlier if is_earlier else _samples_until(reference, max(reference.steps) + 1) - earlier
+    count, total = sum((samples & others).values()), sum(samples.values())
+    if 2 * count <= total:
+        return ""
+    return f"{count} of {total} samples are those of {'an earlier' if is_earlier else 'a later'} step of the other run."
 
 
 def has_same_labels(a: Counter[str], b: Counter[str]) -> bool:
