@@ -256,26 +256,41 @@ def codes(tmp_path, rows, **changes):
     return [difference.code for difference in check_record(write_run(tmp_path / "run", [changes], rows=rows))]
 
 
-def read_pass(number, order, *, loader=0, repeats=True, epoch=0, shuffle=False):
+def read_pass(number, order="a", *, loader=0, repeats=True, epoch=0, shuffle=False, **changes):
     row = {"kind": "pass", "step": 0, "optimizer_index": 0, "loader": loader, "number": number, "sampler": "S", "epoch": epoch}
-    return row | {"seed": 0, "shuffle": shuffle, "order": order, "repeats": repeats, "ordered_by": "S", "workers": 2}
+    row |= {"seed": 0, "shuffle": shuffle, "order": order, "repeats": repeats, "ordered_by": "S", "workers": 2, "grad": True}
+    return row | changes
+
+
+TRAINS, OVER = STEP | {"loaders": [0]}, {"is_over": True}
 
 
 @pytest.mark.parametrize(
-    ("passes", "found"),
+    ("rows", "found"),
     [
-        ([read_pass(0, "a"), read_pass(1, "a")], True),
-        ([read_pass(0, "a"), read_pass(1, "b")], False),
-        ([read_pass(0, "a", repeats=False), read_pass(1, "a", repeats=False)], False),
-        ([read_pass(0, "a"), read_pass(1, "a", loader=1)], False),
-        # An evaluation may have one order.
-        ([read_pass(0, "a", loader=1), read_pass(1, "a", loader=1)], False),
-        ([read_pass(0, "a", shuffle=True), read_pass(1, "b", shuffle=True)], True),
+        ([read_pass(0), TRAINS, read_pass(1), TRAINS], True),
+        ([read_pass(0), TRAINS, read_pass(1, **OVER)], True),
+        ([read_pass(0), TRAINS, read_pass(1, "b"), TRAINS], False),
+        ([read_pass(0, repeats=False), TRAINS, read_pass(1, repeats=False), TRAINS], False),
+        ([read_pass(0), TRAINS, read_pass(1, loader=1), TRAINS], False),
+        # An evaluation on the samples of training, between two epochs and behind the last one.
+        ([read_pass(0), TRAINS, read_pass(1), read_pass(2, "b"), TRAINS], False),
+        ([read_pass(0), TRAINS, read_pass(1, grad=False, **OVER)], False),
+        ([read_pass(0, shuffle=True), TRAINS, read_pass(1, "b", shuffle=True), TRAINS], True),
     ],
-    ids=["one order", "other orders", "no shuffle", "two loaders", "an evaluation", "one epoch of a known sampler"],
+    ids=[
+        "one order",
+        "after the last step",
+        "other orders",
+        "no shuffle",
+        "two loaders",
+        "an evaluation",
+        "an evaluation at the end",
+        "one epoch of a known sampler",
+    ],
 )
-def test_an_order_that_repeats_is_found(tmp_path, passes, found):
-    assert codes(tmp_path, passes, loaders=[0]) == ["shuffle_without_epoch"] * found
+def test_an_order_that_repeats_is_found(tmp_path, rows, found):
+    assert codes(tmp_path, rows, step=1, loaders=[7]) == ["shuffle_without_epoch"] * found
 
 
 @pytest.mark.parametrize(
@@ -285,7 +300,7 @@ def test_an_order_that_repeats_is_found(tmp_path, passes, found):
 )
 def test_workers_that_read_the_same_are_found(tmp_path, batches, found):
     read = {"kind": "read", "step": 0, "optimizer_index": 0, "loader": "loader-0", "number": 0}
-    rows = [read_pass(0, "a"), *(read | {"samples": [f"1/{batch}", f"2/{batch}"]} for batch in batches)]
+    rows = [read_pass(0), *(read | {"samples": [f"1/{batch}", f"2/{batch}"]} for batch in batches)]
     assert codes(tmp_path, rows, loaders=[0]) == ["workers_read_the_same"] * found
 
 

@@ -18,23 +18,36 @@ def check_loop(record: RunRecord) -> Iterator[Difference]:
     yield from _check_kept_weights(record)
 
 
-def _training_passes(record: RunRecord) -> list[Row]:
-    """Return the passes over loaders of training, or over all loaders if the steps do not say theirs."""
-    loaders = {loader for row in record.rows("step") for loader in row.get("loaders", ())}
-    return [row for row in record.rows("pass") if not loaders or row["loader"] in loaders]
+def _training_passes(record: RunRecord) -> Iterator[Row]:
+    """Yield the passes over loaders that have updates, or all passes if the steps do not say their loaders.
+
+    A pass after the last step has no batch, and may be one of training.
+    """
+    passes = [(place, row) for place, row in enumerate(record.ranks[0]) if row["kind"] == "pass"]
+    steps = [(place, row.get("loaders", ())) for place, row in enumerate(record.ranks[0]) if row["kind"] == "step"]
+    if not any(loaders for _, loaders in steps):
+        yield from (row for _, row in passes)
+        return
+    of_training = {loader for _, loaders in steps for loader in loaders}
+    for begin, row in passes:
+        loader = row["loader"]
+        end = next((place for place, other in passes if place > begin and other["loader"] == loader), len(record.ranks[0]))
+        has_step = any(begin < place < end and loader in loaders for place, loaders in steps)
+        if has_step or (row.get("is_over") and row.get("grad") and loader in of_training):
+            yield row
 
 
 def _check_epochs(record: RunRecord) -> Iterator[Difference]:
     """Two passes over a sampler that shuffles must have two epochs."""
-    first: dict[int, Row] = {}
+    last: dict[int, Row] = {}
     for row in _training_passes(record):
-        before = first.setdefault(row["loader"], row)
-        if before is row:
+        before, last[row["loader"]] = last.get(row["loader"]), row
+        if before is None:
             continue
         if row["shuffle"] and row["epoch"] is not None and (before["epoch"], before["seed"]) == (row["epoch"], row["seed"]):
-            text = f"have the order of epoch {row['epoch']} in each pass of {row['sampler']}"
+            text = f"have the order of epoch {row['epoch']} in two passes of {row['sampler']}"
         elif row.get("repeats") and before.get("order") == row["order"]:
-            text = f"have one order in both passes of {row['ordered_by']}, and its set_epoch gives another one"
+            text = f"have one order in two passes of {row['ordered_by']}, and its set_epoch gives another one"
         else:
             continue
         yield Difference(code="shuffle_without_epoch", step=row["step"], kind="samples", name="", text=text)

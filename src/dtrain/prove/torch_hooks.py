@@ -249,7 +249,7 @@ class _Loaders:
             is_sent = sys._getframe(1).f_code.co_qualname == "DataLoaderDispatcher.__iter__"
             if loop.is_over(key) and not is_sent:
                 # Its sampler shows if the script has set the next epoch.
-                self._pass_begins(loader, key)
+                self._pass_begins(loader, key, is_over=True)
                 return self._empty_pass()
             is_ahead = _is_of_accelerate(sys._getframe(1))
             if is_ahead:
@@ -296,14 +296,15 @@ class _Loaders:
             raise EndOfProof(0)
         yield from ()
 
-    def _pass_begins(self, loader: Any, key: int) -> int:
+    def _pass_begins(self, loader: Any, key: int, *, is_over: bool = False) -> int:
         """Write what a pass reads, and return its number."""
         number = self._passes[key]
         self._passes[key] += 1
         # After the last step, a script may ask for batches again and again.
         if not self._empty_passes:
             row = describe_pass(loader, with_order=self._recorder.config.ranks == 1)
-            self._recorder.log.write("pass", loader=key, number=number, **row)
+            grad = torch.is_grad_enabled()
+            self._recorder.log.write("pass", loader=key, number=number, is_over=is_over, grad=grad, **row)
         return number
 
     def _batches(self, loader: Any, key: int, batches: Iterator[Any], *, is_sent: bool, is_ahead: bool) -> Iterator[Any]:
