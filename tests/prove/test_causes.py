@@ -342,6 +342,9 @@ class Recorder:
     def updates_of(self, module):
         return self.updates
 
+    def note(self, code, **content):
+        self.log.write("note", code=code, **content)
+
     def rows(self, kind):
         return read_record("run", self.folder).rows(kind)
 
@@ -457,3 +460,23 @@ def test_a_kept_state_dict_that_updates_have_changed_is_found(recorder, keep, us
     if found and "step" not in best:
         model.load_state_dict(best)
         assert recorder.rows("stale_weights")[-1]["place"] == "load_state_dict"
+
+
+@pytest.mark.parametrize(
+    ("names", "found"),
+    [
+        (lambda weights: {f"_orig_mod.{name}": tensor for name, tensor in weights.items()}, True),
+        # The head of another task.
+        (lambda weights: {"0.weight": weights["0.weight"], "head.weight": weights["0.bias"]}, False),
+        (lambda weights: weights, False),
+    ],
+    ids=["prefix", "a part", "all"],
+)
+def test_names_with_another_prefix_that_a_load_passes_over_are_noted(recorder, names, found):
+    from dtrain.prove.loop_facts import observe_names
+
+    observe_names(recorder)
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    model.load_state_dict(names(model.state_dict()), strict=False)
+    noted = [(row["unexpected"], row["missing"]) for row in recorder.rows("note")]
+    assert noted == [("2 names, as _orig_mod.0.weight", "2, as 0.weight")] * found

@@ -260,6 +260,22 @@ def test_nothing_is_clipped_and_recomputation_draws_the_same_numbers():
     assert run_alone(clipped_and_recomputed) == "(([2.0], 63.246), True)"
 
 
+def names_of_compiled():
+    from dtrain.prove.overrides import compile_nothing
+
+    compile_nothing()
+    model = torch.compile(torch.nn.Linear(2, 2), fullgraph=True)
+    # A print breaks a graph.
+    model.register_forward_hook(lambda module, inputs, output: print("eager", end=" "))
+    model(torch.ones(2))
+    return list(model.state_dict())
+
+
+@pytest.mark.costly
+def test_compiled_module_runs_as_written_and_keeps_its_prefix():
+    assert run_alone(names_of_compiled) == "eager ['_orig_mod.weight', '_orig_mod.bias']"
+
+
 @pytest.mark.costly
 def test_cause_that_an_experiment_refutes_is_not_named(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
