@@ -322,7 +322,7 @@ class Shuffled:
 
 @pytest.mark.parametrize(("kind", "repeats"), [("epoch", True), ("advances", False), ("sorted", False), ("global", False)])
 def test_copies_of_a_sampler_show_if_it_needs_the_epoch(kind, repeats):
-    from dtrain.prove.loop_facts import describe_pass
+    from dtrain.prove.plain_loop import describe_pass
 
     sampler, state = Shuffled(kind), torch.get_rng_state()
     loader = torch.utils.data.DataLoader(range(12), batch_sampler=torch.utils.data.BatchSampler(sampler, 4, drop_last=True))
@@ -375,7 +375,7 @@ def recorder(tmp_path, monkeypatch):
     ids=["each microbatch", "the first", "once", "other steps", "measures", "no limit"],
 )
 def test_a_gradient_that_is_clipped_before_a_further_backward_is_found(recorder, clips, zeroes, limit, found):
-    from dtrain.prove.loop_facts import EarlyClips
+    from dtrain.prove.plain_loop import EarlyClips
 
     observer, model = EarlyClips(recorder), torch.nn.Linear(4, 2)
     optimizer, other = torch.optim.SGD(model.parameters(), lr=0.1), torch.nn.Linear(2, 2)
@@ -413,7 +413,7 @@ class TaskWeights(torch.nn.Module):
     ids=["lost", "in an optimizer", "a network of its own", "frozen"],
 )
 def test_parameters_of_a_loss_that_no_optimizer_has_are_found(recorder, layers, optimized, grad, found):
-    from dtrain.prove.loop_facts import Criteria
+    from dtrain.prove.plain_loop import Criteria
 
     criteria, criterion, model = Criteria(recorder), TaskWeights(layers).requires_grad_(grad), torch.nn.Linear(2, 2)
     for module in (model, criterion):
@@ -445,7 +445,7 @@ def test_parameters_of_a_loss_that_no_optimizer_has_are_found(recorder, layers, 
     ids=["kept", "in a checkpoint", "cloned", "copied", "of this step"],
 )
 def test_a_kept_state_dict_that_updates_have_changed_is_found(recorder, keep, used_at, found):
-    from dtrain.prove.loop_facts import KeptWeights
+    from dtrain.prove.plain_loop import KeptWeights
 
     kept, model = KeptWeights(recorder), torch.nn.Sequential(torch.nn.Linear(2, 2))
     before = model.state_dict()
@@ -473,7 +473,7 @@ def test_a_kept_state_dict_that_updates_have_changed_is_found(recorder, keep, us
     ids=["prefix", "a part", "all"],
 )
 def test_names_with_another_prefix_that_a_load_passes_over_are_noted(recorder, names, found):
-    from dtrain.prove.loop_facts import observe_names
+    from dtrain.prove.plain_loop import observe_names
 
     observe_names(recorder)
     model = torch.nn.Sequential(torch.nn.Linear(2, 2))

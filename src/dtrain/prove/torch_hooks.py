@@ -37,9 +37,8 @@ from dtrain.dist import collectives
 from dtrain.dist.rng import derive_seed
 from dtrain.prove.evaluations import list_random_modules
 from dtrain.prove.experiments import Reach
-from dtrain.prove.loop_facts import KeptWeights, describe_pass, observe_names
 from dtrain.prove.overrides import cast_floats, observe_recompute
-from dtrain.prove.plain_loop import PlainLoop
+from dtrain.prove.plain_loop import KeptWeights, PlainLoop, describe_pass, observe_names
 from dtrain.prove.recording import EndOfProof, RankRecorder, StepFacts
 from dtrain.prove.run_log import sample_hashes
 from dtrain.prove.script_values import script_frames, script_line
