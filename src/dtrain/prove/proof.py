@@ -161,7 +161,7 @@ class _Proof:
         self._not_seen: dict[str, None] = {}
         # By number of ranks.
         self._parts: dict[int, Parts | None] = {}
-        # Findings of the resume on the same ranks.
+        # Findings of the resumes on the same ranks.
         self._lost: tuple[int, ...] = ()
         # By cause and kind of difference; None if the experiment says nothing.
         self._experiments: dict[tuple[str, str], _Repetition | None] = {}
@@ -351,7 +351,7 @@ class _Proof:
                 break
             run, comparison, corrected = changed.run, changed.comparison, (*corrected, likely.code)
         if run.after and run.same_layout:
-            self._lost = tuple(numbers)
+            self._lost = tuple(dict.fromkeys((*self._lost, *numbers)))
         return tuple(numbers)
 
     def _cause(self, run: PlannedRun, difference: Difference, corrected: Collection[str] = ()) -> Cause:

@@ -215,16 +215,16 @@ def next_runs(base: RunConfig, record: RunRecord, world_sizes: Sequence[int], se
     if not keep_precision and (low or record.rows("exported")):
         plan(WRITTEN, "written", {**as_written, "activations": True}, FLOAT32 if low else "")
     if kills := choose_kills(record, seed):
-        kill_after, later = kills
-        killed = f"killed after step {kill_after}"
-        plan(killed, "killed", {"kill_after": kill_after})
-        plan(f"{killed}, resumed", "resumed", {}, BASE, same_layout=True, after=killed)
+        for kill_after in dict.fromkeys(kills[::-1]):
+            killed, place = f"killed after step {kill_after}", "-late" * (kill_after != kills[0])
+            plan(killed, f"killed{place}", {"kill_after": kill_after})
+            plan(f"{killed}, resumed", f"resumed{place}", {}, BASE, same_layout=True, after=killed)
         # With draws, the steps before the kill drew other random numbers, so the parameters differ.
         for ranks in () if draws else world_sizes[:1]:
             plan(f"{killed}, resumed on {ranks} ranks", f"resumed-{ranks}", {"ranks": ranks}, BASE, after=killed)
             rank = random.Random(seed).randrange(ranks)
-            lost = f"rank {rank} of {ranks} killed after step {later}"
-            plan(lost, "killed-rank", {"ranks": ranks, "kill_after": later, "kill_rank": rank})
+            lost = f"rank {rank} of {ranks} {killed}"
+            plan(lost, "killed-rank", {"ranks": ranks, "kill_after": kill_after, "kill_rank": rank})
             plan(f"{lost}, resumed on 1 rank", "resumed-1", {}, BASE, after=lost)
     return runs
 
