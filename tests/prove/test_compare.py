@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import safetensors.torch
 
-from dtrain.prove.causes import EXPERIMENTS, OF_REACH, OF_SEEDS, OF_SLOPE
+from dtrain.prove.causes import EXPERIMENTS, OF_REACH, OF_SEEDS, OF_SLOPE, OF_WIDTH
 from dtrain.prove.checks import (
     FAR,
     check_record,
@@ -346,7 +346,8 @@ def test_cause_without_evidence_of_its_own_is_a_guess(tmp_path):
         assert cause.advice.startswith("Possibly: ") is not cause.shown
         return cause.shown
 
-    assert {code: shown(code) for code in CAUSES} == dict.fromkeys(CAUSES, True) | {"padding_in_loss": False}
+    guesses = dict.fromkeys(("padding_in_loss", "augmentation_by_worker"), False)
+    assert {code: shown(code) for code in CAUSES} == dict.fromkeys(CAUSES, True) | guesses
     # The weights of the microbatches are not 1.
     a, b = (write_run(tmp_path / name, [{"losses": [[2.0, weight]]}]) for name, weight in (("a", 6), ("b", 7)))
     assert (explain_first(a, b).code, explain_first(a, b).shown) == ("loss_weighting", False)
@@ -794,7 +795,7 @@ def test_a_number_that_a_resume_loses_explains_another_loss(tmp_path, last, code
 def test_each_experiment_is_of_a_cause_that_can_be_taken_out():
     from dtrain.prove.experiments import CHANGES
 
-    assert set(EXPERIMENTS) == {*CHANGES, *OF_REACH, *OF_SEEDS, OF_SLOPE}
+    assert set(EXPERIMENTS) == {*CHANGES, *OF_REACH, *OF_SEEDS, OF_SLOPE, OF_WIDTH}
 
 
 def test_modes_that_differ_between_ranks_contradict(tmp_path):

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 
 import dtrain as dt
@@ -107,29 +106,69 @@ def test_gathers_return_gradients_of_all_ranks():
     assert run_ranks(gradient_through_gathers, 2) == [[[1, 1, 2, 2], [6, 6]], [[1, 1, 2, 2], [10, 10]]]
 
 
-def widths_of_batches():
+def widened(*batches, width=6):
+    from dtrain.prove.experiments import Padding
+    from dtrain.prove.run_config import RunConfig
+
+    padding = Padding(RunConfig(name="run", folder="", script="", width=width))
+    return [padding.widen(batch) for batch in batches]
+
+
+def test_batches_are_padded_to_one_width_with_their_own_padding():
+    ids = torch.tensor([[5, 6, 1, 1], [5, 7, 8, 9]])
+    batch = {"ids": ids, "mask": (ids != 1).long(), "labels": ids.masked_fill(ids == 1, -100), "y": torch.tensor([1, 0])}
+    # No sample of the second batch is padded, and its values are those of the first.
+    short = {"ids": ids[1:, :3], "mask": torch.ones(1, 3), "labels": ids[1:, :3], "y": torch.tensor([1])}
+    first, second = widened(batch, short)
+    assert first["ids"].tolist() == [[5, 6, 1, 1, 1, 1], [5, 7, 8, 9, 1, 1]]
+    assert first["mask"].tolist() == [[1, 1, 0, 0, 0, 0], [1, 1, 1, 1, 0, 0]]
+    assert first["labels"].tolist() == [[5, 6, -100, -100, -100, -100], [5, 7, 8, 9, -100, -100]]
+    assert first["y"] is batch["y"]
+    assert [second[name][0, 3:].tolist() for name in ("ids", "mask", "labels")] == [[1] * 3, [0] * 3, [-100] * 3]
+    # A mask of attention and microbatches, and a batch that has no padding.
+    parts = dt.data.MicrobatchList([(ids, torch.ones(2, 4, 4)), (ids[:, :2], torch.ones(2, 2, 2))])
+    (microbatches,) = widened(parts)
+    assert [list(tensor.shape) for part in microbatches for tensor in part] == [[2, 6], [2, 6, 6]] * 2
+    (whole,) = widened(batch, width=4)
+    assert all(torch.equal(whole[name], batch[name]) for name in batch)
+
+
+def padded_sequences():
+    widened(width=5)
+    sequences = [torch.ones(2), torch.ones(3)]
+    pads = torch.nn.utils.rnn.pad_sequence
+    return [pads(sequences, batch_first=True, padding_value=-1.0).tolist(), list(pads([torch.ones(2, 7)]).shape)]
+
+
+def test_sequences_are_padded_to_one_width():
+    assert run_alone(padded_sequences) == "[[[1.0, 1.0, -1.0, -1.0, -1.0], [1.0, 1.0, 1.0, -1.0, -1.0]], [5, 1, 7]]"
+
+
+class Noisy:
+    def __getitem__(self, index):
+        return torch.stack([torch.rand(()), torch.tensor(np.random.rand()), torch.tensor(random.random())])
+
+    def __len__(self):
+        return 4
+
+
+def drawn_samples():
     from dtrain.prove.experiments import take_out
 
-    take_out("padding_in_loss")
-    dataset = [{"x": torch.ones(length), "y": list(range(length)), "n": 3} for length in (5, 3, 7, 4)]
-
-    def collate(samples):
-        return pad_sequence([sample["x"] for sample in samples], batch_first=True), [len(sample["y"]) for sample in samples]
-
+    take_out("augmentation_by_worker")
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    drawn = [torch.cat([*DataLoader(Noisy(), batch_size=size)]) for size in (4, 2)]
     mesh = dt.build_mesh()
-    loaders = (
-        DataLoader(dataset, batch_size=2, collate_fn=collate),
-        dt.build_loader(
-            dataset, mesh=mesh, global_batch_size=2, seed=0, collate=lambda samples: collate(samples)[0], shuffle=False
-        ),
-    )
-    return [[(list(x.shape), lengths) for x, lengths in loaders[0]], [list(x.shape) for x in loaders[1].one_epoch()]]
+    drawn.append(torch.cat([*dt.build_loader(Noisy(), mesh=mesh, global_batch_size=2, seed=0, shuffle=False).one_epoch()]))
+    assert len(drawn[0].unique()) == 12
+    torch.manual_seed(0)
+    assert torch.equal(before, torch.get_rng_state())
+    return all(torch.equal(other, drawn[0]) for other in drawn[1:])
 
 
-def test_samples_are_cut_to_the_shortest_of_the_dataset():
-    ((plain, own),) = run_ranks(widths_of_batches, 1)
-    assert plain == [[[2, 3], [3, 3]], [[2, 3], [3, 3]]]
-    assert own == [[2, 3], [2, 3]]
+def test_samples_draw_the_same_numbers_in_all_layouts():
+    assert run_ranks(drawn_samples, 1) == [True]
 
 
 def shares_of_batches(folder, sizes):
@@ -219,6 +258,22 @@ def clipped_and_recomputed():
 @pytest.mark.costly
 def test_nothing_is_clipped_and_recomputation_draws_the_same_numbers():
     assert run_alone(clipped_and_recomputed) == "(([2.0], 63.246), True)"
+
+
+def names_of_compiled():
+    from dtrain.prove.overrides import compile_nothing
+
+    compile_nothing()
+    model = torch.compile(torch.nn.Linear(2, 2), fullgraph=True)
+    # A print breaks a graph.
+    model.register_forward_hook(lambda module, inputs, output: print("eager", end=" "))
+    model(torch.ones(2))
+    return list(model.state_dict())
+
+
+@pytest.mark.costly
+def test_compiled_module_runs_as_written_and_keeps_its_prefix():
+    assert run_alone(names_of_compiled) == "eager ['_orig_mod.weight', '_orig_mod.bias']"
 
 
 @pytest.mark.costly

@@ -47,6 +47,10 @@ _SENTENCES: Mapping[str, Mapping[str, str]] = {
         "same_dropout_on_ranks": (
             "All ranks draw the same random numbers for different samples. Seed with the rank: dt.seed_all(seed, rank)."
         ),
+        "same_noise_on_ranks": (
+            "Ranks draw from generators with one seed, so their samples are copies. Seed the generator with the rank, or draw "
+            "for the global batch and take the rank's part."
+        ),
     },
     "microbatch": {
         "loss_weighting": (
@@ -70,6 +74,10 @@ _SENTENCES: Mapping[str, Mapping[str, str]] = {
         ),
         "accumulation_not_scaled": (
             "The gradient grows with the number of microbatches. Divide each loss by the number of microbatches of the step."
+        ),
+        "clip_before_accumulation": (
+            "The gradient is clipped before the last backward of the step has added to it, as in each microbatch. Clip once, "
+            "right before the update."
         ),
         "accumulation_tail_dropped": (
             "The last microbatches of an epoch do not fill a step, and their gradient goes into a step of the next epoch."
@@ -107,6 +115,10 @@ _SENTENCES: Mapping[str, Mapping[str, str]] = {
             "Ranks shuffle with different seeds, so samples repeat and others are left out. Use one seed on all ranks."
         ),
         "shuffle_without_epoch": "Every epoch has the same order. Call sampler.set_epoch(epoch) at the begin of each epoch.",
+        "workers_read_the_same": (
+            "Each worker of a loader reads the whole stream, so samples repeat. Share the stream between the workers of "
+            "get_worker_info()."
+        ),
         "batch_grows_with_ranks": (
             "The batch size belongs to a rank, so the global batch grows with the ranks. Divide it by the number of ranks."
         ),
@@ -180,6 +192,14 @@ _SENTENCES: Mapping[str, Mapping[str, str]] = {
         "rng_not_saved": "A resume begins a random generator again. Save its state with the checkpoint.",
         "scaler_not_saved": "A resume begins the loss scale again. Save scaler.state_dict() with the checkpoint.",
         "optimizer_not_saved": "A resume begins the state of the optimizer again. Save it with the checkpoint.",
+        "state_of_rank_lost": (
+            "A resume restores the state on some ranks only. Load the checkpoint on all ranks, and save the state of each rank "
+            "that has a state of its own."
+        ),
+        "names_not_matched": (
+            "A resume finds no weights under its names, as with the prefix of a compiled or wrapped module, and "
+            "load_state_dict(strict=False) says nothing. Save and load the same module, with strict=True."
+        ),
         "shards_not_saved": (
             "A resume restores a part of a tensor, as the shard of one rank, and the rest begins again. Save and load the "
             "shards of all ranks, as dt.save_sharded does."
@@ -196,6 +216,10 @@ _SENTENCES: Mapping[str, Mapping[str, str]] = {
         ),
         "data_skipped_after_resume": (
             "A resume leaves out samples that the run has not trained on. Restore the position once, and skip no batches."
+        ),
+        "kept_weights_change": (
+            "A state dict that is kept has the memory of the model, and later updates change it. Copy its tensors, as with "
+            "copy.deepcopy(model.state_dict())."
         ),
         "tied_weights_untied": "Two names of one parameter are two parameters now. Tie them again after loading.",
         "export_without_ema": "The exported weights are not the weights that were evaluated. Export inside use_average.",
@@ -228,6 +252,9 @@ _SENTENCES: Mapping[str, Mapping[str, str]] = {
         "teacher_in_training_mode": (
             "A model that only gives targets or rewards drops values or updates its statistics. Call eval() on it, after each "
             "train() of a module that holds it."
+        ),
+        "loss_parameter_not_trained": (
+            "A loss has parameters that no optimizer trains. Pass them to the optimizer, or set requires_grad=False."
         ),
         "average_before_update": ("The average of the weights lacks the last update. Update it after optimizer.step()."),
         "evaluation_with_dropout": "An evaluation runs with dropout. Call model.eval() before it, and model.train() after it.",
@@ -262,6 +289,7 @@ _SENTENCES: Mapping[str, Mapping[str, str]] = {
 _GUESSES: Mapping[str, Collection[str]] = {
     **dict.fromkeys(("padding_in_loss", "local_loss_count", "local_batch_norm", "shared_random_per_rank"), ()),
     **dict.fromkeys(("gather_without_gradient", "clip_local_norm", "sampler_seed_per_rank", "adapter_init"), ()),
+    "augmentation_by_worker": (),
     **dict.fromkeys(("metric_of_rank_0", "metric_mean_of_means", "rotary_rounded", "gradient_lost"), ()),
     **dict.fromkeys(
         ("recompute_draws_again", "early_stop_not_saved", "samples_interact", "counts_microbatches", "unknown"), ()
@@ -286,6 +314,9 @@ OF_SEEDS = ("shared_random_per_rank", "sampler_seed_per_rank")
 OF_REACH = ("sequence_part_alone", "sequence_mask_lost")
 """Causes whose experiment counts the outputs that a change of one input reaches: too few, and too many."""
 
+OF_WIDTH = "padding_in_loss"
+"""Cause whose experiment pads all batches to one width."""
+
 OF_SLOPE = "gradient_not_of_loss"
 """Cause whose experiment compares a gradient with a finite difference of the loss."""
 
@@ -294,7 +325,8 @@ EXPERIMENTS: Mapping[str, str] = {
     **dict.fromkeys(OF_SEEDS, "with the seeds of rank 0 on all ranks"),
     "gather_without_gradient": "with a gather that returns gradients",
     "clip_local_norm": "without clipping",
-    "padding_in_loss": "with samples cut to one length, so that nothing is padded",
+    "padding_in_loss": "with batches padded to one width",
+    "augmentation_by_worker": "with a seed of its own for each sample that a dataset reads",
     "recompute_draws_again": "with the random state restored before a block runs again",
     **dict.fromkeys(OF_REACH, "with another first element of a sequence"),
     OF_SLOPE: "with the parameter moved up and down",

@@ -1,4 +1,4 @@
-"""Take a supposed cause out of a run (``take_out``), or give it other seeds (``Seeds``) or batches (``Replay``).
+"""Take a supposed cause out of a run (``take_out``), or give it other seeds (``Seeds``) or batches (``Replay``, ``Padding``).
 
 Runs that differ run again in these ways, which shows their cause (``causes.EXPERIMENTS``), or what differs besides.
 """
@@ -10,8 +10,8 @@ import functools
 import random
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +19,17 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional as collectives_with_grad
+import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import Tensor
+from torch.nn.utils import rnn
+from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
-from dtrain.data.batch import list_tensors, select_samples
-from dtrain.data.fetcher import Fetcher
+from dtrain.data import fetcher as fetchers
+from dtrain.data.batch import MicrobatchList, _map_leaves, list_tensors, select_samples
+from dtrain.data.dataset import read_samples
 from dtrain.dist.dtensor import full_tensor, to_local
+from dtrain.dist.rng import derive_seed
 from dtrain.prove.causes import OF_REACH
 from dtrain.prove.overrides import FrozenStatistics, replace_checkpoint
 from dtrain.prove.run_config import RunConfig
@@ -32,7 +37,7 @@ from dtrain.prove.run_log import RunLog, count_samples
 from dtrain.prove.script_values import ScriptModels, script_frames
 
 # Hooks take the place of these functions.
-_save, _load = torch.save, torch.load
+_save, _load, _seed_python = torch.save, torch.load, random.seed
 
 
 class Replay:
@@ -147,8 +152,70 @@ class Slope:
             self._log.write("slope", slope=float((full_tensor(gradient.detach()) * self._direction).sum()))
 
 
-# Samples of a dataset whose lengths are read.
-_MAX_SAMPLES = 256
+class Padding:
+    """Batches that are padded to one width, for the experiment ``padding_in_loss``: all layouts then have equal paddings.
+
+    Args:
+        config: the run, whose ``width`` is that of its widest batch; 0 changes nothing.
+
+    Mutates: ``pad_sequence``, with a width.
+    """
+
+    def __init__(self, config: RunConfig) -> None:
+        self._width = config.width
+        # By the place of the tensor in its batch. A batch of samples of one length has no padding.
+        self._values: dict[int, float] = {}
+        if self._width:
+            self._widen_pad_sequence()
+
+    def widen(self, batch: Any) -> Any:
+        """Return a batch whose tensors are longer along their second axis, if that is the axis of its sequences."""
+        first = next((tensor for tensor in list_tensors(batch) if tensor.ndim > 1), None)
+        if not self._width or first is None:
+            return batch
+        if type(batch) is MicrobatchList:
+            return MicrobatchList(map(self.widen, batch))
+        places, width = iter(range(len(list_tensors(batch)))), first.shape[1]
+
+        def pad(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            place = next(places)
+            if leaf.ndim < 2 or leaf.shape[1] != width:
+                return leaf
+            value = padding_value(leaf)
+            value = self._values.setdefault(place, value) if value is not None else self._values.get(place, 0)
+            # A mask of attention has two axes of this length.
+            amounts = [(0, max(0, self._width - size) if size == width else 0) for size in leaf.shape[:0:-1]]
+            return F.pad(leaf, list(chain(*amounts)), value=value)
+
+        return _map_leaves(batch, pad, lambda tensors: tensors.apply(pad))
+
+    def _widen_pad_sequence(self) -> None:
+        pad = rnn.pad_sequence
+
+        @functools.wraps(pad)
+        def widened(sequences: Any, batch_first: bool = False, padding_value: float = 0.0, **options: Any) -> Tensor:
+            padded = pad(sequences, batch_first, padding_value, **options)
+            axis = 1 if batch_first else 0
+            missing = max(0, self._width - padded.shape[axis])
+            return F.pad(padded, [0, 0] * (padded.ndim - axis - 1) + [0, missing], value=padding_value)
+
+        rnn.pad_sequence = widened  # type: ignore[assignment]
+
+
+def padding_value(tensor: Tensor) -> float | None:
+    """Return the number at the end of the rows of ``tensor`` ``[n, width, ...]`` that looks like padding; None if none does."""
+    if tensor.is_floating_point() or tensor.ndim > 2 or tensor.shape[1] < 2:
+        return 0.0
+    last = tensor[:, -1]
+    if tensor.dtype == torch.bool or bool(((tensor == 0) | (tensor == 1)).all()):
+        # A mask, which is 1 at the end of the longest sample.
+        return 0.0
+    if bool((last == -100).any()):
+        return -100.0
+    ends = Counter(last[last == tensor[:, -2]].tolist())
+    return float(ends.most_common(1)[0][0]) if ends else None
 
 
 class Seeds:
@@ -255,74 +322,51 @@ def _keep_random_state() -> None:
     replace_checkpoint(restored)
 
 
-def _cut_samples() -> None:
-    """Cut all samples of a loader to one length before they become a batch, so that nothing is padded."""
-    iterate = torch.utils.data.DataLoader.__iter__
+def _seed_samples() -> None:
+    """Give the global generators a seed of the sample before a dataset reads it, and their states back after the batch."""
+    fetch, read = _MapDatasetFetcher.fetch, read_samples
 
-    @functools.wraps(iterate)
-    def cut_first(loader: Any) -> Any:
-        if not isinstance(loader.collate_fn, _CutSamples):
-            loader.collate_fn = _CutSamples(loader.collate_fn, _varying_lengths(loader.dataset))
-        return iterate(loader)
+    @functools.wraps(fetch)
+    def fetched(fetcher: Any, indices: Any) -> Any:
+        dataset = fetcher.dataset
+        fetcher.dataset = _SeededSamples(dataset)
+        try:
+            with kept_states():
+                return fetch(fetcher, indices)  # type: ignore[no-untyped-call]
+        finally:
+            fetcher.dataset = dataset
 
-    torch.utils.data.DataLoader.__iter__ = cut_first  # type: ignore[method-assign]
-    collate = Fetcher.collate_samples
-    cuts: dict[int, _CutSamples] = {}
+    @functools.wraps(read)
+    def read_seeded(dataset: Any, indices: list[int]) -> list[Any]:
+        with kept_states():
+            return [_SeededSamples(dataset)[index] for index in indices]
 
-    @functools.wraps(collate)
-    def cut_and_collate(fetcher: Fetcher, samples: list[Any]) -> Any:
-        if id(fetcher) not in cuts:
-            cuts[id(fetcher)] = _CutSamples(partial(collate, fetcher), _varying_lengths(fetcher.dataset))
-        return cuts[id(fetcher)](samples)
-
-    Fetcher.collate_samples = cut_and_collate  # type: ignore[method-assign, assignment]
-
-
-class _CutSamples:
-    """A collate function for samples whose sequences of different lengths are cut to the shortest length."""
-
-    def __init__(self, collate: Callable[[list[Any]], Any], lengths: Mapping[str, set[int]]) -> None:
-        self._collate = collate
-        self._length = min((min(sizes) for sizes in lengths.values() if len(sizes) > 1), default=None)
-        self._names = frozenset(name for name, sizes in lengths.items() if len(sizes) > 1)
-
-    def __call__(self, samples: list[Any]) -> Any:
-        return self._collate([self._cut(sample, "") for sample in samples])
-
-    def _cut(self, value: Any, path: str) -> Any:
-        if path in self._names:
-            return value[: self._length]
-        if isinstance(value, Mapping):
-            return {key: self._cut(part, f"{path}.{key}") for key, part in value.items()}
-        if type(value) in (tuple, list) and not _is_sequence(value):
-            return type(value)(self._cut(part, f"{path}[{number}]") for number, part in enumerate(value))
-        return value
+    _MapDatasetFetcher.fetch = fetched  # type: ignore[method-assign]
+    fetchers.read_samples = read_seeded  # type: ignore[attr-defined]
 
 
-def _varying_lengths(dataset: Any) -> dict[str, set[int]]:
-    """Return the lengths of the sequences in the first samples of a dataset, by place in the sample."""
-    lengths: dict[str, set[int]] = {}
+class _SeededSamples:
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
 
-    def measure(value: Any, path: str) -> None:
-        if _is_sequence(value):
-            lengths.setdefault(path, set()).add(len(value))
-        elif isinstance(value, Mapping):
-            for key, part in value.items():
-                measure(part, f"{path}.{key}")
-        elif isinstance(value, tuple | list):
-            for number, part in enumerate(value):
-                measure(part, f"{path}[{number}]")
-
-    for index in range(min(_MAX_SAMPLES, len(dataset) if hasattr(dataset, "__len__") else 0)):
-        measure(dataset[index], "")
-    return lengths
+    def __getitem__(self, index: Any) -> Any:
+        seed = derive_seed("prove sample", str(index)) % 2**32
+        torch.default_generator.manual_seed(seed)
+        np.random.mtrand._rand.seed(seed)
+        _seed_python(seed)
+        return self._dataset[index]
 
 
-def _is_sequence(value: Any) -> bool:
-    """Return True for a tensor, an array or a list of numbers."""
-    if isinstance(value, Tensor | np.ndarray):
-        return bool(value.ndim)
-    return isinstance(value, list) and bool(value) and isinstance(value[0], int | float)
+@contextlib.contextmanager
+def kept_states() -> Iterator[None]:
+    """Give the global generators of torch, NumPy and Python their states back at the end."""
+    states = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(states[0])
+        np.random.set_state(states[1])
+        random.setstate(states[2])
 
 
 def take_out(code: str) -> None:
@@ -335,7 +379,9 @@ CHANGES: Mapping[str, Callable[[], object]] = {
     "local_batch_norm": FrozenStatistics,
     "gather_without_gradient": _return_gradients_through_gathers,
     "clip_local_norm": _clip_nothing,
+    "augmentation_by_worker": _seed_samples,
     "recompute_draws_again": _keep_random_state,
-    "padding_in_loss": _cut_samples,
 }
-"""Functions that take out a cause, by its code. Seeds are changed where the script sets them (``Seeds``)."""
+"""Functions that take out a cause, by its code. Seeds are changed where the script sets them (``Seeds``), batches where it
+reads them (``Padding``).
+"""

@@ -12,11 +12,14 @@ import numpy as np
 
 from dtrain.prove.causes import Cause, cause
 from dtrain.prove.compare import STATISTICS, Difference, relative_difference
+from dtrain.prove.explain_resume import explain_resume, has_same_labels
 from dtrain.prove.run_config import SKETCH_SIZE, RunConfig
 from dtrain.prove.run_records import Fact, RunRecord
 
 _NEARLY_EQUAL = 1e-6
 _NEARLY_CLIPPED = 1e-3
+# The summand of a divisor, which keeps it from 0, changes a deviation.
+_NEARLY_CONSTANT = 1e-5
 # Calls of the script that combine the numbers of ranks.
 _REDUCTIONS = frozenset(
     {"all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "reduce", "reduce_sum", "reduce_mean"}
@@ -45,6 +48,7 @@ def explain(
     reference: RunRecord | None,
     config: RunConfig,
     resumed: bool,
+    whole: RunRecord | None = None,
 ) -> tuple[Cause, ...]:
     """Return the causes that the first difference between ``record`` and ``reference`` may have, the likeliest first.
 
@@ -56,8 +60,9 @@ def explain(
         reference: record of the other run; None for a check of one run.
         config: the run that differs.
         resumed: if True, the run continues a killed run.
+        whole: record of the run on as many ranks that was not killed; None without one.
     """
-    if difference.code is not None:
+    if difference.code is not None and not (resumed and difference.code == "weights_differ_between_ranks"):
         return (cause(difference.code, difference.kind),)
     assert reference is not None, "a difference without a code comes from a comparison"
     if config.name.endswith("again"):
@@ -65,15 +70,7 @@ def explain(
     if difference.kind in ("mode", "frozen"):
         return (cause(f"{difference.kind}_differs"),)
     if resumed:
-        if again := _inputs_that_begin_again(difference, reference):
-            return (replace(cause("state_not_saved", "variable"), evidence=again),)
-        code = _of_resume(difference, record, reference)
-        if code == "parameters_not_saved" and (part := _part_that_begins_again(record, reference, difference.step)):
-            return (replace(cause("shards_not_saved"), evidence=part),)
-        is_same = len(record.ranks) == len(reference.ranks)
-        if code == "unknown" and is_same and (lost := _lost_variable(record, reference, difference.step)):
-            return (replace(cause("state_not_saved", "variable"), evidence=lost),)
-        return (cause(code, difference.kind),)
+        return (explain_resume(difference, record, reference, whole),)
     if not config.recompute:
         draws = difference.kind == "gradient" and any(row["draws"] for row in reference.step_rows(difference.step))
         return (cause("recompute_draws_again" if draws else "counter_doubled_by_recompute"),)
@@ -87,8 +84,10 @@ def _of_layout(evidence: _Evidence) -> tuple[Cause, ...]:
         return _of_loss(evidence)
     if kind == "gradient":
         return _of_gradient(evidence)
-    if kind in ("samples", "lr"):
-        return (cause((_of_samples if kind == "samples" else _of_lr)(evidence)),)
+    if kind == "samples":
+        return _of_samples(evidence)
+    if kind == "lr":
+        return (cause(_of_lr(evidence)),)
     # A loop by hand is seen after its first forward, which has changed the statistics.
     is_buffer = kind == "buffer" or (kind == "initial" and evidence.difference.name.endswith(STATISTICS))
     if is_buffer and evidence.record.note("batch_norm") is not None:
@@ -101,7 +100,9 @@ def _of_layout(evidence: _Evidence) -> tuple[Cause, ...]:
         gradient = other.step, other.optimizer_index, "gradient", other.name
         return (cause("update_of_shard" if gradient in evidence.record.facts else "unknown"),)
     if kind == "evaluation":
-        return (cause("evaluation_counts_twice" if sum(b.values()) > sum(a.values()) else "evaluation_drops_tail"),)
+        likely = cause("evaluation_counts_twice" if sum(b.values()) > sum(a.values()) else "evaluation_drops_tail")
+        # Samples that are missing beside others that are repeated may have another cause.
+        return (replace(likely, shown=not (a - b and b - a)),)
     if kind == "metric" and evidence.difference.other is not None:
         if len(numbers := _numbers_of_ranks(evidence)) > 1:
             text = f"Ranks have other numbers: {' and '.join(f'{number:.6g}' for number in numbers[:2])}."
@@ -131,131 +132,6 @@ def _numbers_of_ranks(evidence: _Evidence) -> list[float]:
     return list(dict.fromkeys(number for number in numbers if number is not None))
 
 
-def _of_resume(difference: Difference, record: RunRecord, reference: RunRecord) -> str:
-    kind, fact = difference.kind, difference.reference
-    if (kind == "initial" and difference.step == 0) or _begins_again(record, reference):
-        return "state_begins_again"
-    if kind == "variable" and fact is not None:
-        row = fact.value
-        if row.get("scaler"):
-            return "scaler_not_saved"
-        if row["weights"]:
-            return "ema_not_saved"
-        return "early_stop_not_saved" if _is_best_value(record, reference) else "state_not_saved"
-    if kind == "samples" and fact is not None and difference.other is not None:
-        # A random input of a model is a sample, too.
-        common = sum((fact.value & difference.other.value).values())
-        ours, theirs = ([state.value for state in run.of_kind("rng", difference.step)] for run in (record, reference))
-        if 4 * common >= sum(fact.value.values()) and ours != theirs:
-            return "rng_not_saved"
-        return _of_samples_after_resume(fact, difference.other, reference)
-    codes = {
-        "ties": "tied_weights_untied",
-        "rng": "rng_not_saved",
-        "generator": "rng_not_saved",
-        "optimizer_state": "optimizer_not_saved",
-        "lr": "schedule_not_saved",
-        "transform": "ema_not_saved",
-        "steps": "early_stop_not_saved",
-        "metric": "state_not_saved",
-    }
-    if kind in codes:
-        return codes[kind]
-    if kind in ("loss", "gradient") and any(row["draws"] for row in reference.step_rows(difference.step)):
-        return "rng_not_saved"
-    # A resume that begins with this step may have other parameters than the run had after the step before.
-    step = difference.step
-    saved = {fact.name: fact.value for kind in ("parameter", "buffer") for fact in reference.of_kind(kind, step - 1)}
-    loaded = [fact.value.digest == saved[fact.name].digest for fact in record.of_kind("initial", step) if fact.name in saved]
-    return "unknown" if all(loaded) else "parameters_not_saved"
-
-
-def _inputs_that_begin_again(difference: Difference, reference: RunRecord) -> str:
-    """Return which inputs have the values of the first step after a resume, in a sentence, if others go on; "" without one."""
-    fact, other = difference.reference, difference.other
-    if difference.kind != "samples" or fact is None or other is None:
-        return ""
-    first = next(one for one in reference.of_kind("samples") if one.optimizer_index == fact.optimizer_index)
-    names = [name for name, number in fact.fields.items() if other.fields.get(name) != number]
-    if len(names) == len(fact.fields) or any(other.fields.get(name) != first.fields.get(name) for name in names):
-        return ""
-    return (
-        f"{' and '.join(names)} of the inputs begin{'s' * (len(names) == 1)} again, and the other inputs go on."
-        if names
-        else ""
-    )
-
-
-def _lost_variable(record: RunRecord, reference: RunRecord, step: int) -> str:
-    """Return which number of the script a resume has lost, in a sentence; "" without one. A later step may overwrite others."""
-    end = max(reference.steps, default=0)
-    for fact in record.of_kind("variable", step):
-        value, names = fact.value, (fact.name, fact.optimizer_index)
-        last = [run.facts.get((end, names[1], "variable", names[0])) for run in (reference, record)]
-        before = reference.facts.get(fact.key)
-        if value["type"] != "number" or before is None or None in last:
-            continue
-        if all(a is not None and b is not None and a.value["digest"] != b.value["digest"] for a, b in ((before, fact), last)):
-            return f"{fact.name} is {value['value']:.6g} instead of {before.value['value']:.6g}."
-    return ""
-
-
-def _begins_again(record: RunRecord, reference: RunRecord) -> bool:
-    """Return True if a resume begins with the values that the other run had before its first step."""
-    first = {fact.name: fact.value.digest for fact in reference.of_kind("initial", 0)}
-    changed = {fact.name for fact in reference.of_kind("parameter") if first.get(fact.name) != fact.value.digest}
-    resumed = [fact for fact in record.of_kind("initial") if fact.name in changed]
-    return bool(resumed) and all(fact.value.digest == first.get(fact.name) for fact in resumed)
-
-
-def _part_that_begins_again(record: RunRecord, reference: RunRecord, step: int) -> str:
-    """Return how much of a tensor has its first value after a resume, in a sentence; "" if no tensor has a part of it."""
-    places = ("initial", 0), ("parameter", step - 1)
-    began, saved = ({fact.name: fact.value for fact in reference.of_kind(*place)} for place in places)
-    for fact in record.of_kind("initial", step):
-        values = [facts[fact.name].sketch for facts in (began, saved) if fact.name in facts]
-        if len(values) == 2 and len(values[0]) == len(values[1]) == len(fact.value.sketch) == math.prod(fact.value.shape):
-            again, kept = (np.isclose(fact.value.sketch, value, rtol=_NEARLY_EQUAL, atol=0.0) for value in values)
-            if (again | kept).all() and (again & ~kept).any() and (kept & ~again).any():
-                return f"{int((again & ~kept).sum())} of {len(again)} elements of {fact.name} have their first value."
-    return ""
-
-
-def _is_best_value(record: RunRecord, reference: RunRecord) -> bool:
-    """Return True if a variable that differs after a resume began as infinity, or has the value of a metric."""
-    metrics = {float(fact.value) for fact in reference.of_kind("metric")}
-    for fact in record.of_kind("variable"):
-        partner = reference.facts.get(fact.key)
-        if partner is not None and fact.value["type"] == "number" and partner.value["digest"] != fact.value["digest"]:
-            values = {fact.value["value"], partner.value["value"]}
-            if values & {float("inf"), float("-inf")} or any(value in metrics for value in values if value not in (0.0, 1.0)):
-                return True
-    return False
-
-
-def _of_samples_after_resume(fact: Fact, partner: Fact, reference: RunRecord) -> str:
-    if _same_labels(fact.value, partner.value) and _same_planned(reference, reference):
-        integers = {sample.split("/")[0] for sample in fact.value}
-        if len(integers) > 1:
-            return "augmentation_by_worker"
-    for other in reference.of_kind("samples"):
-        if other.value == partner.value:
-            return "data_repeated_after_resume" if other.step < fact.step else "data_skipped_after_resume"
-    before = Counter[str]()
-    for other in reference.of_kind("samples"):
-        if other.step < fact.step:
-            before |= other.value
-    seen = sum((partner.value & before).values())
-    return "data_repeated_after_resume" if seen * 2 > sum(partner.value.values()) else "data_skipped_after_resume"
-
-
-def _same_labels(a: Counter[str], b: Counter[str]) -> bool:
-    def labels(samples: Counter[str]) -> Counter[str]:
-        return Counter(sample.split("/")[0] for sample in samples.elements())
-
-    return labels(a) == labels(b)
-
-
 def _same_planned(record: RunRecord, reference: RunRecord) -> bool:
     """Return True if the loaders of both runs read the same samples, by index, or if they did not say."""
 
@@ -267,25 +143,103 @@ def _same_planned(record: RunRecord, reference: RunRecord) -> bool:
     return planned(record) == planned(reference)
 
 
-def _of_samples(evidence: _Evidence) -> str:
+def _of_samples(evidence: _Evidence) -> tuple[Cause, ...]:
     a, b = evidence.values
     assert evidence.difference.other is not None
-    by_rank = evidence.difference.other.by_rank
+    by_rank, is_complete = evidence.difference.other.by_rank, sum(b.values()) == sum(a.values())
+    if is_complete and (copies := _copies_of_draws(evidence)):
+        return (replace(cause("same_noise_on_ranks"), evidence=copies),)
     if len(by_rank) > 1 and all(Counter(samples) == Counter(by_rank[0]) for samples in by_rank):
-        return "sampler_without_rank"
-    if sum(b.values()) == sum(a.values()):
-        labels = {sample.split("/")[0] for sample in a}
-        named = len(labels) > 1 or bool(evidence.record.rows("planned"))
-        if named and _same_labels(a, b) and _same_planned(evidence.record, evidence.reference):
-            return "augmentation_by_worker"
-        lists = [
-            {sample for row in rows if row["kind"] == "step" for sample in row["samples"]} for rows in evidence.record.ranks
+        return (cause("sampler_without_rank"),)
+    if not is_complete:
+        if any(len(set(row["epochs"])) > 1 for run in (evidence.record, evidence.reference) for row in run.rows("step")):
+            return (cause("accumulation_tail_dropped"),)
+        is_batch = sum(b.values()) == evidence.config.ranks * sum(a.values())
+        return (cause("batch_grows_with_ranks" if is_batch else "data_depends_on_ranks"),)
+    if _loads_same_samples(evidence):
+        # The script has computed the inputs of the step from the samples of its loader.
+        if constant := _constant_statistic(evidence):
+            return (replace(cause("samples_interact"), shown=True, evidence=constant),)
+        candidates = cause("samples_interact"), cause("augmentation_by_worker")
+        return candidates[::-1] if _draws(evidence) else candidates
+    named = len({sample.split("/")[0] for sample in a}) > 1 or bool(evidence.record.rows("planned"))
+    if named and has_same_labels(a, b) and _same_planned(evidence.record, evidence.reference):
+        return (cause("augmentation_by_worker"),)
+    lists = [{sample for row in rows if row["kind"] == "step" for sample in row["samples"]} for rows in evidence.record.ranks]
+    overlap = any(first & second for index, first in enumerate(lists) for second in lists[index + 1 :])
+    return (cause("sampler_seed_per_rank" if overlap else "data_depends_on_ranks"),)
+
+
+def _copies_of_draws(evidence: _Evidence) -> str:
+    """Return what all ranks draw alike, in a sentence, if one rank draws more of it; "" without such draws."""
+    ranks, reference, copied = evidence.record.ranks, evidence.reference, ""
+    # A sampler with one seed draws as much on all numbers of ranks.
+    for fact in evidence.record.of_kind("generator") if len(ranks) > 1 else ():
+        states = [row["digest"] for rows in ranks for row in rows if row["kind"] == "variable" and _is_of(row, fact)]
+        alone = reference.facts.get(fact.key)
+        is_shared = not fact.value.get("is_global") and len(states) == len(ranks) and len(set(states)) == 1
+        if is_shared and alone is not None and alone.value["digest"] != states[0]:
+            return f"The generator {fact.name} has one state on all ranks, and has drawn other numbers on one rank."
+    index = evidence.difference.reference.optimizer_index if evidence.difference.reference else 0
+    for fact in evidence.record.of_kind("samples"):
+        if fact.optimizer_index != index or not fact.value or len(fact.by_rank) < 2:
+            continue
+        first, *others = fact.by_rank
+        places = [
+            {place for place, pair in enumerate(zip(first, other, strict=False)) if len({*pair}) == 1} for other in others
         ]
-        overlap = any(first & second for index, first in enumerate(lists) for second in lists[index + 1 :])
-        return "sampler_seed_per_rank" if overlap else "data_depends_on_ranks"
-    if any(len(set(row["epochs"])) > 1 for run in (evidence.record, evidence.reference) for row in run.rows("step")):
-        return "accumulation_tail_dropped"
-    return "batch_grows_with_ranks" if sum(b.values()) == evidence.config.ranks * sum(a.values()) else "data_depends_on_ranks"
+        partner = reference.facts.get(fact.key)
+        is_copy = partner is not None and all(fact.value[first[place]] > partner.value[first[place]] for place in places[0])
+        if not is_copy or not 0 < len(places[0]) < len(first) or any(other != places[0] for other in places):
+            return ""
+        copied = f"{len(places[0])} of {len(first)} samples of each rank are copies of those of rank 0, at the same places."
+    return copied
+
+
+def _is_of(row: Mapping[str, Any], fact: Fact) -> bool:
+    return (row["step"], row["optimizer_index"], row["name"]) == (fact.step, fact.optimizer_index, fact.name)
+
+
+def _loads_same_samples(evidence: _Evidence) -> bool:
+    """Return True if the loaders of training gave both runs the same samples until the step."""
+
+    def loaded(run: RunRecord) -> Counter[str]:
+        loaders = {f"loader-{loader}" for row in run.rows("step") for loader in row.get("loaders", ())}
+        rows = [row for rows in run.ranks for row in rows if row["kind"] == "read" and row["step"] <= evidence.difference.step]
+        of_training = [row for row in rows if row["loader"] in loaders or not row["loader"].startswith("loader-")]
+        return Counter(sample for row in of_training for sample in row["samples"])
+
+    samples = loaded(evidence.reference)
+    return bool(samples) and samples == loaded(evidence.record)
+
+
+_STATISTICS = ("The mean", "The deviation", "The largest size", "The sum")
+
+
+def _constant_statistic(evidence: _Evidence) -> str:
+    """Return which statistic of an input that differs is one number for the samples of each rank, in a sentence; "" if none."""
+    first, other = evidence.difference.reference, evidence.difference.other
+    if first is None or other is None:
+        return ""
+    runs = evidence.reference, evidence.record
+    rows = [row for run in runs for rows in run.ranks for row in rows if row["kind"] == "step"]
+    for name in [name for name, number in first.fields.items() if other.fields.get(name) != number]:
+        values = [batch[name] for row in rows for batch in row.get("statistics", ()) if name in batch]
+        for place, statistic in enumerate(_STATISTICS):
+            numbers, size = [value[place] for value in values], max((value[2] for value in values), default=0.0)
+            if len(numbers) > 3 and max(numbers) - min(numbers) <= _NEARLY_CONSTANT * size:
+                number = numbers[0] if abs(numbers[0]) > _NEARLY_CONSTANT * size else 0.0
+                return f"{statistic} of {name} is {number:.3g} over the samples of each rank, in both runs and all steps."
+    return ""
+
+
+def _draws(evidence: _Evidence) -> bool:
+    """Return True if a generator of the process has advanced from one step to the next, or a forward draws."""
+    states: dict[str, set[str]] = {}
+    for fact in evidence.reference.of_kind("generator"):
+        states.setdefault(fact.name, set()).add(fact.value["digest"])
+    rows = evidence.reference.rows("step")
+    return any(len(digests) > 1 for digests in states.values()) or any(row["draws"] for row in rows)
 
 
 def _of_loss(evidence: _Evidence) -> tuple[Cause, ...]:
@@ -301,7 +255,10 @@ def _of_loss(evidence: _Evidence) -> tuple[Cause, ...]:
         return (replace(cause("counts_microbatches"), evidence=counted),)
     causes = (*of_parts, *_circumstances(evidence))
     if not is_weighted and not causes and (factor := _common_factor(evidence)) is not None and not _is_near(factor, 1.0):
-        return (cause("accumulation_not_scaled"),)
+        if _is_factor_of_backwards(evidence, factor):
+            return (cause("accumulation_not_scaled"),)
+        if any(_is_near(factor, scale) for scale in _scales_of_ranks(evidence)) and evidence.config.ranks > 1:
+            return (cause("gradient_scaled_by_ranks"),)
     # Each microbatch has the weight 1, as for means.
     of_means = is_weighted and a.weight == a.count and b.weight == b.count and a.count != b.count
     weighted = replace(cause(weighting), shown=of_means)
@@ -318,20 +275,30 @@ def _of_parts(evidence: _Evidence) -> tuple[Cause, ...]:
     step = evidence.difference.step
     runs = evidence.reference.step_rows(step), evidence.record.step_rows(step)
     expected, targets = (sum(row.get("targets", 0) for row in rows) for rows in runs)
-    if not any(row.get("parts") for row in runs[1]):
+    has_parts = any(row.get("parts") for row in runs[1])
+    if not has_parts and not _has_parts_of_rows(evidence):
         return ()
-    shapes = {fact.name: fact.value.shape for fact in evidence.reference.of_kind("gradient", step)}
-    for name, pair in _gradients(evidence).items():
-        shape = shapes[name]
-        if len(shape) == 2 and len(pair[0]) == math.prod(shape):
-            end, last = (int(np.flatnonzero(values.reshape(shape).any(1)).max(initial=-1)) for values in pair)
-            if last < end:
-                text = f"Rows {last + 1} to {end} of {name} have no gradient."
-                return (replace(cause("positions_restart"), evidence=text),)
+    for fact in evidence.reference.of_kind("gradient", step):
+        other = evidence.record.facts.get(fact.key)
+        if other is not None and other.value.last_row < fact.value.last_row:
+            text = f"Rows {other.value.last_row + 1} to {fact.value.last_row} of {fact.name} have no gradient."
+            return (replace(cause("positions_restart"), evidence=text),)
     if targets < expected:
         text = f"The ranks have {targets} labels, and the other run has {expected}."
         return (replace(cause("targets_lost"), evidence=text),)
-    return cause("sequence_part_alone"), cause("sequence_mask_lost")
+    of_reach = cause("sequence_part_alone"), cause("sequence_mask_lost")
+    # No experiment counts positions. They are left if a change of an input reaches what it must. Without the whole batch, the
+    # columns may be samples, as in a recurrent network.
+    return (*of_reach, replace(cause("positions_restart"), shown=False)) if has_parts else of_reach
+
+
+def _has_parts_of_rows(evidence: _Evidence) -> bool:
+    """Return True if each rank has a part of each sample: the ranks have the columns of the batch, and other rows."""
+    key = evidence.difference.step, 0, "samples", ""
+    whole, parts = (run.facts.get(key) for run in (evidence.reference, evidence.record))
+    if whole is None or parts is None or not whole.columns:
+        return False
+    return whole.columns == parts.columns and whole.value != parts.value
 
 
 def _circumstances(evidence: _Evidence) -> tuple[Cause, ...]:
@@ -424,8 +391,7 @@ def _of_gradient(evidence: _Evidence) -> tuple[Cause, ...]:
         return (*causes, *of_forward)
     factor = _common_factor(evidence)
     if factor is not None:
-        ours, theirs = evidence.record.step_rows(step)[0]["backwards"], evidence.reference.step_rows(step)[0]["backwards"]
-        if ours != theirs and _is_near(factor, ours / theirs):
+        if _is_factor_of_backwards(evidence, factor):
             return (cause("accumulation_not_scaled"),)
         if any(_is_near(factor, scale) for scale in _scales_of_ranks(evidence)):
             return (cause("gradient_scaled_by_ranks"),)
@@ -487,6 +453,12 @@ def _differ_between_ranks(record: RunRecord, step: int) -> bool:
     return any(len(digests) > 1 for digests in values.values())
 
 
+def _is_factor_of_backwards(evidence: _Evidence, factor: float) -> bool:
+    """Return True if gradients differ by the factor by which the numbers of microbatches of a rank differ."""
+    ours, theirs = (run.step_rows(evidence.difference.step)[0]["backwards"] for run in (evidence.record, evidence.reference))
+    return bool(ours != theirs and theirs and _is_near(factor, ours / theirs))
+
+
 def _scales_of_ranks(evidence: _Evidence) -> tuple[float, float]:
     return evidence.config.ranks, 1 / evidence.config.ranks
 
@@ -543,6 +515,11 @@ def _few_factors(evidence: _Evidence) -> int:
     values = np.sort(np.concatenate(ratios))
     groups = 1 + int((np.diff(values) > _NEARLY_EQUAL * np.abs(values[1:])).sum())
     return groups if groups <= evidence.config.ranks and len(values) > 2 * evidence.config.ranks else 0
+
+
+def width_of_batches(record: RunRecord) -> int:
+    """Return the largest length of the first axis of a sample, in all steps; 0 without one."""
+    return max((shape[0] for rows in record.ranks for row in rows for shape in row.get("shapes", ()) if shape), default=0)
 
 
 def seeds_of_rank_0(ranks: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, list[int]]:

@@ -354,6 +354,25 @@ def replace_checkpoint(function: Callable[..., Any]) -> None:
         checkpoint_wrapper.torch_utils_checkpoint = function
 
 
+def compile_nothing() -> None:
+    """Let compiled modules and functions run as written, from now on.
+
+    Compilation takes longer than a run, and changes rounding. A compiled module keeps its wrapper, which adds a prefix to the
+    names in its state dict.
+
+    Mutates: ``torch.compile``.
+    """
+    compile_ = torch.compile
+
+    @functools.wraps(compile_)
+    def wrapped_only(*args: Any, **kwargs: Any) -> Any:
+        # The first call imports the compiler, which takes seconds.
+        torch.compiler.set_stance("force_eager")
+        return compile_(*args, **kwargs)
+
+    torch.compile = wrapped_only
+
+
 class FrozenStatistics:
     """Batch norm that normalizes with its initial statistics, and still updates its running statistics.
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from dtrain.arguments import check_int
 from dtrain.errors import ConfigError
-from dtrain.prove.causes import EXPERIMENTS, OF_REACH, OF_SEEDS, OF_SLOPE, Cause, cause
+from dtrain.prove.causes import EXPERIMENTS, OF_REACH, OF_SEEDS, OF_SLOPE, OF_WIDTH, Cause, cause
 from dtrain.prove.checks import (
     check_record,
     check_training,
@@ -27,7 +27,8 @@ from dtrain.prove.checks import (
     slope_ratios,
 )
 from dtrain.prove.compare import MAX_ROUNDING, Comparison, Difference, FactKey, compare_records, metric_name, unstable_keys
-from dtrain.prove.explain import explain, seeds_of_rank_0
+from dtrain.prove.explain import explain, seeds_of_rank_0, width_of_batches
+from dtrain.prove.explain_resume import lost_states
 from dtrain.prove.parts import Parts, find_parts, join_parts
 from dtrain.prove.report import Allowed, Finding, ProveReport, RowVerdict, RunRow, fact_name
 from dtrain.prove.run_config import (
@@ -160,7 +161,7 @@ class _Proof:
         self._not_seen: dict[str, None] = {}
         # By number of ranks.
         self._parts: dict[int, Parts | None] = {}
-        # Findings of the resume on the same ranks.
+        # Findings of the resumes on the same ranks.
         self._lost: tuple[int, ...] = ()
         # By cause and kind of difference; None if the experiment says nothing.
         self._experiments: dict[tuple[str, str], _Repetition | None] = {}
@@ -234,6 +235,10 @@ class _Proof:
             self._rows.append(RunRow(name=name, against=run.against, verdict="failed", text=problem))
             return
         differences, comparison = check_record(record), None
+        if (same_ranks := self._whole(run)) is not None and record.ranks[1:]:
+            # If all ranks lost a state, the resume on one rank says so.
+            lost = lost_states(record, same_ranks)
+            differences += [difference for difference in lost if len(difference.ranks) < len(record.ranks)]
         if name == self._written_name:
             differences += compare_precision(self._complete(FLOAT32), record, self._complete(ROUNDED))
         elif run.against:
@@ -346,14 +351,20 @@ class _Proof:
                 break
             run, comparison, corrected = changed.run, changed.comparison, (*corrected, likely.code)
         if run.after and run.same_layout:
-            self._lost = tuple(numbers)
+            self._lost = tuple(dict.fromkeys((*self._lost, *numbers)))
         return tuple(numbers)
 
     def _cause(self, run: PlannedRun, difference: Difference, corrected: Collection[str] = ()) -> Cause:
         """Return the likely cause of a difference, which is not one that both runs are without."""
         record, reference = self._records[run.config.name], self._records.get(run.against)
-        causes = explain(difference, record, reference, run.config, run.after is not None)
+        whole = self._whole(run)
+        causes = explain(difference, record, reference, run.config, run.after is not None, whole)
         return self._first_that_holds([likely for likely in causes if likely.code not in corrected], run, difference)
+
+    def _whole(self, run: PlannedRun) -> RunRecord | None:
+        """Return the record of the run on as many ranks that was not killed, for a run that resumes; None without one."""
+        ranks = run.config.ranks
+        return self._complete(many_ranks(ranks) if ranks > 1 else BASE) if run.after else None
 
     def _find(self, run: PlannedRun, difference: Difference, likely: Cause) -> int:
         """Return the number of the finding with a cause, which is added if it is new."""
@@ -387,7 +398,8 @@ class _Proof:
     def _without(self, code: str, run: PlannedRun, difference: Difference) -> _Repetition | None:
         """Compare both runs without a supposed cause. ``shown`` if the difference goes; None if that cannot be tried."""
         seeds = seeds_of_rank_0(self._records[run.config.name].ranks) if code in OF_SEEDS else {}
-        repetition = self._again(run, EXPERIMENTS[code], code, experiment=code, seeds=seeds)
+        width = width_of_batches(self._records[run.against]) if code == OF_WIDTH else 0
+        repetition = self._again(run, EXPERIMENTS[code], code, experiment=code, seeds=seeds, width=width)
         if repetition is None:
             return None
         names = (repetition.run.against, run.against), (repetition.run.config.name, run.config.name)

@@ -28,7 +28,7 @@ from dtrain.dist.dtensor import to_local
 from dtrain.errors import ConfigError
 from dtrain.fqn import buffers_by_fqn, modules_by_fqn
 from dtrain.prove.evaluations import Evaluations, reshard
-from dtrain.prove.experiments import Replay, Slope
+from dtrain.prove.experiments import Padding, Replay, Slope
 from dtrain.prove.overrides import EvenRandom, FrozenStatistics, LowSums, cast_floats, use_one_dtype
 from dtrain.prove.run_config import RECORDED_LENGTHS, SAVE_INTERVAL, RunConfig
 from dtrain.prove.run_log import (
@@ -37,6 +37,7 @@ from dtrain.prove.run_log import (
     count_samples,
     digest,
     field_digests,
+    field_statistics,
     flatten,
     is_number,
     named_tensors,
@@ -52,6 +53,7 @@ from dtrain.prove.script_values import (
     moves_toward,
     params_of,
     scaler_values,
+    script_closures,
     script_frames,
     script_line,
     script_variables,
@@ -96,9 +98,11 @@ class StepFacts:
     collectives: int = 0
     parts: list[str] = field(default_factory=list)
     targets: int = 0
+    statistics: list[dict[str, list[float]]] = field(default_factory=list)
 
     def add_batch(self, batch: Any) -> None:
-        """Add the samples of a batch, and the digests of its tensors."""
+        """Add the samples of a batch, and the digests and statistics of its tensors."""
+        self.statistics.append(field_statistics(batch))
         self.samples += sample_hashes(batch)
         for name, number in field_digests(batch).items():
             self.fields[name] = (self.fields.get(name, 0) + number) % 2**64
@@ -146,7 +150,7 @@ class RankRecorder:
         self.models = ScriptModels(self.dtype)
         self.random = EvenRandom(self._on_draw, active=config.even_random)
         self.replay = Replay(config, rank)
-        self.slope = Slope(config, self.log)
+        self.slope, self.padding = Slope(config, self.log), Padding(config)
         self.averages_statistics = False
         self.scalers: list[torch.amp.GradScaler] = []
         if config.experiment == "local_batch_norm":
@@ -231,19 +235,21 @@ class RankRecorder:
         if isinstance(batch, FailedBatch):
             return batch
         if loader:
-            batch = copy_batch_info(batch, self.replay.exchange(loader, batch))
+            batch = copy_batch_info(batch, self.padding.widen(self.replay.exchange(loader, batch)))
         if self.dtype is not None:
             for info in get_batch_infos(batch):
                 if info.padding_sample is not None:
                     info.padding_sample = cast_floats(info.padding_sample, self.dtype)
             batch = copy_batch_info(batch, cast_floats(batch, self.dtype))
-        self.batch_read(batch)
+        self.batch_read(batch, loader)
         return batch
 
-    def batch_read(self, batch: Any) -> None:
-        """Observe that the script reads a batch of a loader."""
+    def batch_read(self, batch: Any, loader: str, number: int = 0) -> None:
+        """Observe that the script reads a batch of a loader, in its pass ``number``. A loader of training has a name."""
         self._read_line = script_line(self.config.script)
         self._read = batch
+        if loader:
+            self.log.write("read", loader=loader, number=number, samples=sample_hashes(batch))
         self.random.batch_loaded(self.log.step, count_samples(batch))
 
     def sample_ids(self, epoch: int, indices: Sequence[int]) -> None:
@@ -359,8 +365,8 @@ class RankRecorder:
 
     def _write_variables(self) -> None:
         frames = script_frames(sys._getframe(1), self.config.script)
-        values = model_values(self.models.modules), script_variables(frames, self.models.modules)
-        for variable in chain(*values, global_generators(), scaler_values(self.scalers)):
+        values = [read(frames, self.models.modules) for read in (script_variables, script_closures)]
+        for variable in chain(model_values(self.models.modules), *values, global_generators(), scaler_values(self.scalers)):
             self.log.write("variable", **variable)
 
     def keep_averages(self) -> None:
@@ -520,6 +526,13 @@ class RankRecorder:
     def updates_done(self) -> int:
         """Return the number of complete updates of the first optimizer, since the start of the run."""
         return self.updates.get(0, self.config.first_step)
+
+    def updates_of(self, module: nn.Module) -> int:
+        """Return the number of complete updates of the optimizers that have a parameter of a module."""
+        own = {id(param) for param in module.parameters()}
+        return sum(
+            self.updates.get(index, 0) for index, optimizers in enumerate(self._optimizers) if own & params_of(optimizers[-1])
+        )
 
     def printed(self, text: str) -> None:
         """Observe a printed line."""

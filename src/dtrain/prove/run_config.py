@@ -49,6 +49,7 @@ class RunConfig:
             the script reads its own.
         loaders: numbers of torch's loaders whose batches these are.
         whole: shapes of the parameters on one rank by name, in the runs after the first one.
+        width: width to which batches are padded, for the experiment that makes them equal; 0 leaves them.
         shifted: parameter that the run moves before the first step, and the share of each element, for a finite difference of
             the loss; None moves none.
     """
@@ -78,6 +79,7 @@ class RunConfig:
     batches: str = ""
     loaders: tuple[int, ...] = ()
     whole: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    width: int = 0
     shifted: tuple[str, float] | None = None
 
     @property
@@ -212,11 +214,11 @@ def next_runs(base: RunConfig, record: RunRecord, world_sizes: Sequence[int], se
         plan(FLOAT32, "float32", {"dtype": "fp32", "activations": True})
     if not keep_precision and (low or record.rows("exported")):
         plan(WRITTEN, "written", {**as_written, "activations": True}, FLOAT32 if low else "")
-    kill_after = choose_kill(record, seed)
-    if kill_after is not None:
-        killed = f"killed after step {kill_after}"
-        plan(killed, "killed", {"kill_after": kill_after})
-        plan(f"{killed}, resumed", "resumed", {}, BASE, same_layout=True, after=killed)
+    if kills := choose_kills(record, seed):
+        for kill_after in dict.fromkeys(kills[::-1]):
+            killed, place = f"killed after step {kill_after}", "-late" * (kill_after != kills[0])
+            plan(killed, f"killed{place}", {"kill_after": kill_after})
+            plan(f"{killed}, resumed", f"resumed{place}", {}, BASE, same_layout=True, after=killed)
         # With draws, the steps before the kill drew other random numbers, so the parameters differ.
         for ranks in () if draws else world_sizes[:1]:
             plan(f"{killed}, resumed on {ranks} ranks", f"resumed-{ranks}", {"ranks": ranks}, BASE, after=killed)
@@ -248,13 +250,16 @@ def other_microbatch_size(record: RunRecord) -> int | None:
     return size if 0 < size < count else None
 
 
-def choose_kill(record: RunRecord, seed: int) -> int | None:
-    """Return a random step at which a run can be killed and go on from a checkpoint; None without such a checkpoint."""
-    last = max(record.steps, default=0) + 1
-    saves = sorted({row["step"] for row in record.rows("saved") if row["step"] < last})
+def choose_kills(record: RunRecord, seed: int) -> tuple[int, int] | None:
+    """Return steps at which a run can be killed and go on from a checkpoint: a random one, and the last one.
+
+    Late in a run a checkpoint has more to lose. None without a checkpoint before the last step.
+    """
+    last = max(record.steps, default=0)
+    saves = sorted({row["step"] for row in record.rows("saved") if row["step"] <= last})
     if not saves:
         return None
-    return random.Random(seed).randint(saves[0], last - 1)
+    return random.Random(seed).randint(saves[0], last), last
 
 
 def _variant(base: RunConfig, place: str, **changes: object) -> RunConfig:

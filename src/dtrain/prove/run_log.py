@@ -88,6 +88,8 @@ class RunLog:
             self._numbers.flush()
             place, self._offset = [self._offset, len(numbers)], self._offset + len(numbers)
         norm = float(torch.linalg.vector_norm(flat))
+        if kind == "gradient" and full.ndim == 2:
+            content["last_row"] = int(flat.view(full.shape).any(1).nonzero().max()) if norm else -1
         self.write(
             kind,
             name=name,
@@ -197,6 +199,16 @@ def field_digests(batch: Any) -> dict[str, int]:
     fields = {name: tensor.detach() for name, tensor in iter_named_tensors(batch, "batch") if tensor.ndim}
     rows = {name: _hash_rows([tensor], len(tensor), whole=False) for name, tensor in fields.items()}
     return {name: sum(int(word, 16) for pair in pairs for word in pair) % 2**64 for name, pairs in rows.items()}
+
+
+def field_statistics(batch: Any) -> dict[str, list[float]]:
+    """Return the mean, the deviation, the largest size and the sum of each tensor of floating-point numbers of a batch."""
+    fields = {name: tensor.detach() for name, tensor in iter_named_tensors(batch, "batch") if tensor.numel() > 1}
+    return {
+        name: [float(number) for number in (flat.mean(), flat.std(correction=0), flat.abs().max(), flat.sum())]
+        for name, tensor in fields.items()
+        if tensor.is_floating_point() and len(flat := flatten(full_tensor(tensor)))
+    }
 
 
 def _hash_rows(tensors: Sequence[Tensor], count: int, *, whole: bool) -> list[tuple[str, str]]:

@@ -55,7 +55,7 @@ _DECIMALS = re.compile(r"[-+]?\d+\.\d+(?:[eE][-+]?\d+)?|[-+]?\d+[eE][-+]?\d+|\bn
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorFact:
-    """A recorded tensor: norm, digest of all bits, and sketch; see ``run_log``."""
+    """A recorded tensor: norm, digest of all bits, and sketch; see ``run_log``. ``last_row`` is the last one with a number."""
 
     norm: float
     digest: str
@@ -65,6 +65,7 @@ class TensorFact:
     trains: bool = True
     is_buffer: bool = False
     is_saved: bool = True
+    last_row: int = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,6 +232,7 @@ def tensor_fact(row: Row, numbers: Any) -> TensorFact:
         trains=row.get("trains", True),
         is_buffer=row.get("buffer", False),
         is_saved=row.get("saved", True),
+        last_row=row.get("last_row", -1),
     )
 
 

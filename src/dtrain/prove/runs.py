@@ -149,8 +149,6 @@ def _start(config: RunConfig, timeout_s: float) -> _Running:
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(launch_protocol.OWNED_PREFIXES)}
     inherited |= {
         launch_protocol.OMP_THREADS: "1",
-        # Compilation takes longer than the run, and changes rounding. torch.compile reads the variable at each call.
-        "TORCHDYNAMO_DISABLE": "1",
         **_NO_GPU,
         "PYTHONDONTWRITEBYTECODE": "1",
         **dict.fromkeys(launch_protocol.FLIGHT_RECORDER, FLIGHT_RECORDER_ENTRIES),
@@ -313,7 +311,7 @@ def _run_script(config: RunConfig, rank: int) -> int:
 
     from dtrain.prove.dtrain_hooks import observe_dtrain
     from dtrain.prove.experiments import Seeds, take_out
-    from dtrain.prove.overrides import keep_on_cpu, vary_machine
+    from dtrain.prove.overrides import compile_nothing, keep_on_cpu, vary_machine
     from dtrain.prove.recording import RankRecorder
     from dtrain.prove.torch_hooks import observe_torch
 
@@ -323,6 +321,7 @@ def _run_script(config: RunConfig, rank: int) -> int:
     path = os.path.abspath(config.script)
     with preload.replaced_functions():
         recorder = RankRecorder(config, rank)
+        compile_nothing()
         keep_on_cpu(path, partial(recorder.note, "gpu"))
         observe_dtrain(recorder)
         observe_torch(recorder)

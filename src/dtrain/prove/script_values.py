@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import hashlib
 import os
 import random
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
-from types import FrameType, MappingProxyType
+from types import FrameType, FunctionType, MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,6 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from dtrain.dist.dtensor import to_local
 from dtrain.fqn import buffers_by_fqn, modules_by_fqn, parameters_by_fqn, unwrap_module
 from dtrain.prove.run_log import DIGEST_BYTES, digest, flatten
+from dtrain.step.compose import Step
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 # Part of the change of an average that is rounding.
@@ -78,6 +80,30 @@ def script_variables(frames: Sequence[FrameType], models: Sequence[nn.Module]) -
     owned = _owned_by(models)
     for file, name, path, value in _script_leaves(frames, owned):
         yield _row(path, value, owned) | {"line": _assignments(file).lines.get(name, "")}
+
+
+def script_closures(frames: Sequence[FrameType], models: Sequence[nn.Module]) -> Iterator[dict[str, Any]]:
+    """Yield the values in the closures of the frames' functions, and of the transforms of their steps, as rows of variables."""
+    owned, seen = _owned_by(models), set[int]()
+    functions = [function for frame in frames for value in list(frame.f_locals.values()) for function in _functions(value)]
+    for function in dict.fromkeys(functions):
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            # A function that the script has not defined yet has an empty cell.
+            with contextlib.suppress(ValueError):
+                for path, value in _leaves(name, cell.cell_contents, 0, seen, owned):
+                    row = _row(f"{path} of {function.__qualname__.split('.')[0]}", value, owned)
+                    yield row | {"of_closure": True}
+
+
+def _functions(value: Any) -> Iterator[FunctionType]:
+    if isinstance(value, Step):
+        for transform in value.transforms:
+            yield from _functions([transform.init, transform.loss, transform.grad, transform.grad_step, transform.update])
+    elif isinstance(value, list):
+        for part in value[:_MAX_VALUES]:
+            yield from _functions(part)
+    elif isinstance(value, FunctionType) and value.__closure__ and value.__module__.split(".")[0] not in _LIBRARIES:
+        yield value
 
 
 def copies_of_weights(frames: Sequence[FrameType], models: Sequence[nn.Module]) -> dict[str, Tensor]:

@@ -38,8 +38,9 @@ from dtrain.dist.rng import derive_seed
 from dtrain.prove.evaluations import list_random_modules
 from dtrain.prove.experiments import Reach
 from dtrain.prove.overrides import cast_floats, observe_recompute
-from dtrain.prove.plain_loop import PlainLoop
+from dtrain.prove.plain_loop import KeptWeights, PlainLoop, describe_pass, observe_names
 from dtrain.prove.recording import EndOfProof, RankRecorder, StepFacts
+from dtrain.prove.run_log import sample_hashes
 from dtrain.prove.script_values import script_frames, script_line
 
 # Passes of a training loader without a batch, after which the script waits for steps that never come.
@@ -56,7 +57,8 @@ def observe_torch(recorder: RankRecorder) -> None:
     _observe_events(recorder)
     _observe_tensor_parallelism(recorder)
     _observe_targets(recorder)
-    _observe_files(recorder)
+    _observe_files(recorder, KeptWeights(recorder))
+    observe_names(recorder)
     _observe_print(recorder)
     observe_recompute(partial(recorder.note, "recompute"), active=recorder.config.recompute)
 
@@ -119,6 +121,8 @@ class _Forwards:
             recorder.in_forward = False
             if of_cache or (alone and not called_from("dtrain.step.evaluate")):
                 recorder.random.end()
+        if torch.is_grad_enabled():
+            self._loop.criteria.called(module, output)
         return self._after(module, output)
 
     def _transformed(self, call: Any, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -243,6 +247,8 @@ class _Loaders:
             # Accelerate's loader of rank 0 sends shares of its batches. Only rank 0 would see a shorter pass.
             is_sent = sys._getframe(1).f_code.co_qualname == "DataLoaderDispatcher.__iter__"
             if loop.is_over(key) and not is_sent:
+                # Its sampler shows if the script has set the next epoch.
+                self._pass_begins(loader, key, is_over=True)
                 return self._empty_pass()
             is_ahead = _is_of_accelerate(sys._getframe(1))
             if is_ahead:
@@ -289,30 +295,32 @@ class _Loaders:
             raise EndOfProof(0)
         yield from ()
 
-    def _batches(self, loader: Any, key: int, batches: Iterator[Any], *, is_sent: bool, is_ahead: bool) -> Iterator[Any]:
-        recorder, sampler = self._recorder, loader.sampler
+    def _pass_begins(self, loader: Any, key: int, *, is_over: bool = False) -> int:
+        """Write what a pass reads, and return its number."""
         number = self._passes[key]
         self._passes[key] += 1
-        recorder.log.write(
-            "pass",
-            loader=key,
-            number=number,
-            sampler=type(sampler).__name__,
-            epoch=getattr(sampler, "epoch", None),
-            seed=getattr(sampler, "seed", None),
-            shuffle=bool(getattr(sampler, "shuffle", False)),
-            samples=len(loader.dataset) if hasattr(loader.dataset, "__len__") else None,
-        )
+        # After the last step, a script may ask for batches again and again.
+        if not self._empty_passes:
+            row = describe_pass(loader, with_order=self._recorder.config.ranks == 1)
+            grad = torch.is_grad_enabled()
+            self._recorder.log.write("pass", loader=key, number=number, is_over=is_over, grad=grad, **row)
+        return number
+
+    def _batches(self, loader: Any, key: int, batches: Iterator[Any], *, is_sent: bool, is_ahead: bool) -> Iterator[Any]:
+        recorder, number = self._recorder, self._pass_begins(loader, key)
         over = 0
         for batch in batches:
             over += not is_sent and self._loop.is_over(key)
             # Accelerate reads one batch ahead. With it, the others complete an update.
             if over >= (self._loop.microbatches if is_ahead and over else 1):
+                # A further batch of the workers of a stream shows if they all read the same.
+                recorder.log.write("read", loader=f"loader-{key}", number=number, samples=sample_hashes(batch))
                 return
             if key in recorder.config.loaders:
                 batch = recorder.replay.exchange(f"loader-{key}", batch)
+            batch = recorder.padding.widen(batch)
             self._loop.batch_loaded(key, number, None if is_sent else batch)
-            recorder.batch_read(batch)
+            recorder.batch_read(batch, f"loader-{key}", number)
             yield cast_floats(batch, recorder.dtype) if recorder.dtype is not None else batch
 
 
@@ -418,7 +426,7 @@ def _observe_print(recorder: RankRecorder) -> None:
     builtins.print = printed
 
 
-def _observe_files(recorder: RankRecorder) -> None:
+def _observe_files(recorder: RankRecorder, kept: KeptWeights) -> None:
     """Observe files of weights: checkpoints of ``torch.save``, and exports in safetensors or as a state dict."""
     save = torch.save
     own: set[str] = set()
@@ -433,6 +441,7 @@ def _observe_files(recorder: RankRecorder) -> None:
     @functools.wraps(save)
     def saved(obj: Any, file: Any, *args: Any, **kwargs: Any) -> Any:
         note_overwrite(file)
+        kept.used(obj, os.path.basename(str(file)))
         result = save(obj, file, *args, **kwargs)
         # A state dict of a model has names with tensors, and nothing else.
         is_weights = isinstance(obj, Mapping) and obj and all(isinstance(value, Tensor) for value in obj.values())
@@ -447,6 +456,7 @@ def _observe_files(recorder: RankRecorder) -> None:
 
     @functools.wraps(save_file)
     def written(tensors: Any, filename: Any, *args: Any, **kwargs: Any) -> Any:
+        kept.used(tensors, os.path.basename(str(filename)))
         result = save_file(tensors, filename, *args, **kwargs)
         recorder.evaluations.exported(str(filename), tensors.items())
         return result

@@ -26,6 +26,7 @@ class Pair:
         found: True if the proof objected to the bug with a finding that it does not have for the twin.
         right: True if the first cause is that of the bug, by reading both.
         objection: first cause that the proof of the twin named, a false alarm; "" without one.
+        now: first cause that a proof of the bug names since a change of the tool; "" if it is still ``first``.
         mended: True if the tool was changed since, so that it does not object to the twin.
     """
 
@@ -37,6 +38,7 @@ class Pair:
     right: bool = False
     objection: str = ""
     mended: bool = False
+    now: str = ""
 
     @property
     def twin(self) -> Path:
@@ -69,6 +71,7 @@ PAIRS = (
         ),
         first="sampler_seed_per_rank",
         found=True,
+        now="same_noise_on_ranks",
     ),
     Pair(
         name="a02_digit_vae",
@@ -89,6 +92,7 @@ PAIRS = (
         bug="After a resume only rank 0 loads the optimizer state, the other ranks' shards of Adam moments start from zero.",
         first="unknown",
         found=True,
+        now="state_of_rank_lost",
     ),
     Pair(
         name="a05_padded_lm",
@@ -112,6 +116,7 @@ PAIRS = (
         bug="Position embedding starts at 0 on each rank's slice of the sequence, no offset (the causal mask has it).",
         first="padding_in_loss",
         found=True,
+        now="positions_restart",
     ),
     Pair(
         name="a08_compiled_mixer",
@@ -119,6 +124,7 @@ PAIRS = (
             "The compiled module's state dict (keys prefixed with _orig_mod.) is saved and loaded into the plain net "
             "with strict=False on resume, so no weight is restored while optimizer and step are."
         ),
+        now="names_not_matched",
     ),
     Pair(
         name="a09_reinforce_track",
@@ -141,11 +147,13 @@ PAIRS = (
             "trained on twice."
         ),
         visible=False,
+        now="workers_read_the_same",
     ),
     Pair(
         name="a12_bpr_sampler",
         bug="Sampler.set_epoch is never called, every epoch has the same order.",
         visible=False,
+        now="shuffle_without_epoch",
     ),
     Pair(
         name="a13_lbfgs_poisson",
@@ -205,6 +213,7 @@ PAIRS = (
         name="a19_gnn_multitask",
         bug="The learned task weights (log_vars of the criterion) are not handed to the optimizer and stay at zero.",
         visible=False,
+        now="loss_parameter_not_trained",
     ),
     Pair(
         name="a20_text_vocab",
@@ -257,6 +266,7 @@ PAIRS = (
     Pair(
         name="b06_swa_forecaster",
         bug="The count of averaged models is kept in the closure of the transform, not in its state.",
+        now="state_not_saved",
     ),
     Pair(
         name="b07_onecycle_mixer",
@@ -272,12 +282,14 @@ PAIRS = (
         found=True,
         objection="augmentation_by_worker",
         mended=True,
+        now="state_not_saved",
     ),
     Pair(
         name="b09_bandit_policy",
         bug="Advantages are normalised with mean and deviation of the own rank's rewards.",
         first="augmentation_by_worker",
         found=True,
+        now="samples_interact",
     ),
     Pair(
         name="b10_ema_export",
@@ -296,6 +308,7 @@ PAIRS = (
             "Clips in every microstep with torch's function, also where gradients are not synchronised, instead of "
             "once under sync_gradients."
         ),
+        now="clip_before_accumulation",
     ),
     Pair(
         name="b12_accel_schedule",
@@ -340,11 +353,13 @@ PAIRS = (
         found=True,
         objection="unknown",
         mended=True,
+        now="padding_in_loss",
     ),
     Pair(
         name="b18_cnn_epochs",
         bug="Sampler.set_epoch is not called, so each epoch has the same order.",
         visible=False,
+        now="shuffle_without_epoch",
     ),
     Pair(
         name="b19_distill_best",
@@ -353,6 +368,7 @@ PAIRS = (
         first="sampler_without_rank",
         objection="sampler_without_rank",
         mended=True,
+        now="kept_weights_change",
     ),
     Pair(
         name="b20_dice_trainer",
