@@ -250,3 +250,28 @@ def test_whole_weights_that_differ_between_ranks_are_no_parts(tmp_path):
     record = held(tmp_path / "b", [WHOLE, WHOLE + 1], [GRADIENT, GRADIENT])
     assert find_parts(record, whole) is None
     assert codes(record) == ["weights_differ_between_ranks"]
+
+
+# ---- an update that the script completes after the optimizer's step ----
+
+
+@pytest.mark.parametrize(
+    ("after", "changed", "found"),
+    [
+        pytest.param([1.0, 2.0], [2.0, 2.0], [], id="a broadcast from the rank of a parameter"),
+        pytest.param([1.0, 2.0], [3.0, 3.0], ["parameter"], id="another value"),
+        pytest.param([1.0, 2.0], [1.0, 2.0], ["parameter"], id="nothing"),
+        pytest.param([3.0, 3.0], [2.0, 2.0], ["parameter"], id="a change of equal parameters"),
+    ],
+)
+def test_update_is_compared_after_the_script_has_completed_it(tmp_path, after, changed, found):
+    whole = write_run(tmp_path / "a", [{}], tensors=[("parameter", "weight", [2.0])])
+    facts = [[("parameter", "weight", [a]), ("changed", "weight", [b])] for a, b in zip(after, changed, strict=True)]
+    assert kinds(whole, write_run(tmp_path / "b", [{}, {}], of_ranks=facts)) == found
+
+
+@pytest.mark.parametrize(("last", "found"), [([2.0], []), ([1.0], ["optimizer_before_sharding"])], ids=["moves", "stays"])
+def test_optimizer_of_copies_trains_the_model_if_the_model_changes(tmp_path, last, found):
+    optimizer = {"kind": "optimizer", "step": 0, "optimizer_index": 0, "optimizer": "Adam", "params": 1, "unknown": [0]}
+    tensors = [("initial", "weight", [1.0]), ("parameter", "weight", last)]
+    assert codes(write_run(tmp_path / "a", [{}], tensors=tensors, rows=[optimizer])) == found

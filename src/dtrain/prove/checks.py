@@ -124,8 +124,14 @@ def _check_optimizers(record: RunRecord) -> Iterator[Difference]:
     """The optimizer must have parameters of the model.
 
     A script with several optimizers may train a model that was not seen. So nothing is reported if one of them has parameters
-    of the model.
+    of the model, or if the model changes, as by copies of the parameters that the optimizer has.
     """
+    values: dict[str, set[str]] = {}
+    for kind in ("initial", "parameter", "changed"):
+        for row in record.rows(kind):
+            values.setdefault(row["name"], set()).update([row["digest"]] * (not row.get("buffer")))
+    if any(len(digests) > 1 for digests in values.values()):
+        return
     rows = [row for row in record.rows("optimizer") if row["params"]]
     if all(len(row["unknown"]) == row["params"] for row in rows):
         for row in rows:

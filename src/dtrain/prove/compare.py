@@ -6,7 +6,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
@@ -139,6 +139,7 @@ def compare_records(
             continue
         if fact.key in reduced:
             continue
+        fact, partner = _after_changes(fact, partner)
         tolerance = max(TOLERANCE, rounding.get(fact.key, 0.0))
         if tolerance > MAX_ROUNDING:
             coarse.append(fact)
@@ -403,10 +404,18 @@ def reduced_in_update(record: RunRecord) -> frozenset[FactKey]:
     for fact in record.of_kind("gradient"):
         updated = record.facts.get((fact.step, fact.optimizer_index, "parameter", fact.name))
         if len(set(fact.by_rank) - {None}) > 1 and updated is not None:
-            values = set(updated.by_rank)
+            values = set(_after_changes(updated, updated)[1].by_rank)
             if len(values) == 1 and None not in values:
                 keys.add(fact.key)
     return frozenset(keys)
+
+
+def _after_changes(fact: Fact, partner: Fact) -> tuple[Fact, Fact]:
+    """Return two parameters as the next forward begins, if ranks make them equal after the update, as by a broadcast."""
+    if partner.changed is None or len(set(partner.by_rank)) == 1 or len(set(partner.changed_by_rank)) > 1:
+        return fact, partner
+    partner = replace(partner, value=partner.changed, by_rank=partner.changed_by_rank)
+    return fact if fact.changed is None else replace(fact, value=fact.changed), partner
 
 
 def _describe_reduced(keys: Collection[FactKey]) -> tuple[str, ...]:

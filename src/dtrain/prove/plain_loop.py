@@ -116,6 +116,7 @@ class PlainLoop(UpdateObserver):
         recorder = self._recorder
         if _is_update_of_torch():
             return None
+        recorder.write_later_changes()
         recorder.note("update_by_hand", optimizer=type(optimizer).__name__)
         if recorder.steps_of_dtrain:
             return None

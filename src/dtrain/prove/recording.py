@@ -138,6 +138,8 @@ class RankRecorder:
         # Parameters of all optimizers, also of those that have not run yet.
         self.optimized = set[int]()
         self._averages: dict[str, Tensor] = {}
+        # Step, number of the optimizer and digests of plain parameters after the last update by hand.
+        self._updated: tuple[int, int, dict[str, str]] | None = None
         self._notes: set[str] = set()
         self._empty_passes = 0
         self._read_line = ""
@@ -476,10 +478,22 @@ class RankRecorder:
 
     def write_parameters(self) -> None:
         """Write all parameters and buffers after an update."""
+        digests: dict[str, str] = {}
         for name, param in self.models.parameters().items():
             if not param.is_meta:
-                self.log.write_tensor("parameter", name, param, trains=param.requires_grad)
+                word = self.log.write_tensor("parameter", name, param, trains=param.requires_grad)
+                digests |= {name: word} if to_local(param) is param else {}
+        self._updated = self.log.step, self.log.optimizer_index, digests
         self._write_buffers("buffer")
+
+    def write_later_changes(self) -> None:
+        """Write the plain parameters that the script has changed after the last update, as by a broadcast from their rank."""
+        if self._updated is None or self.steps_of_dtrain:
+            return
+        (step, optimizer_index, digests), self._updated = self._updated, None
+        for name, param in self.models.parameters().items():
+            if name in digests and digest(flatten(param)) != digests[name]:
+                self.log.write_tensor("changed", name, param, step=step, optimizer_index=optimizer_index)
 
     def _write_buffers(self, kind: str) -> None:
         saved = self.models.buffers(persistent_only=True)
@@ -571,7 +585,10 @@ class ModuleOutputs:
             if tensor.is_floating_point():
                 self._log.write_tensor("activation", name, tensor, kind_of=kind, own=own, leaf=not module._modules)
                 if tensor.requires_grad:
-                    tensor.register_hook(partial(self._log.write_tensor, "activation_gradient", name))
+                    tensor.register_hook(partial(self._record_gradient, name))
+
+    def _record_gradient(self, name: str, gradient: Tensor) -> None:
+        self._log.write_tensor("activation_gradient", name, gradient)
 
     def _perturbed(self, output: Any) -> Any:
         """Return ``output`` with one number in twelve changed by a unit in the last place, up or down, and so its gradient.

@@ -68,8 +68,8 @@ class RunLog:
             + "\n"
         )
 
-    def write_tensor(self, kind: str, name: str, tensor: Tensor, **content: Any) -> None:
-        """Write a tensor: shape, dtype, norm, digest and sketch.
+    def write_tensor(self, kind: str, name: str, tensor: Tensor, **content: Any) -> str:
+        """Write a tensor: shape, dtype, norm, digest and sketch. Returns the digest; "" if another rank writes it.
 
         Only rank 0 writes a DTensor. A plain tensor that may be a part of one has all its numbers instead of a sketch.
 
@@ -78,7 +78,7 @@ class RunLog:
         detached = tensor.detach()
         full = full_tensor(detached)
         if self.rank and full is not detached:
-            return
+            return ""
         flat, place = flatten(full), None
         if not self.rank or self.whole is not None:
             whole = list((self.whole or {}).get(name, full.shape))
@@ -96,10 +96,11 @@ class RunLog:
             shape=list(full.shape),
             dtype=str(tensor.dtype).removeprefix("torch."),
             norm=repr(norm),
-            digest=digest(flat),
+            digest=(word := digest(flat)),
             sketch=place,
             **content,
         )
+        return word
 
     def write_optimizer_state(self, optimizer: Any) -> None:
         """Write the number of tensors in the optimizer's state on this rank, and their norm."""

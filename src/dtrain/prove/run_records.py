@@ -98,6 +98,8 @@ class Fact:
         fields: digests of the tensors of the samples by name.
         shared_fields: the digests of ``fields`` that are equal on all ranks.
         loaded: parts of the samples that a loader has read, if the script has added tensors of its own; empty if not.
+        changed: value of a parameter as the next forward begins, if the script changes it after the update on a rank.
+        changed_by_rank: digest of that value on each rank.
         is_alone: if True, the ranks did not communicate between the first forward of the step and its update.
         columns: samples along the second axis of the tensors, each with its number; empty if it counts none.
     """
@@ -114,6 +116,8 @@ class Fact:
     columns: Counter[str] = field(default_factory=Counter)
     shared_fields: Mapping[str, int] = field(default_factory=dict)
     loaded: Counter[str] = field(default_factory=Counter)
+    changed: TensorFact | None = None
+    changed_by_rank: tuple[str | None, ...] = ()
     is_alone: bool = False
 
     @property
@@ -260,8 +264,9 @@ def _facts_of_rank_0(ranks: list[list[Row]], numbers: Any) -> Iterator[Fact]:
     digests: dict[tuple[Any, ...], dict[int, str]] = {}
     for rank, rows in enumerate(ranks):
         for row in rows:
-            if row["kind"] in TENSORS:
+            if row["kind"] in (*TENSORS, "changed"):
                 digests.setdefault((row["kind"], row["step"], row["optimizer_index"], row["name"]), {})[rank] = row["digest"]
+    changes = {(row["step"], row["optimizer_index"], row["name"]): row for row in ranks[0] if row["kind"] == "changed"}
     seen: Counter[tuple[int, int, str]] = Counter()
     steps = {(row["step"], row["optimizer_index"]): row for row in ranks[0] if row["kind"] == "step"}
     for place, row in enumerate(ranks[0]):
@@ -273,7 +278,14 @@ def _facts_of_rank_0(ranks: list[list[Row]], numbers: Any) -> Iterator[Fact]:
             # Backward reaches the last parameters first.
             order = -row["order"] if kind == "gradient" else place
             line = "" if kind == "initial" else _line_of_step(steps.get((row["step"], row["optimizer_index"])), kind)
-            yield _fact(row, kind, row["name"], tensor, by_rank=map(by_rank.get, range(len(ranks))), order=order, line=line)
+            more: dict[str, Any] = {"order": order, "line": line}
+            place_of = row["step"], row["optimizer_index"], row["name"]
+            if kind == "parameter" and (later := digests.get(("changed", *place_of))) is not None:
+                change = changes.get(place_of, row)
+                first, length = change["sketch"]
+                more["changed"] = tensor_fact({**row, **change}, numbers[first : first + length])
+                more["changed_by_rank"] = tuple(later.get(rank, by_rank.get(rank)) for rank in range(len(ranks)))
+            yield _fact(row, kind, row["name"], tensor, by_rank=map(by_rank.get, range(len(ranks))), **more)
         elif kind == "variable":
             yield _fact(row, "generator" if row["type"] == "generator" else "variable", row["name"], row, order=place)
         elif kind == "optimizer_state":

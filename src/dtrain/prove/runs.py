@@ -353,6 +353,7 @@ def _run_script(config: RunConfig, rank: int) -> int:
         record = {"rank": rank, "error": line[:1000], "where": where}
         Path(config.folder, f"rank-{rank}.failure.json").write_text(json.dumps(record), encoding="utf-8")
     recorder.flush_evaluation()
+    recorder.write_later_changes()
     cpu_s = sum(sum(resource.getrusage(who)[:2]) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     recorder.log.write("end", code=code, cpu_s=cpu_s)
     recorder.log.close()

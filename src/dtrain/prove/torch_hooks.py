@@ -101,6 +101,7 @@ class _Forwards:
             args, kwargs = cast_floats(args, recorder.dtype), cast_floats(kwargs, recorder.dtype)
         if _is_transformed():
             return self._transformed(call, module, args, kwargs)
+        recorder.write_later_changes()
         recorder.models.add(module)
         self._note_teacher(module)
         inputs = [tensor for tensor in list_tensors([list(args), kwargs]) if isinstance(tensor, Tensor)]
