@@ -260,7 +260,7 @@ def read_on_all_ranks(
             choice, folder, refused, looks = again, again.folder, {}, looks + 1
         elif bad is not None and choice.disk is not None:
             again = choose_on_all_ranks(path, memory=False)
-            if get_dist_info().rank == 0:
+            if get_dist_info().local_rank == 0:
                 # The next attempt must not read it again.
                 remove_or_warn(folder, _CALLER)
             if again is None:
