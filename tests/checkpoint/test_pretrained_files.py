@@ -6,8 +6,7 @@ from transformers import AutoConfig, AutoTokenizer, GPT2LMHeadModel, PreTrainedT
 
 from checkpoint.conversion.models import gpt2, loaded, saved
 from dtrain.checkpoint.checkpoint_info import list_steps
-from dtrain.checkpoint.conversion.convert import convert
-from dtrain.checkpoint.pretrained_files import save_pretrained_files
+from dtrain.checkpoint.conversion.convert import convert, save_pretrained_files
 from dtrain.dist.init import get_dist_info
 from dtrain.errors import CheckpointError, ConfigError, DtrainError
 

@@ -8,9 +8,8 @@ from dtrain.prove.checks import check_record
 from dtrain.prove.compare import compare_records
 from dtrain.prove.explain import explain
 from dtrain.prove.explain_resume import lost_states
-from dtrain.prove.recording import StepFacts
 from dtrain.prove.run_config import RunConfig, choose_kills
-from dtrain.prove.run_log import RunLog
+from dtrain.prove.run_log import RunLog, StepFacts
 from dtrain.prove.run_records import read_record
 from dtrain.prove.script_values import ScriptModels
 from prove.test_compare import STEP, counter, explain_first, first_cause, write_run

@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from dtrain.checkpoint.commit import SaveResult as SaveResult
     from dtrain.checkpoint.conversion.convert import ConvertResult as ConvertResult
     from dtrain.checkpoint.conversion.convert import convert as convert
+    from dtrain.checkpoint.conversion.convert import save_pretrained_files as save_pretrained_files
     from dtrain.checkpoint.extra import not_saved as not_saved
     from dtrain.checkpoint.extra import per_rank as per_rank
     from dtrain.checkpoint.load import Restored as Restored
     from dtrain.checkpoint.load_weights import LoadWeightsResult as LoadWeightsResult
-    from dtrain.checkpoint.pretrained_files import save_pretrained_files as save_pretrained_files
     from dtrain.checkpoint.reader import verify as verify
     from dtrain.checkpoint.retention import prune as prune
     from dtrain.checkpoint.save import SaveHandle as SaveHandle

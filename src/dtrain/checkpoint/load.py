@@ -12,7 +12,7 @@ import json
 import time
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple, TypeVar, get_args
@@ -23,7 +23,7 @@ from torch import Tensor
 from dtrain import spans, storage
 from dtrain.arguments import check_choice, explain_arguments
 from dtrain.checkpoint import layout, tree_json
-from dtrain.checkpoint.data_file import FileOpener, OpenedFile
+from dtrain.checkpoint.data_file import FileOpener
 from dtrain.checkpoint.extra import entry_structures, restore_entries, saved_entries, short_key, stored_entries
 from dtrain.checkpoint.fetch import copy_into_, read_tensors
 from dtrain.checkpoint.load_plan import (
@@ -46,7 +46,7 @@ from dtrain.checkpoint.model_state import (
     set_optimizer_,
 )
 from dtrain.checkpoint.plan import TensorRead, full_region, group_by_size, plan_tensors
-from dtrain.checkpoint.reader import CheckpointReader, open_checkpoint, with_own_buffers
+from dtrain.checkpoint.reader import CheckpointReader, keep_open, open_checkpoint, with_own_buffers
 from dtrain.checkpoint.retention import check_free_space
 from dtrain.checkpoint.save_thread import save_thread
 from dtrain.checkpoint.state_dict import content_key, digest_stored_entries, gc_paused
@@ -250,7 +250,9 @@ def _read_and_apply(
                 data_names = _data_files(choice.folder, states, entries, options)
             brought = bring_data(choice, path, data_names)
             if brought is None:
-                raise CheckpointError(f"{_CALLER}: no checkpoint found in {path}, and its step in memory cannot be used.")
+                raise CheckpointError(
+                    f"{_CALLER}: no checkpoint found in {path}, and its step in memory does not fit. Enlarge /dev/shm."
+                )
             choice = brought
         read = partial(
             read_checkpoint, states=states, entries=entries, options=options, files=files, incomplete=choice.spread is not None
@@ -395,7 +397,7 @@ def read_checkpoint(
     small = isinstance(folder, RemotePath) or sum(tensor.nbytes for tensor in reads.values()) <= _HELD_BYTES
     adopted = {state_prefix(name) + key for name, plan in plans.items() for key in plan.adopted}
     unread = {} if small else {key: tensor for key, tensor in reads.items() if key not in adopted}
-    open_file = reader.open_data if small else _keep_open(reader, files)
+    open_file = reader.open_data if small else keep_open(reader, files)
     tensors = read_tensors(
         values.plan_reads(reader) | {key: tensor for key, tensor in reads.items() if key not in unread},
         open_file,
@@ -501,25 +503,6 @@ def _find_values(
             rng = reader.rank_structure(info.rank, "rng", "rng")
     modules = {name: _module_structures(reader, name, plan.modules) for name, plan in plans.items()}
     return StoredValues(of_run, of_rank, modules, rng)
-
-
-def _keep_open(reader: CheckpointReader, files: ExitStack) -> FileOpener:
-    """Return a function that opens data files until ``files`` is closed. A file that is removed meanwhile stays readable."""
-    opened: dict[int, OpenedFile] = {}
-
-    def close(context: AbstractContextManager[OpenedFile]) -> None:
-        # Every read was verified, so a failing close loses nothing.
-        with suppress(OSError):
-            context.__exit__(None, None, None)
-
-    def open_file(number: int) -> AbstractContextManager[OpenedFile]:
-        if number not in opened:
-            context = reader.open_data(number)
-            opened[number] = context.__enter__()
-            files.callback(close, context)
-        return nullcontext(opened[number])
-
-    return open_file
 
 
 def _match_ignored(

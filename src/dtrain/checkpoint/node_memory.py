@@ -269,7 +269,7 @@ def run_transfers(
     if not leaders.is_leader:
         return
     failures: list[OSError] = []
-    buffer = torch.empty(_CHUNK_BYTES, dtype=torch.uint8)
+    buffer = torch.empty(_CHUNK_BYTES, dtype=torch.uint8, device="cpu")
     for transfer in transfers:
         if leaders.node == transfer.source:
             _send(transfer, folder, buffer, leaders, failures)

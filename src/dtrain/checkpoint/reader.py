@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, TypeVar
@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from dtrain import storage
 from dtrain.checkpoint import layout, tree_json
 from dtrain.checkpoint.checkpoint_info import CheckpointInfo, choose_step, notice_removal, read_info, read_manifest, scan_root
-from dtrain.checkpoint.data_file import InMemoryFile, OpenedFile, verify_file
+from dtrain.checkpoint.data_file import FileOpener, InMemoryFile, OpenedFile, verify_file
 from dtrain.checkpoint.index import (
     PlacedShards,
     RankIndex,
@@ -317,6 +317,25 @@ def open_checkpoint(folder: AnyPath, *, check_files: bool = True) -> CheckpointR
         numbers=dict(zip(refs, range(len(refs)), strict=True)),
         placed=_place_inline(index, refs),
     )
+
+
+def keep_open(reader: CheckpointReader, files: ExitStack) -> FileOpener:
+    """Return a function that opens data files until ``files`` is closed. A file that is removed meanwhile stays readable."""
+    opened: dict[int, OpenedFile] = {}
+
+    def close(context: AbstractContextManager[OpenedFile]) -> None:
+        # Every read was verified, so a failing close loses nothing.
+        with suppress(OSError):
+            context.__exit__(None, None, None)
+
+    def open_file(number: int) -> AbstractContextManager[OpenedFile]:
+        if number not in opened:
+            context = reader.open_data(number)
+            opened[number] = context.__enter__()
+            files.callback(close, context)
+        return nullcontext(opened[number])
+
+    return open_file
 
 
 def _check_shared(shared: Any, manifest: Manifest) -> dict[str, Any]:

@@ -24,8 +24,8 @@ from torch.utils.data import IterableDataset
 from dtrain.data.batch import list_tensors
 from dtrain.dist.dtensor import to_local
 from dtrain.prove.experiments import kept_states
-from dtrain.prove.recording import RankRecorder, StepFacts, UpdateObserver
-from dtrain.prove.run_log import column_hashes, count_items, count_samples, sample_hashes
+from dtrain.prove.recording import RankRecorder, UpdateObserver
+from dtrain.prove.run_log import StepFacts, column_hashes, count_items, count_samples, sample_hashes
 from dtrain.prove.run_records import matching_name
 from dtrain.prove.script_values import script_line
 

@@ -12,7 +12,7 @@ import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -33,11 +33,10 @@ from dtrain.prove.overrides import EvenRandom, FrozenStatistics, LowSums, cast_f
 from dtrain.prove.run_config import RECORDED_LENGTHS, SAVE_INTERVAL, RunConfig
 from dtrain.prove.run_log import (
     RunLog,
+    StepFacts,
     count_items,
     count_samples,
     digest,
-    field_digests,
-    field_statistics,
     flatten,
     is_number,
     named_tensors,
@@ -73,39 +72,6 @@ _STEP_HOOKS: tuple[dict[Any, Any], dict[Any, Any]] = (_global_optimizer_pre_hook
 
 class EndOfProof(SystemExit):
     """Ends a script whose loop cannot be shortened. Exit handlers run as after ``sys.exit()``."""
-
-
-@dataclass(slots=True)
-class StepFacts:
-    """Observations of the step in progress, which are written when its update begins."""
-
-    samples: list[str] = field(default_factory=list)
-    columns: list[str] = field(default_factory=list)
-    losses: list[tuple[float, float | None]] = field(default_factory=list)
-    forwards: int = 0
-    backwards: int = 0
-    modules: list[str] = field(default_factory=list)
-    events: list[str] = field(default_factory=list)
-    rng: str | None = None
-    draws: int = 0
-    epochs: list[int] = field(default_factory=list)
-    shapes: list[list[int]] = field(default_factory=list)
-    counts: list[dict[str, int]] = field(default_factory=list)
-    fields: dict[str, int] = field(default_factory=dict)
-    lines: dict[str, str] = field(default_factory=dict)
-    loaders: list[int] = field(default_factory=list)
-    loaded: list[str] = field(default_factory=list)
-    collectives: int = 0
-    parts: list[str] = field(default_factory=list)
-    targets: int = 0
-    statistics: list[dict[str, list[float]]] = field(default_factory=list)
-
-    def add_batch(self, batch: Any) -> None:
-        """Add the samples of a batch, and the digests and statistics of its tensors."""
-        self.statistics.append(field_statistics(batch))
-        self.samples += sample_hashes(batch)
-        for name, number in field_digests(batch).items():
-            self.fields[name] = (self.fields.get(name, 0) + number) % 2**64
 
 
 class UpdateObserver:

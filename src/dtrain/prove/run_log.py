@@ -16,6 +16,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import IO, Any
@@ -280,3 +281,36 @@ def is_number(value: Any) -> bool:
 def to_number(value: Any) -> float:
     """Return a number, or the element of a tensor. Collective: for a DTensor, as in ``full_tensor``."""
     return float(full_tensor(value.detach())) if isinstance(value, Tensor) else float(value)
+
+
+@dataclass(slots=True)
+class StepFacts:
+    """Observations of the step in progress, which are written when its update begins."""
+
+    samples: list[str] = field(default_factory=list)
+    columns: list[str] = field(default_factory=list)
+    losses: list[tuple[float, float | None]] = field(default_factory=list)
+    forwards: int = 0
+    backwards: int = 0
+    modules: list[str] = field(default_factory=list)
+    events: list[str] = field(default_factory=list)
+    rng: str | None = None
+    draws: int = 0
+    epochs: list[int] = field(default_factory=list)
+    shapes: list[list[int]] = field(default_factory=list)
+    counts: list[dict[str, int]] = field(default_factory=list)
+    fields: dict[str, int] = field(default_factory=dict)
+    lines: dict[str, str] = field(default_factory=dict)
+    loaders: list[int] = field(default_factory=list)
+    loaded: list[str] = field(default_factory=list)
+    collectives: int = 0
+    parts: list[str] = field(default_factory=list)
+    targets: int = 0
+    statistics: list[dict[str, list[float]]] = field(default_factory=list)
+
+    def add_batch(self, batch: Any) -> None:
+        """Add the samples of a batch, and the digests and statistics of its tensors."""
+        self.statistics.append(field_statistics(batch))
+        self.samples += sample_hashes(batch)
+        for name, number in field_digests(batch).items():
+            self.fields[name] = (self.fields.get(name, 0) + number) % 2**64

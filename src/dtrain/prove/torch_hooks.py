@@ -39,8 +39,8 @@ from dtrain.prove.evaluations import list_random_modules
 from dtrain.prove.experiments import Reach
 from dtrain.prove.overrides import cast_floats, observe_recompute
 from dtrain.prove.plain_loop import KeptWeights, PlainLoop, describe_pass, observe_names
-from dtrain.prove.recording import EndOfProof, RankRecorder, StepFacts
-from dtrain.prove.run_log import sample_hashes
+from dtrain.prove.recording import EndOfProof, RankRecorder
+from dtrain.prove.run_log import StepFacts, sample_hashes
 from dtrain.prove.script_values import script_frames, script_line
 
 # Passes of a training loader without a batch, after which the script waits for steps that never come.

@@ -14,17 +14,17 @@ is a folder that ``PeftModel.from_pretrained`` reads: ``adapter_model.safetensor
 from __future__ import annotations
 
 import secrets
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from dtrain import storage
 from dtrain.checkpoint import layout
 from dtrain.checkpoint.conversion.adapters import ADAPTER_CONFIG, ADAPTER_FILE, MergedStream, merge_adapter, select_adapter
 from dtrain.checkpoint.layout import DTYPES
-from dtrain.checkpoint.pretrained_files import find_pretrained_files
 from dtrain.checkpoint.weights import (
     MODEL_FILE,
     SOURCE_FORMATS,
@@ -39,6 +39,8 @@ from dtrain.checkpoint.weights import (
     rename_tensors,
     write_safetensors,
 )
+from dtrain.dist.collectives import raise_on_all_ranks
+from dtrain.dist.init import get_dist_info
 from dtrain.errors import CheckpointError, CheckpointMismatchError, ConfigError
 from dtrain.storage import AnyPath
 
@@ -224,7 +226,7 @@ def _read_companions(
     if config is not None and not merge and to not in ("hf", "peft"):
         raise ConfigError(f"{_CALLER}: config must be None unless to is 'hf' or 'peft', got {to=}. Leave out config.")
     if config is None and kind == "dtrain" and (merge or to in ("hf", "peft")):
-        found = find_pretrained_files(path)
+        found = _find_pretrained_files(path)
         config = None if found is None else str(found)
     given = path if config is None else storage.resolve_path(config)
     files: dict[str, AnyPath] = {}
@@ -317,3 +319,66 @@ def apply_ties(files: TensorFiles, tie: Mapping[str, str], *, once: bool) -> Ten
         if once:
             del names[alias]
     return rename_tensors(files, names)
+
+
+_PRETRAINED_CALLER = "save_pretrained_files"
+# Folder below a root with the config and the tokenizer of the model, once for all steps.
+_PRETRAINED_FOLDER = "pretrained"
+
+
+def save_pretrained_files(root: AnyPath | str, *configs: Any) -> AnyPath:
+    """Write configs and tokenizers into ``<root>/pretrained``, where ``dt.checkpoint.convert`` finds them.
+
+    Args:
+        root: folder or URL of the checkpoints, as for ``save_sharded``; created if missing.
+        configs: objects with ``save_pretrained(folder)`` that write no weights: ``model.config``, ``model.generation_config``,
+            a tokenizer, ``model.peft_config["default"]``.
+
+    Returns:
+        The folder, which ``AutoTokenizer.from_pretrained`` and ``AutoConfig.from_pretrained`` read if it is on this machine.
+
+    Mutates: files. Rank 0 writes, and replaces files of the same names.
+    Collective: one exchange of JSON on the control group; every rank must call it.
+
+    Example:
+        dt.checkpoint.save_pretrained_files("ckpt", model.config, tokenizer)
+        # at the end of the run
+        dt.checkpoint.convert("ckpt", "bert-hf", to="hf")
+
+    Raises:
+        ConfigError: an object without ``save_pretrained``, or a model, whose weights are in shards. All ranks raise.
+        CheckpointError: a failed file operation.
+        PeerError: another rank failed.
+    """
+    folder = storage.resolve_path(root) / _PRETRAINED_FOLDER
+    with raise_on_all_ranks(_PRETRAINED_CALLER):
+        savers = [_saver(config) for config in configs]
+        if get_dist_info().rank == 0:
+            with tempfile.TemporaryDirectory() as scratch:
+                for save in savers:
+                    save(scratch)
+                files = {
+                    path.relative_to(scratch).as_posix(): path.read_bytes()
+                    for path in Path(scratch).rglob("*")
+                    if path.is_file()
+                }
+            for name, content in files.items():
+                storage.make_folders((folder / name).parent)
+                storage.replace_file(folder / name, content)
+    return folder
+
+
+def _saver(config: Any) -> Callable[[str], object]:
+    save: Callable[[str], object] | None = getattr(config, "save_pretrained", None)
+    if save is None or hasattr(config, "parameters"):
+        raise ConfigError(
+            f"{_PRETRAINED_CALLER}: configs must be configs or tokenizers with save_pretrained, got {type(config).__name__}. "
+            "Pass model.config and the tokenizer."
+        )
+    return save
+
+
+def _find_pretrained_files(source: AnyPath) -> AnyPath | None:
+    """Return the folder of the files of a root, or of the root of a step; None if there is none."""
+    folder = (source.parent if layout.step_of(source.name) is not None else source) / _PRETRAINED_FOLDER
+    return folder if storage.is_folder(folder) else None
