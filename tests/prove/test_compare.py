@@ -217,6 +217,15 @@ def test_scratch_that_a_step_overwrites_is_not_lost_by_a_resume(tmp_path, refere
     assert (compare_records(a, b, same_layout=True, first_steps={0: 1}).verdict == "differs") is differs
 
 
+def test_a_number_that_is_no_number_in_the_other_run_has_other_values(tmp_path):
+    a, b = (
+        write_run(tmp_path / name, [{"step": 1, "losses": [[1.0, 1.0]]}], rows=[variable(*row) for row in rows])
+        for name, rows in (("a", [(0, "a"), (1, "b", 1.0), (2, "c", 2.0)]), ("b", [(0, "a"), (1, "x"), (2, "y")]))
+    )
+    differences = compare_records(a, b, same_layout=True, first_steps={0: 1}).differences
+    assert [difference.text for difference in differences if difference.kind == "variable"][0] == "has other values"
+
+
 def evaluation(*by_rank):
     """Return the changes of an evaluation's rows: for each rank the batches that it ran, as lists of samples."""
     return [{"kind": "evaluation", "step": 0, "batches": batches} for batches in by_rank]

@@ -549,7 +549,8 @@ def _compare_plain(fact: Fact, partner: Fact, options: _Options) -> _Result:
     if fact.kind != "variable":
         return _Result(0.0, f"are {list(partner.value) or 'none'} instead of {list(fact.value) or 'none'}")
     a, b = fact.value["value"], partner.value["value"]
-    return _Result(0.0, f"is {b:.6g} instead of {a:.6g}" if fact.value["type"] == "number" else "has other values")
+    # A number of one run may be a tensor, or not finite, in the other one.
+    return _Result(0.0, "has other values" if a is None or b is None else f"is {b:.6g} instead of {a:.6g}")
 
 
 _COMPARE: Mapping[str, Callable[[Fact, Fact, _Options], _Result]] = {
