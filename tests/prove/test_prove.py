@@ -301,6 +301,33 @@ def test_rounded_frequencies_are_the_first_module_that_rounding_does_not_explain
     assert "The first module in the program whose error rounding does not explain: rotary" in report.text()
 
 
+MEAN_OF_AN_EPOCH = """
+import torch
+from torch import nn
+torch.manual_seed(0)
+model = nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+loader = torch.utils.data.DataLoader(torch.randn(24, 4), batch_size=4)
+for epoch in range(3):
+    losses = []
+    for x in loader:
+        loss = model(x).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    print(torch.stack(losses).mean().item())
+"""
+
+
+def test_epoch_without_batches_behind_the_last_step_is_no_failed_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("script.py").write_text(MEAN_OF_AN_EPOCH)
+    report = dt.prove.prove("script.py", world_sizes=(), steps=3, timeout_s=600.0)
+    assert [row.verdict for row in report.rows] == ["ran", "bitwise"], report.text()
+    assert "After the last step, in an epoch without batches, the script raised RuntimeError: stack expects" in report.text()
+
+
 def test_script_that_raises_is_a_failed_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     script = tmp_path / "broken.py"

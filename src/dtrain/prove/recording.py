@@ -108,6 +108,8 @@ class RankRecorder:
         self._updated: tuple[int, int, dict[str, str]] | None = None
         self._notes: set[str] = set()
         self._empty_passes = 0
+        # True once the script loops over a shortened loader again, which has no batch left.
+        self.is_past_end = False
         self._read_line = ""
         # The last batch that the script has read. It is kept, so that no other tensor gets the address of one of its tensors.
         self._read: Any = None
@@ -294,6 +296,7 @@ class RankRecorder:
     def pass_is_empty(self) -> None:
         """End a script that asks a shortened loop of dtrain again and again for batches, as a loop over rollouts does."""
         self._empty_passes += 1
+        self.is_past_end = True
         if self._empty_passes > _MAX_EMPTY_PASSES:
             self.note("loop_cut")
             raise EndOfProof(0)

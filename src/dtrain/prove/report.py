@@ -191,6 +191,8 @@ class ProveReport:
                 f"Differences within a measured tolerance count as rounding, of at most {self.rounding:.1g}: "
                 f"{FAR:.0f} times the effect of one more rounding of each module's output."
             )
+        errors = {note["error"] for note in self.notes if note["code"] == "failed_past_end"}
+        remarks += [f"After the last step, in an epoch without batches, the script raised {error}" for error in sorted(errors)]
         if "loop_cut" in codes:
             remarks.append("The loop could not be shortened and was ended, so the code after it did not run.")
         for allowed in self.allowed:

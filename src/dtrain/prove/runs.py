@@ -345,12 +345,15 @@ def _run_script(config: RunConfig, rank: int) -> int:
     except BaseException as error:  # noqa: BLE001 - every exception ends the script, and the proof shows it
         traceback.print_exc()
         code, failure = 1, error
+        # Such as the mean over the losses of an epoch that has none.
+        if recorder.is_past_end and isinstance(error, Exception):
+            recorder.note("failed_past_end", error=_describe_error(error))
+            code, failure = 0, None
     if failure is not None:
         frames: list[Any] = traceback.extract_tb(failure.__traceback__)
         own = [frame for frame in frames if os.path.realpath(frame.filename) == os.path.realpath(path)]
         where = f"{os.path.basename(own[-1].filename)}:{own[-1].lineno}" if own else ""
-        line = " ".join(f"{type(failure).__name__}: {failure}".split())
-        record = {"rank": rank, "error": line[:1000], "where": where}
+        record = {"rank": rank, "error": _describe_error(failure), "where": where}
         Path(config.folder, f"rank-{rank}.failure.json").write_text(json.dumps(record), encoding="utf-8")
     recorder.flush_evaluation()
     recorder.write_later_changes()
@@ -358,3 +361,7 @@ def _run_script(config: RunConfig, rank: int) -> int:
     recorder.log.write("end", code=code, cpu_s=cpu_s)
     recorder.log.close()
     return code
+
+
+def _describe_error(error: BaseException) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:1000]

@@ -288,6 +288,7 @@ class _Loaders:
 
     def _empty_pass(self) -> Iterator[Any]:
         self._empty_passes += 1
+        self._recorder.is_past_end = True
         reader = sys._getframe(1)
         # After a loop the script goes on, and after ``next`` it fails. Accelerate knows the end of its loaders.
         in_loop = _is_of_accelerate(reader) or "next(" not in linecache.getline(reader.f_code.co_filename, reader.f_lineno)
