@@ -223,7 +223,7 @@ def test_a_number_that_is_no_number_in_the_other_run_has_other_values(tmp_path):
         for name, rows in (("a", [(0, "a"), (1, "b", 1.0), (2, "c", 2.0)]), ("b", [(0, "a"), (1, "x"), (2, "y")]))
     )
     differences = compare_records(a, b, same_layout=True, first_steps={0: 1}).differences
-    assert [difference.text for difference in differences if difference.kind == "variable"][0] == "has other values"
+    assert next(difference.text for difference in differences if difference.kind == "variable") == "has other values"
 
 
 def evaluation(*by_rank):

@@ -449,12 +449,11 @@ def _map_leaves(value: Any, fn: Callable[[Any], Any], of_tensordict: Callable[[A
         return of_tensordict(value)
     if isinstance(value, Mapping):
         return {key: _map_leaves(item, fn, of_tensordict) for key, item in value.items()}
-    if isinstance(value, MicrobatchList):
-        return value.with_microbatches(_map_leaves(item, fn, of_tensordict) for item in value)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(_map_leaves(item, fn, of_tensordict) for item in value))
     if isinstance(value, _SEQUENCE_TYPES) and list_tensors(value):
-        return type(value)(_map_leaves(item, fn, of_tensordict) for item in value)
+        items = (_map_leaves(item, fn, of_tensordict) for item in value)
+        return value.with_microbatches(items) if isinstance(value, MicrobatchList) else type(value)(items)
     return fn(value)
 
 

@@ -283,9 +283,15 @@ class Coordinator:
                 self._challengers.append(challenger)
 
     def _may_wait(self, owner: _Arrival | None, challenger: _Arrival) -> bool:
-        """Return True if the owner of a challenger's rank may be lost: its heartbeat has not moved since."""
-        open_phase = self._phase == "joining" or (self._phase == "running" and self._config.max_restarts > 0)
-        return open_phase and (owner is None or owner.changed_at <= challenger.changed_at)
+        """Return True if the owner of a challenger's rank may be lost: its heartbeat has not moved since.
+
+        While ranks run, the agent of a killed launcher lives until it has ended its ranks. So the challenger waits as long as
+        for a silent node.
+        """
+        if owner is None or owner.changed_at <= challenger.changed_at:
+            return self._phase == "joining" or (self._phase == "running" and self._config.max_restarts > 0)
+        waits = self._phase == "running" and self._config.max_restarts > 0
+        return waits and owner.changed_at - challenger.changed_at <= self._config.silence_s
 
 
 # Users compare so many characters of a digest.

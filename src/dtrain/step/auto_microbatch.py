@@ -118,10 +118,6 @@ def auto_microbatch(
                 kept.by_tokens, kept.found_on = not kept.by_tokens, ""
             try:
                 return _run_until_fits(_Search(config, kept.prober, inner, batch, state, by_tokens=kept.by_tokens), kept)
-            except Exception:
-                # A rank whose batch failed may not know the unit of the size, so all ranks choose it again.
-                kept.found_on = ""
-                raise
             finally:
                 # The update that follows allocates the reserved memory.
                 kept.reserved.clear()
@@ -201,13 +197,17 @@ def _choose_first_size(search: _Search, kept: _Kept, saved_size: int | None) -> 
     kept.reserved = reserve_optimizer_state(f"{_NAME}: step {state.step}:", state)
     saved = state.transform_states[_NAME]
     device = device_name(state.device)
-    own: list[Plain] = [device, prober.device_memory is not None, saved["size"], saved["whole"], saved["found_on"]]
+    is_failed = isinstance(search.batch, FailedBatch)
+    own: list[Plain] = [device, prober.device_memory is not None, is_failed, saved["size"], saved["whole"], saved["found_on"]]
     rows = cast("list[list[Plain]]", all_gather_json(own, caller=_NAME))
     devices = " and ".join(sorted({str(row[0]) for row in rows}))
     kept.found_on = f"{devices}, {len(rows)} ranks, {state.spec.strategy}, {state.spec.accumulate}"
     kept.found_on += ", tokens" if kept.by_tokens else ""
+    if any(row[2] for row in rows):
+        # A rank whose batch failed does not know the unit of the size, so all ranks choose it again.
+        kept.found_on = ""
     prober.measurable = all(row[1] for row in rows)
-    agreed = all(row[2:] == rows[0][2:] for row in rows)
+    agreed = all(row[3:] == rows[0][3:] for row in rows)
     if agreed and bool(saved["size"] or saved["whole"]) and saved["found_on"] == kept.found_on:
         return saved_size
     if search.config.initial_size is not None or not prober.measurable:

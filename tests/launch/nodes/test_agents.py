@@ -238,7 +238,7 @@ def test_node_in_the_place_of_a_lost_one_joins_the_next_attempt(nodes):
 
 
 def test_second_node_of_a_rank_is_turned_away_from_a_job_with_restarts(nodes):
-    joined(nodes, 2, max_restarts=2)
+    joined(nodes, 2, max_restarts=2, silence_s=1.5)
     (refusal,) = nodes.wait_for(JoinRefused, nodes.start(1, max_restarts=2))
     assert "is already. Give each node its own --node-rank" in refusal.line
 

@@ -117,7 +117,7 @@ def test_three_hosts_join_fail_and_end_together(hosts, addr):
     assert [(place.layout.base_rank, place.layout.world_size) for place in places] == [(0, 6), (2, 6), (4, 6)]
     assert {(place.layout.master_addr, place.interface) for place in places} == {(addr, "eth0")}
     nodes[1].send(RanksFailed(rank=3, code=3, line="rank 3 failed with exit code 3"))
-    end = NodeFailed(line="node 1 (host1): rank 3 failed with exit code 3", code=3, node_rank=1)
+    end = NodeFailed(line="node 1 (host1): rank 3 failed with exit code 3", code=3, node_rank=1, is_final=True)
     assert [nodes[0].wait_for(NodeFailed), nodes[2].wait_for(NodeFailed)] == [end, end]
     for rank, node in enumerate(nodes):
         node.send(RanksExited(exit_codes={2 * rank: 3, 2 * rank + 1: 143}))
