@@ -85,6 +85,7 @@ def test_template_loop_learns_on_two_ranks(loops, task):
         assert (out / "made.pgm").read_bytes()[:13] == b"P5 64 64 255 "
 
 
+@pytest.mark.costly
 def test_finished_loop_prints_same_result_on_other_rank_count(loops, monkeypatch, capsys):
     folder, printed = loops
     monkeypatch.chdir(folder)

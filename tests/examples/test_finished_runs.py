@@ -74,7 +74,7 @@ def unexplained(run: RunReport) -> float:
 
 
 @pytest.mark.filterwarnings("ignore:mfu. peak must be given for an unknown device, got 'cpu' in bf16")
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("script", quick_or_slow(SHORT))
 def test_example_explains_its_time_and_does_not_train_again(script, tmp_path, steps, capsys):
     first = here(script, *SHORT[script], out=tmp_path / "out")

@@ -170,6 +170,7 @@ def test_the_step_of_a_lost_node_comes_from_the_memory_of_the_other_node(start, 
     assert "loaded /dev/shm/dtrain-" in results[0].err
 
 
+@pytest.mark.costly
 def test_memory_is_given_back_however_the_job_ends(start, tmp_path):
     waits = "Path('ready').write_text('ready'); import time; time.sleep(600)"
     job = start(loop(waits), "[[0, 2, 0]]")
