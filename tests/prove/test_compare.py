@@ -226,6 +226,14 @@ def test_a_number_that_is_no_number_in_the_other_run_has_other_values(tmp_path):
     assert next(difference.text for difference in differences if difference.kind == "variable") == "has other values"
 
 
+@pytest.mark.parametrize("is_cut", [True, False])
+def test_steps_behind_the_end_of_a_loop_that_the_proof_ends_are_not_missing(tmp_path, is_cut):
+    notes = [{"kind": "note", "code": "loop_cut"}] * is_cut
+    a = write_run(tmp_path / "a", [{}], rows=notes)
+    b = write_run(tmp_path / "b", [{}], rows=[STEP | {"step": 1}, *notes])
+    assert [difference.kind for difference in compare_records(a, b, same_layout=True).differences] == ["steps"] * (not is_cut)
+
+
 def evaluation(*by_rank):
     """Return the changes of an evaluation's rows: for each rank the batches that it ran, as lists of samples."""
     return [{"kind": "evaluation", "step": 0, "batches": batches} for batches in by_rank]
