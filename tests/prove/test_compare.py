@@ -234,6 +234,11 @@ def test_steps_behind_the_end_of_a_loop_that_the_proof_ends_are_not_missing(tmp_
     assert [difference.kind for difference in compare_records(a, b, same_layout=True).differences] == ["steps"] * (not is_cut)
 
 
+def test_sparse_gradient_has_the_elements_of_the_dense_one():
+    gradient = torch.tensor([[0.0, 3.0], [0.0, 0.0], [4.0, 0.0]]).to_sparse()
+    assert flatten(gradient).tolist() == [0.0, 3.0, 0.0, 0.0, 4.0, 0.0]
+
+
 def evaluation(*by_rank):
     """Return the changes of an evaluation's rows: for each rank the batches that it ran, as lists of samples."""
     return [{"kind": "evaluation", "step": 0, "batches": batches} for batches in by_rank]

@@ -126,6 +126,9 @@ def flatten(tensor: Tensor) -> Tensor:
     A copy, because FSDP2 frees the storage of parameters, and a storage that NumPy shares cannot be freed.
     """
     values = tensor.detach().cpu()
+    if values.layout is not torch.strided:
+        # The gradient of ``nn.Embedding(sparse=True)``.
+        values = values.to_dense()
     if values.is_complex():
         values = torch.view_as_real(values.resolve_conj())
     return values.reshape(-1).to(torch.float64, copy=True)
