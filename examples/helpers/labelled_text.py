@@ -5,6 +5,7 @@ words or whole numbers, and their classes are numbered in sorted order.
 """
 
 import csv
+import io
 import json
 import zlib
 from collections import Counter
@@ -90,21 +91,22 @@ def _checked(path: Path, number: int, row: dict[str, Any]) -> tuple[str, str]:
 
 def _csv(path: Path) -> Iterator[dict[str, Any]]:
     with path.open(newline="", encoding="utf-8-sig") as file:
-        yield from csv.DictReader(file)
+        content = file.read()
+    # The file is closed also if a row is refused.
+    yield from csv.DictReader(io.StringIO(content, newline=""))
 
 
 def _jsonl(path: Path) -> Iterator[dict[str, Any]]:
     with path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, 1):
-            try:
-                row = json.loads(line)
-            except ValueError as error:
-                raise SystemExit(f"{path}: line {number} is no JSON: {error}; one object stands on each line") from None
-            if not isinstance(row, dict):
-                raise SystemExit(
-                    f"{path}: line {number} is no JSON object but {line.strip()[:40]}; one object stands on each line"
-                )
-            yield row
+        lines = file.readlines()
+    for number, line in enumerate(lines, 1):
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise SystemExit(f"{path}: line {number} is no JSON: {error}; one object stands on each line") from None
+        if not isinstance(row, dict):
+            raise SystemExit(f"{path}: line {number} is no JSON object but {line.strip()[:40]}; one object stands on each line")
+        yield row
 
 
 def _parquet(path: Path) -> Iterable[dict[str, Any]]:
