@@ -170,7 +170,8 @@ def run_save(save: SaveRequest, task: SaveTask[SaveResult]) -> SaveResult:
         values = broadcast_decision(_CALLER, lambda: asdict(prepare_save(save)), group="background", advice=_ADVICE)
         decision = SaveDecision(**cast(dict[str, Any], values))
         if save.nodes > 1:
-            decision = _prepare_nodes(replace(decision, root=str(save.root)), save)
+            decision = replace(decision, root=str(save.root))
+            _prepare_nodes(decision, save)
         for lineage in save.lineages:
             lineage.run_id = decision.run_id
         root = storage.resolve_path(decision.root)
@@ -202,12 +203,11 @@ def run_save(save: SaveRequest, task: SaveTask[SaveResult]) -> SaveResult:
         save.staged.release()
 
 
-def _prepare_nodes(decision: SaveDecision, save: SaveRequest) -> SaveDecision:
-    """Prepare the memory of all nodes after that of rank 0. Return the decision."""
+def _prepare_nodes(decision: SaveDecision, save: SaveRequest) -> None:
+    """Prepare the memory of all nodes after that of rank 0."""
     with raise_on_all_ranks(_CALLER, group="background", advice=_ADVICE):
         if decision.action == "write" and save.info.local_rank == 0 and save.info.rank != 0:
             prepare_node(save.root, decision.staging, save.bytes_in_memory)
-    return decision
 
 
 def _check_groups_open(save: SaveRequest) -> None:

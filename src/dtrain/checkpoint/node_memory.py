@@ -20,7 +20,7 @@ import torch.distributed as dist
 from dtrain import storage
 from dtrain.arguments import format_bytes
 from dtrain.checkpoint import layout
-from dtrain.checkpoint.checkpoint_info import read_info, read_manifest
+from dtrain.checkpoint.checkpoint_info import read_manifest
 from dtrain.checkpoint.data_file import as_bytes
 from dtrain.checkpoint.memory_tier import check_free_memory, find_memory_root, free_memory
 from dtrain.checkpoint.reader import read_run_index
@@ -39,7 +39,7 @@ _COPY_BYTES_PER_S = 2**30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holding:
-    """What one node holds of a step.
+    """Files of a step that one node holds.
 
     Args:
         step: the step.
@@ -97,17 +97,17 @@ def list_holdings(root: AnyPath) -> list[Holding]:
             continue
         try:
             manifest = read_manifest(root / name)
-            index, info = read_run_index(root / name, manifest), read_info(root / name)
-            data = storage.read_file(root / name / layout.MANIFEST, limit=layout.MAX_MANIFEST_BYTES)
+            index = read_run_index(root / name, manifest)
             present = storage.list_sizes(root / name)
         except (CheckpointError, OSError):
             continue
+        data = layout.encode_manifest(manifest)
         sizes = {layout.MANIFEST: len(data), layout.INDEX: manifest.index_bytes, **index.sizes}
         holdings.append(
             Holding(
-                step=info.step,
-                serial=info.serial,
-                run_id=info.run_id,
+                step=manifest.step,
+                serial=manifest.serial,
+                run_id=manifest.run_id,
                 digest=hashlib.sha256(data).hexdigest(),
                 sizes=sizes,
                 files=[name for name, size in sizes.items() if present.get(name) == size],

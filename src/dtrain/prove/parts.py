@@ -25,7 +25,7 @@ _Rows = dict[tuple[int, int, str, str], dict[int, Row]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Layout:
-    """Where the parts of a tensor lie in the whole.
+    """Layout of the parts of a tensor in the whole.
 
     Args:
         shape: shape of the whole.
