@@ -95,6 +95,15 @@ if on_device.DEVICE:
     on_device.use_device(on_device.DEVICE)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def shared_functions() -> Iterator[None]:
+    """Fail the file of tests that leaves a function of a library replaced, and restore the function for the next file."""
+    before = leftovers.functions_of_libraries()
+    yield
+    replaced = leftovers.restore_functions(before)
+    assert not replaced, f"the tests of this file left replaced: {', '.join(replaced)}"
+
+
 @pytest.fixture
 def port() -> Iterator[int]:
     """Yield a port of loopback without a listener, which the system gives to no other socket as long as the test runs.

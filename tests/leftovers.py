@@ -1,16 +1,25 @@
-"""Check that the tests leave no processes (and so no sockets), no files in shared memory and no temporary files."""
+"""Check that the tests leave no processes (and so no sockets), no files in shared memory and no temporary files.
+
+A file of tests also leaves the functions of torch, of the libraries beside it and of the package as they were: a later test
+that runs in the same process would compute with the replaced function.
+"""
 
 from __future__ import annotations
 
 import fcntl
 import os
 import shutil
+import sys
 import tempfile
 import time
+import types
 import uuid
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 SHARED = Path("/dev/shm")
 MARK = "TESTS_OF_DTRAIN"
@@ -18,6 +27,17 @@ MARK = "TESTS_OF_DTRAIN"
 _PATIENCE_S = 60.0  # for processes that are ending
 _END_WITH_US = (b"multiprocessing.resource_tracker", b"multiprocessing.forkserver")  # they wait for the end of a pipe of ours
 _CACHES = ("torchinductor_", "pytest-of-")  # kept on purpose, by torch's compiler and by pytest
+
+# Modules, and classes of modules, whose functions and classes no test may leave replaced.
+_SHARED_OWNERS = (
+    *("torch", "torch.Tensor", "torch.nn.Module", "torch.nn.functional", "torch.nn.init", "torch.nn.utils.rnn"),
+    *("torch.distributed", "torch.optim.Optimizer", "torch.utils.data", "torch.utils.data.DataLoader"),
+    *("numpy", "numpy.random", "random", "time", "os", "pathlib.Path", "subprocess", "threading"),
+)
+_FUNCTIONS = (
+    *(types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.MethodDescriptorType, type(lru_cache(len))),
+    *(types.WrapperDescriptorType, type, staticmethod, classmethod, property),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,3 +145,43 @@ def _mapped() -> set[int]:
             lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
             inodes |= {int(line.split()[4]) for line in lines if f" {SHARED}/" in line}
     return inodes
+
+
+def functions_of_libraries() -> dict[tuple[str, str], tuple[Any, Any]]:
+    """Return the owner and the value of each function and class that tests share, by the names of its owner and its own."""
+    return {
+        (name, key): (owner, value)
+        for name, owner in _owners()
+        for key, value in vars(owner).items()
+        if issubclass(type(value), _FUNCTIONS)  # isinstance would ask the value, and some warn that they are deprecated
+    }
+
+
+def _owners() -> Iterator[tuple[str, Any]]:
+    for name, module in list(sys.modules.items()):
+        if name == "dtrain" or name.startswith("dtrain."):
+            yield name, module
+    for name in _SHARED_OWNERS:
+        module, _, attribute = name.rpartition(".")
+        owner = sys.modules.get(name) or getattr(sys.modules.get(module), attribute, None)
+        if owner is not None:
+            yield name, owner
+
+
+def restore_functions(before: dict[tuple[str, str], tuple[Any, Any]]) -> list[str]:
+    """Return the names of the functions and classes that were replaced since ``before``. Mutates: their owners.
+
+    torch itself replaces functions of its own, when its compiler is imported.
+    """
+    replaced = []
+    for (name, key), (owner, value) in before.items():
+        now = vars(owner).get(key)
+        if now is not value and not _is_of_torch(now):
+            replaced.append(f"{name}.{key}")
+            setattr(owner, key, value)
+    return replaced
+
+
+def _is_of_torch(value: Any) -> bool:
+    code = getattr(value, "__code__", None)
+    return code is not None and Path(code.co_filename).is_relative_to(Path(sys.modules["torch"].__file__).parent)

@@ -10,6 +10,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+import torch
 
 import leftovers
 
@@ -72,3 +73,11 @@ def test_tests_that_collect_tests_keep_their_temporary_folder():
     leftovers.end(inner)
     assert (tempfile.gettempdir(), dict(os.environ)) == (folder, environment)
     assert not inner.temporary.exists()
+
+
+def test_replaced_function_is_reported_and_restored(monkeypatch):
+    before, rand = leftovers.functions_of_libraries(), torch.rand
+    monkeypatch.setattr(torch, "rand", rand)  # if the check fails
+    torch.rand = lambda *shape: rand(*shape)
+    assert leftovers.restore_functions(before) == ["torch.rand"]
+    assert torch.rand is rand

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.nn.utils import rnn
 from torch.utils.data import DataLoader
 
 import dtrain as dt
@@ -106,7 +107,14 @@ def test_gathers_return_gradients_of_all_ranks():
     assert run_ranks(gradient_through_gathers, 2) == [[[1, 1, 2, 2], [6, 6]], [[1, 1, 2, 2], [10, 10]]]
 
 
-def widened(*batches, width=6):
+@pytest.fixture
+def widened(monkeypatch):
+    """Return a function that pads batches to one width. It replaces ``pad_sequence``, until the test ends."""
+    monkeypatch.setattr(rnn, "pad_sequence", rnn.pad_sequence)
+    return widen_batches
+
+
+def widen_batches(*batches, width=6):
     from dtrain.prove.experiments import Padding
     from dtrain.prove.run_config import RunConfig
 
@@ -114,7 +122,7 @@ def widened(*batches, width=6):
     return [padding.widen(batch) for batch in batches]
 
 
-def test_batches_are_padded_to_one_width_with_their_own_padding():
+def test_batches_are_padded_to_one_width_with_their_own_padding(widened):
     ids = torch.tensor([[5, 6, 1, 1], [5, 7, 8, 9]])
     batch = {"ids": ids, "mask": (ids != 1).long(), "labels": ids.masked_fill(ids == 1, -100), "y": torch.tensor([1, 0])}
     # No sample of the second batch is padded, and its values are those of the first.
@@ -133,15 +141,12 @@ def test_batches_are_padded_to_one_width_with_their_own_padding():
     assert all(torch.equal(whole[name], batch[name]) for name in batch)
 
 
-def padded_sequences():
+def test_sequences_are_padded_to_one_width(widened):
     widened(width=5)
     sequences = [torch.ones(2), torch.ones(3)]
-    pads = torch.nn.utils.rnn.pad_sequence
-    return [pads(sequences, batch_first=True, padding_value=-1.0).tolist(), list(pads([torch.ones(2, 7)]).shape)]
-
-
-def test_sequences_are_padded_to_one_width():
-    assert run_alone(padded_sequences) == "[[[1.0, 1.0, -1.0, -1.0, -1.0], [1.0, 1.0, 1.0, -1.0, -1.0]], [5, 1, 7]]"
+    padded = rnn.pad_sequence(sequences, batch_first=True, padding_value=-1.0)
+    assert padded.tolist() == [[1.0, 1.0, -1.0, -1.0, -1.0], [1.0, 1.0, 1.0, -1.0, -1.0]]
+    assert rnn.pad_sequence([torch.ones(2, 7)]).shape == (5, 1, 7)
 
 
 class Noisy:
