@@ -97,13 +97,14 @@ def main() -> None:
             recipe.append(dt.transforms.sequence_length_warmup(end="0.3dur", initial_length=32, max_length=SEQ))
         step = dt.compose_step(loss_fn, recipe)
         state = step.init(model, optimizer, loader=loader, run_length=length)
-        checkpoints = dt.Checkpointer(run / "checkpoints", mode="async", keep_last=2)
+        checkpoints = dt.Checkpointer(run / "checkpoints", mode="async", memory_every="10ba", keep_last=2)
         state = checkpoints.load(state, missing_ok=True)
         records = dt.loggers.jsonl(run / "metrics.jsonl")
         log = dt.loggers.multi(records, dt.loggers.progress_bar(length.steps(), select=["loss", "right", "length", "lr"]))
         for batch in loader.until(args.until):
             state, metrics = step(state, batch)
             log(state.step, dt.reduce_metrics(metrics))
+            checkpoints.keep(state)
             if state.crossed("0.25dur"):
                 checkpoints.save(state)
             if dt.should_stop(state):

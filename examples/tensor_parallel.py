@@ -71,7 +71,7 @@ def train(args: argparse.Namespace, dist: dt.dist.DistInfo) -> None:
     loader = dt.build_loader(windows, mesh=mesh, global_batch_size=16, seed=0, batch_spec=WINDOWS)
     step = dt.compose_step(loss_fn, [dt.transforms.clip_by_norm(1.0)])
     state = step.init(model, torch.optim.AdamW(model.parameters(), lr=3e-3), loader=loader)
-    checkpoints = dt.Checkpointer(run / "checkpoints", mode="async", keep_last=2)
+    checkpoints = dt.Checkpointer(run / "checkpoints", mode="async", memory_every="10ba", keep_last=2)
     state = checkpoints.load(state, missing_ok=True)
     records = dt.loggers.jsonl(run / "metrics.jsonl")
 
@@ -79,6 +79,7 @@ def train(args: argparse.Namespace, dist: dt.dist.DistInfo) -> None:
     for batch in loader.until(args.steps):
         state, metrics = step(state, batch)
         log(state.step, dt.reduce_metrics(metrics))
+        checkpoints.keep(state)
         if state.crossed(20):
             checkpoints.save(state)
         if dt.should_stop(state):

@@ -69,7 +69,7 @@ def main() -> None:
         rate = dt.schedules.linear(1.0, 0.0, length.steps())
         step = dt.compose_step(loss_fn, [dt.transforms.scale_lr(rate), dt.transforms.clip_by_norm(1.0)])
         state = step.init(model, optimizer, loader=loader, run_length=length)
-        checkpoints = dt.Checkpointer(run / "checkpoints", mode="async", keep_last=2)
+        checkpoints = dt.Checkpointer(run / "checkpoints", mode="async", memory_every="10ba", keep_last=2)
         state = checkpoints.load(state, missing_ok=True)
 
         records = dt.loggers.jsonl(run / "metrics.jsonl")
@@ -78,6 +78,7 @@ def main() -> None:
             state, metrics = step(state, batch)
             if state.crossed("0.01dur"):
                 log(state.step, dt.reduce_metrics(metrics))
+            checkpoints.keep(state)
             if state.crossed("0.1dur"):
                 checkpoints.save(state)
             if dt.should_stop(state):

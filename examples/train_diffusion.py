@@ -82,7 +82,7 @@ def main() -> None:
         step = dt.compose_step(loss_fn, recipe)
         optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.01)
         state = step.init(model, optimizer, loader=loader, seed=args.seed, run_length=length)
-        checkpoints = dt.Checkpointer(run / "checkpoints", mode="async", keep_last=2)
+        checkpoints = dt.Checkpointer(run / "checkpoints", mode="async", memory_every="10ba", keep_last=2)
         state = checkpoints.load(state, missing_ok=True)
 
         records = dt.loggers.jsonl(run / "metrics.jsonl")
@@ -91,6 +91,7 @@ def main() -> None:
             state, metrics = step(state, batch)
             if state.crossed("0.01dur"):
                 log(state.step, dt.reduce_metrics(metrics))
+            checkpoints.keep(state)
             if state.crossed("0.2dur"):
                 checkpoints.save(state)
             if dt.should_stop(state):

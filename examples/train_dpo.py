@@ -79,7 +79,7 @@ def train(
     recipe = [dt.transforms.scale_lr(rate if "warmup" in args.without else dt.schedules.warmup(rate, steps // 10))]
     step = dt.compose_step(loss_fn, recipe if "clip" in args.without else [*recipe, dt.transforms.clip_by_norm(1.0)])
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.1)
-    checkpoints = dt.Checkpointer(run / "checkpoints", keep_last=2)
+    checkpoints = dt.Checkpointer(run / "checkpoints", memory_every="10ba", keep_last=2)
     state = checkpoints.load(step.init(model, optimizer, loader=loader), missing_ok=True)
     log = dt.loggers.multi(
         dt.loggers.jsonl(run / "metrics.jsonl"), dt.loggers.progress_bar(steps, select=["loss", "right", "lr"])
@@ -88,6 +88,7 @@ def train(
         state, metrics = step(state, batch)
         if state.crossed("5ba"):
             log(state.step, dt.reduce_metrics(metrics))
+        checkpoints.keep(state)
         if state.crossed("50ba"):
             checkpoints.save(state)
         if dt.should_stop(state):

@@ -88,7 +88,7 @@ def main() -> None:
             microbatch_size=args.microbatch,
         )
         state = step.init(model, optimizer, loader=pairs, run_length=length)
-        checkpoints = dt.Checkpointer(run / "checkpoints", mode="async", keep_last=2)
+        checkpoints = dt.Checkpointer(run / "checkpoints", mode="async", memory_every="10ba", keep_last=2)
         state = checkpoints.load(state, missing_ok=True)
         records = dt.loggers.jsonl(run / "metrics.jsonl")
         log = dt.loggers.multi(records, dt.loggers.progress_bar(length.steps(), select=["loss", "found", "lr"]))
@@ -96,6 +96,7 @@ def main() -> None:
             state, metrics = step(state, batch)
             if state.crossed("0.01dur"):
                 log(state.step, dt.reduce_metrics(metrics))
+            checkpoints.keep(state)
             if state.crossed("0.3dur"):
                 checkpoints.save(state)
             if dt.should_stop(state):

@@ -84,7 +84,7 @@ def main() -> None:
             "generator": generator_step.init(generator, generator_optimizer, loader=loader),
             "discriminator": discriminator_step.init(discriminator, discriminator_optimizer, loader=loader),
         }
-        checkpoints = dt.Checkpointer(run / "checkpoints", keep_last=2)
+        checkpoints = dt.Checkpointer(run / "checkpoints", memory_every="10ba", keep_last=2)
         records = dt.loggers.jsonl(run / "metrics.jsonl")
         log = dt.loggers.multi(records, dt.loggers.progress_bar(args.steps, select=["generator", "discriminator"]))
         states = checkpoints.load(states, missing_ok=True)
@@ -106,6 +106,7 @@ def main() -> None:
                 log(g.step, {name: dt.reduce_metrics(metrics)["loss"] for name, metrics in losses.items()})
             if g.crossed(100) or g.step == 1:
                 records(g.step, {"held_out/energy_distance": distance()})
+            checkpoints.keep({"generator": g, "discriminator": d})
             if g.crossed(args.save_every):
                 checkpoints.save({"generator": g, "discriminator": d})
             if dt.should_stop(g):

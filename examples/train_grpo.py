@@ -78,7 +78,7 @@ def main() -> None:
         optimizer = torch.optim.AdamW(policy.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.0)
         step = dt.compose_step(grpo_loss(args.beta), [dt.transforms.clip_by_norm(1.0)])
         buffer = dt.data.RolloutBuffer(mesh=mesh, global_batch_size=MINIBATCH, epochs=EPOCHS, seed=args.seed)
-        checkpoints = dt.Checkpointer(run / "checkpoints", keep_last=2)
+        checkpoints = dt.Checkpointer(run / "checkpoints", memory_every="10ba", keep_last=2)
         state = checkpoints.load(step.init(policy, optimizer, loader=buffer), missing_ok=True)
 
         records = dt.loggers.jsonl(run / "metrics.jsonl")
@@ -94,6 +94,7 @@ def main() -> None:
             for batch in buffer:
                 state, metrics = step(state, batch)
                 log(state.step, dt.reduce_metrics(metrics))
+                checkpoints.keep(state)
                 if state.crossed(args.save_every):
                     checkpoints.save(state)
                 if dt.should_stop(state):

@@ -62,13 +62,14 @@ def train(
     else:
         balance, spec = dt.transforms.balance_experts(args.rate), dt.batch_spec(weight=weigh)
         step = dt.compose_step(expert_loss, [*transforms, balance], microbatch_size=args.microbatch, batch_spec=spec)
-    checkpoints = dt.Checkpointer(run / "checkpoints", keep_last=2)
+    checkpoints = dt.Checkpointer(run / "checkpoints", memory_every="10ba", keep_last=2)
     state = checkpoints.load(step.init(model, optimizer, loader=loader), missing_ok=True)
     records = dt.loggers.jsonl(run / "metrics.jsonl")
     log = dt.loggers.multi(records, dt.loggers.progress_bar(steps, select=["loss", "max_violation", "lr"]))
     for batch in loader.until(args.until):
         state, metrics = step(state, batch)
         log(state.step, dt.reduce_metrics(metrics))
+        checkpoints.keep(state)
         if state.crossed(args.save_every):
             checkpoints.save(state)
         if dt.should_stop(state):

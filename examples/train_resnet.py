@@ -69,7 +69,7 @@ def main() -> None:
         ]
         step = dt.compose_step(loss_fn, [method for method in recipe if method.name not in args.without])
         state = step.init(model, optimizer, loader=loader, run_length=length)
-        checkpoints = dt.Checkpointer(run / "checkpoints", mode="async", keep_last=2)
+        checkpoints = dt.Checkpointer(run / "checkpoints", mode="async", memory_every="0.02dur", keep_last=2)
         state = checkpoints.load(state, missing_ok=True)
         records = dt.loggers.jsonl(run / "metrics.jsonl")
         log = dt.loggers.multi(records, dt.loggers.progress_bar(length.steps()))
@@ -77,6 +77,7 @@ def main() -> None:
             state, metrics = step(state, batch)
             if state.crossed("0.01dur"):
                 log(state.step, dt.reduce_metrics(metrics))
+            checkpoints.keep(state)
             if state.crossed("0.25dur"):
                 checkpoints.save(state)
             if dt.should_stop(state):

@@ -29,11 +29,12 @@ with dt.init_dist() as dist:
     loader = dt.build_loader(torch.ones(2 * {STEPS}, 2), mesh=mesh, global_batch_size=2, seed=0)
     step = dt.compose_step(loss_fn, [])
     state = step.init(model, optimizer, loader=loader)
-    checkpoints = dt.Checkpointer("checkpoints", keep_last=2)
+    checkpoints = dt.Checkpointer("checkpoints", memory_every=1, keep_last=2)
     state = checkpoints.load(state, missing_ok=True)
     began = state.step
     for batch in loader.until("1ep"):
         state, metrics = step(state, batch)
+        assert not checkpoints.keep(state)  # memory that outlives ranks is the launcher's
         if state.step % 10 == 0:
             checkpoints.save(state)
         pathlib.Path(f"world-{{dist.world_size}}").write_text(str(state.step))
