@@ -10,7 +10,7 @@ SOURCE = Path(dtrain.__file__).parent
 
 # One row per line of the table in docs/architecture.md, top to bottom; a later row may import from an earlier one.
 LAYERS = [
-    ["errors", "device", "typing", "lazy_imports", "arguments"],
+    ["errors", "device", "lazy_imports", "arguments", "typing"],
     ["launch_protocol", "launch/heartbeats", "spans", "packages", "machine"],
     ["storage"],
     ["schedules"],

@@ -46,6 +46,12 @@ def explain_arguments(fn: Callable[Parameters, Result]) -> Callable[Parameters, 
     return checked
 
 
+def explain_fields(record: type[Result]) -> type[Result]:
+    """Decorate a dataclass that users make, as ``explain_arguments`` does a function. Mutates: ``record``."""
+    record.__init__ = explain_arguments(record.__init__)  # type: ignore[method-assign]
+    return record
+
+
 def _describe_arguments(caller: str, signature: inspect.Signature, args: Sequence[object], kwargs: Mapping[str, object]) -> str:
     """Describe arguments that do not fit ``signature``: unknown names, missing arguments, too many by position."""
     # The methods of a Checkpointer take the arguments of the functions.

@@ -208,6 +208,11 @@ LINES: dict[str, tuple[Callable[[], object], str]] = {
     "dt.ConfigError": (lambda: dt.ConfigError, "Use dt.errors.ConfigError."),
     "dt.Batch": (lambda: dt.Batch, "Use dt.typing.Batch."),
     "dt.cosine(1.0)": (lambda: dt.cosine, "has no attribute 'cosine'. Use dt.schedules.cosine."),
+    "dt.LossSum(loss=)": (
+        lambda: dt.LossSum(loss=1, weight=1),
+        "LossSum: has no argument loss, needs total. Use total",
+    ),
+    "dt.LossSum(num_tokens=)": (lambda: dt.LossSum(total=1, num_tokens=1), "Use weight, the number of items in the sum."),
     "dt.AdamW(params)": (lambda: dt.AdamW, "such as torch.optim.AdamW(model.parameters())."),
     "dt.seed_everything(0)": (lambda: dt.seed_everything, "Use dt.seed_all(seed)."),
     "dt.shard_modle(model)": (lambda: dt.shard_modle, "has no attribute 'shard_modle'. Use dt.shard_model."),
@@ -253,6 +258,20 @@ def test_first_line_gets_one_line_that_helps(typed: str) -> None:
     assert "\n" not in message
 
 
+# The records that a user makes.
+RECORDS = (
+    "LossSum Precision Transform data.BlockShuffle data.ElasticSampler optim.ParamGroup planning.Accelerator planning.Network "
+    "planning.ParallelismConfig planning.Workload schedules.RunLength shard.CommConfig"
+)
+
+
+@pytest.mark.parametrize("path", RECORDS.split())
+def test_record_without_such_an_argument_names_its_own(path: str) -> None:
+    record = public.value(f"dtrain.{path}")
+    with pytest.raises(TypeError, match=rf"^{record.__name__}: has no argument colour\b.*\. The arguments are "):
+        record(colour=1)
+
+
 @pytest.mark.parametrize("package", public.DOORS)
 def test_near_miss_of_every_public_name_names_it(package: str) -> None:
     """A letter too few, or another case, at the door that has the name."""
@@ -290,9 +309,9 @@ def test_advice_names_only_what_exists() -> None:
         for name in path[1:].split("."):
             value = getattr(value, name)
     full_names = {full.rpartition(".")[2]: full for full in sorted(public.all_names(), reverse=True)}
-    parameters = {name: public.value(full_names[name]) for name in FOREIGN_ARGUMENTS if name not in ("init", "Checkpointer")}
+    parameters = {name: public.value(full_names[name]) for name in FOREIGN_ARGUMENTS if name != "init"}
     parameters["init"] = dt.step.Step.init
-    parameters["Checkpointer"] = dt.Checkpointer.__init__
+    parameters |= {name: value.__init__ for name, value in parameters.items() if isinstance(value, type)}
     for function, table in FOREIGN_ARGUMENTS.items():
         names = set(parameters[function].__wrapped__.__kwdefaults__ or ()) | set(parameters[function].__annotations__)
         assert names.isdisjoint(word for words in table.values() for word in words.split()), function

@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dtrain.arguments import check_choice, check_int
+from dtrain.arguments import check_choice, check_int, explain_fields
 from dtrain.dist.rng import derive_seed
 from dtrain.errors import CheckpointMismatchError, ConfigError
 
@@ -112,6 +112,7 @@ def check_same_state(saved: Mapping[str, int], expected: Mapping[str, int]) -> N
             )
 
 
+@explain_fields
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ElasticSampler:
     """Sample order of an epoch as a pure function of ``seed``, the epoch and the position.
@@ -170,6 +171,7 @@ def dataset_order(dataset: Any, size: int, seed: int, shuffle: object) -> Sample
     return ElasticSampler(size=size, seed=seed, shuffle=shuffle is not False)
 
 
+@explain_fields
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockShuffle:
     """Options of a local shuffle: ``build_loader(shuffle=BlockShuffle(...))``.

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dtrain.arguments import check_number
+from dtrain.arguments import check_number, explain_fields
 from dtrain.dist.dtensor import tensor_mesh
 from dtrain.errors import ConfigError
 from dtrain.fqn import compile_patterns, modules_by_fqn, parameters_by_fqn
@@ -23,6 +23,7 @@ _CALLER = "param_groups"
 _FUSED_DEVICES = frozenset({"cpu", "cuda", "mps", "xpu"})
 
 
+@explain_fields
 @dataclass(frozen=True, slots=True)
 class ParamGroup:
     """A rule of ``param_groups`` that gives matching parameters their own options.

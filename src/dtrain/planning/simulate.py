@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import _disable_current_modes
 
-from dtrain.arguments import check_choice, check_int
+from dtrain.arguments import check_choice, check_int, explain_fields
 from dtrain.data.batch import list_tensors
 from dtrain.dist.collective_replay import is_collective
 from dtrain.dist.dtensor import dtensor_dispatcher
@@ -84,6 +84,7 @@ KeepPolicy: TypeAlias = Literal["nothing", "matmuls"]
 SequenceMethod: TypeAlias = Literal["ring", "ulysses"]
 
 
+@explain_fields
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelismConfig:
     """Layout of a workload over ranks, with the argument names of ``shard_model`` and ``build_mesh``.

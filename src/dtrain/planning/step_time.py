@@ -19,7 +19,7 @@ from typing import Self
 
 import torch
 
-from dtrain.arguments import check_int, check_number
+from dtrain.arguments import check_int, check_number, explain_fields
 from dtrain.dist.control_protocol import count_rounds
 from dtrain.errors import ConfigError
 from dtrain.monitors.flops import peak_flops
@@ -41,6 +41,7 @@ _DEVICES = {
 _KINDS = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "float8_e4m3fn": "fp8", "float8_e5m2": "fp8"}
 
 
+@explain_fields
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accelerator:
     """Rates of one device, and the shares of them that a step is assumed to reach.
@@ -214,6 +215,7 @@ def parse_accelerator(command: str, name: str, text: str) -> Accelerator:
 GB = 10**9
 
 
+@explain_fields
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Network:
     """Links between the ranks of a job.

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from dtrain.arguments import explain_fields
 from dtrain.data.batch import BatchSpec
 from dtrain.errors import ConfigError, DtrainError, StepError
 from dtrain.shard.wrapping import Blocks
@@ -30,6 +31,7 @@ from dtrain.step.transform import Transform
 from dtrain.typing import Batch, LossFn
 
 
+@explain_fields
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Workload:
     """A model and the parts of its training loop, for ``estimate_memory`` and similar functions.

@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from fractions import Fraction
 
-from dtrain.arguments import check_int, check_number
+from dtrain.arguments import check_int, check_number, explain_fields
 from dtrain.errors import ConfigError
 
 UNITS = {
@@ -183,6 +183,7 @@ class Duration:
         return f"{self.value}{self.unit}"
 
 
+@explain_fields
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunLength:
     """Length of a run, and conversion factors between units, as far as known.

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, 
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from dtrain import spans
-from dtrain.arguments import check_choice, check_int, explain_arguments
+from dtrain.arguments import check_choice, check_int, explain_arguments, explain_fields
 from dtrain.dist.collectives import all_gather_json, raise_if_any_failed
 from dtrain.dist.dtensor import is_dtensor
 from dtrain.dist.init import get_dist_info
@@ -52,6 +52,7 @@ from dtrain.typing import Plain
 ReduceGroup = Literal["shared", "own"]
 
 
+@explain_fields
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommConfig:
     """Prefetching and process groups of a sharded model's collectives. Results do not depend on the configuration.

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from dtrain.arguments import check_choice
+from dtrain.arguments import check_choice, explain_fields
 from dtrain.device import use_on_current_stream
 from dtrain.dist.dtensor import from_local_like, to_local
 from dtrain.errors import ConfigError
@@ -51,6 +51,7 @@ _PRESETS: dict[str, dict[str, bool]] = {
 }
 
 
+@explain_fields
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Precision:
     """Dtypes of a sharded model's computation: ``"fp32"``, ``"bf16"``, ``"fp16"``; None keeps the stored dtype.

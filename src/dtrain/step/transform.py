@@ -14,6 +14,7 @@ from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
+from dtrain.arguments import explain_fields
 from dtrain.dist.dtensor import from_local_like, shard_box, to_local
 from dtrain.dist.rng import derive_seed, generator
 from dtrain.errors import ConfigError
@@ -63,6 +64,7 @@ def empty_state(state: TrainState) -> TransformState:
     return {}
 
 
+@explain_fields
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transform:
     """Training method, defined by its state and the functions that it wraps.
