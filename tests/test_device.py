@@ -67,13 +67,17 @@ COMPARISONS_WITH_CUDA = {
 def uses_of_cuda(source: str) -> tuple[int, int]:
     """Count the uses of ``torch.cuda``, and the comparisons of a device with CUDA, outside of text."""
     nodes = list(ast.walk(ast.parse(source)))
-    uses = sum(isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.cuda" for node in nodes)
+    uses = sum(isinstance(node, ast.Attribute) and node.attr == "cuda" and is_torch(node.value) for node in nodes)
     compared = sum(
-        (isinstance(node, ast.Compare) and "'cuda'" in map(ast.unparse, [node.left, *node.comparators]))
+        (isinstance(node, ast.Compare) and "cuda" in [getattr(side, "value", "") for side in (node.left, *node.comparators)])
         or (isinstance(node, ast.Attribute) and node.attr == "is_cuda")
         for node in nodes
     )
     return uses, compared
+
+
+def is_torch(node: ast.expr) -> bool:
+    return isinstance(node, ast.Name) and node.id == "torch"
 
 
 def test_each_use_of_cuda_has_a_reason():
@@ -109,7 +113,7 @@ def uses_without_device(source: str) -> list[str]:
     tree = ast.parse(source)
     calls = {id(node.func): node for node in ast.walk(tree) if isinstance(node, ast.Call)}
     # A type in an annotation is no call.
-    names = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "torch"]
+    names = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and is_torch(node.value)]
     return [node.attr for node in names if node.attr in FACTORIES and not names_device(node.attr, calls.get(id(node)))]
 
 

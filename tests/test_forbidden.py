@@ -16,7 +16,7 @@ EXPORT_OF_THE_SCRIPT = {"prove/evaluations.py": ["torch.load"]}  # that a proof 
 BATCHES_OF_THE_SCRIPT = {"prove/experiments.py": ["torch.load"]}  # that another run of the same proof has just written
 
 MODULES = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
-BUILTINS = {"eval", "exec"}  # as functions: ``model.eval()`` is a method
+BUILTINS = {"eval", "exec", "builtins.eval", "builtins.exec"}  # as functions: ``model.eval()`` is a method
 OBJECTS = "_object"  # torch's collectives of Python objects, which pickle: all_gather_object, broadcast_object_list, ...
 LOADERS = {"torch.load", "torch.storage._load_from_bytes", "torch.hub.load_state_dict_from_url", "torch.jit.load"}
 
@@ -25,7 +25,8 @@ def violations(source: str) -> list[str]:
     """List the forbidden operations of a module, with their lines."""
     lines = []
     names: dict[str, str] = {}  # the meaning of each name of this module
-    for node in ast.walk(ast.parse(source)):
+    nodes = list(ast.walk(ast.parse(source)))
+    for node in nodes:
         if isinstance(node, ast.Import):
             names |= {alias.asname or alias.name.split(".")[0]: alias.name if alias.asname else alias.name.split(".")[0]
                       for alias in node.names}  # fmt: skip
@@ -34,10 +35,10 @@ def violations(source: str) -> list[str]:
             names |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
             if (node.module or "").split(".")[0] in MODULES:
                 lines.append(f"{node.lineno}: from {node.module} import")
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes:
         if isinstance(node, ast.Name | ast.Attribute):
             path = _path(node, names)
-            if path in BUILTINS | {f"builtins.{name}" for name in BUILTINS} | LOADERS or _passes_objects(path):
+            if path in BUILTINS or path in LOADERS or _passes_objects(path):
                 lines.append(f"{node.lineno}: {path}")
     return lines
 

@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+from functools import cache
 from typing import Any
 
 import public
@@ -29,6 +30,7 @@ def documentation(function: Any) -> str:
     return inspect.getdoc(function) or ""
 
 
+@cache
 def runs_collectives(source: str) -> set[str]:
     """Return functions and methods of a module that call, directly or through its functions, an exchange between ranks."""
     tree = ast.parse(source)

@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -12,6 +15,7 @@ import pytest
 from dtrain.checkpoint.memory_tier import check_free_memory
 from dtrain.errors import CheckpointError
 from dtrain.launch import launch_dir
+from jobs import LONG_S
 
 LOOP = """
     import json, os, signal, sys
@@ -73,17 +77,15 @@ def memory_folder(folder: Path) -> Path:
     return Path((folder / "memory_folder.txt").read_text())
 
 
-@pytest.fixture
-def undisturbed(run, tmp_path):
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
     """Losses and weights of a run that nothing disturbs."""
-    result = run(loop(), "[]", "none")
-    assert result.code == 0, result.err
-    found = dict(losses(tmp_path)[0]), (tmp_path / "weights.txt").read_text()
-    for name in ("losses.jsonl", "weights.txt"):
-        (tmp_path / name).unlink()
-    for path in sorted((tmp_path / "ckpt").rglob("*"), reverse=True):
-        path.rmdir() if path.is_dir() else path.unlink()
-    return found
+    folder = tmp_path_factory.mktemp("undisturbed")
+    (folder / "script.py").write_text(textwrap.dedent(loop()))
+    command = [sys.executable, "-m", "dtrain", "launch", "-n", "2", "script.py", "[]", "none"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=LONG_S, check=False)
+    assert done.returncode == 0, done.stderr
+    return dict(losses(folder)[0]), (folder / "weights.txt").read_text()
 
 
 @pytest.mark.costly

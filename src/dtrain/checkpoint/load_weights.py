@@ -217,17 +217,9 @@ def _match_by_name(
             continue
         stored_as[first] = name
         copies[name] = {place: here[place] for place in further if place in here}
-        tensor = here.get(first)
         label = name if name == model_name else f"{model_name} (stored as {name})"
-        if tensor is None:
-            rows.append(mismatch.unexpected_row(model_name, str(refs[name]), label=label))
-        else:
-            stored = refs[name]
-            if first in longer and stored.shape and stored.shape[0] < tensor.shape[0]:
-                stored = replace(stored, shape=(tensor.shape[0], *stored.shape[1:]))
-            row = mismatch.compare_tensor(model_name, stored, tensor, allow_cast=True, label=label)
-            if row is not None:
-                rows.append(row)
+        row = _compare(model_name, refs[name], here.get(first), may_extend=first in longer, label=label)
+        rows += [] if row is None else [row]
     may_be_absent = {aliases.get(name, name) for name in filter(allowed, (*here, *aliases))}
     copied = {place for places in copies.values() for place in places}
     stored_as |= dict.fromkeys(copied - stored_as.keys(), "")
@@ -254,6 +246,15 @@ def _match_by_name(
         kept=kept,
         left_out=[name for name in refs if name not in names],
     )
+
+
+def _compare(name: str, stored: TensorRef, tensor: Tensor | None, *, may_extend: bool, label: str) -> MismatchRow | None:
+    """Return a row if a stored tensor does not fit. With ``may_extend``, the tensor of the model may have more rows."""
+    if tensor is None:
+        return mismatch.unexpected_row(name, str(stored), label=label)
+    if may_extend and stored.shape and stored.shape[0] < tensor.shape[0]:
+        stored = replace(stored, shape=(tensor.shape[0], *stored.shape[1:]))
+    return mismatch.compare_tensor(name, stored, tensor, allow_cast=True, label=label)
 
 
 def _model_tensors(model: nn.Module, caller: str) -> tuple[dict[str, Tensor], dict[str, str]]:

@@ -230,16 +230,7 @@ def start_save(
                 after_stop_agreed=scope == "all" and current_context().preemption.is_agreed() and first._step_counts is None,
                 started_at=started_at,
             )
-        task = save_thread().submit(f"the save of step {request.step}", partial(run_save, request))
-        if options.mode != "async":
-            try:
-                task.result()
-            except BaseException:
-                # The save writes the state's own memory, so an interrupt must cancel the save.
-                task.cancelled = True
-                task.wait()
-                task.failure_reported = True
-                raise
+        task = _begin_save(request)
     if leaders is not None and not is_saved:
         copy = partial(_copy_to_next_node, checkpointer.root, request.step)
         save_thread().submit(f"the copy of step {request.step} on the next node", copy)
@@ -248,6 +239,21 @@ def start_save(
         spans.record_event("save", step=request.step, blocked_s=time.monotonic() - started_at)
     path = checkpointer.root / layout.step_name(request.step)
     return SaveHandle(step=request.step, path=path, _task=task, _staged=request.staged)
+
+
+def _begin_save(request: SaveRequest) -> SaveTask[SaveResult]:
+    """Give a save to the thread of saves, and wait for the save unless it is asynchronous."""
+    task = save_thread().submit(f"the save of step {request.step}", partial(run_save, request))
+    if request.options.mode != "async":
+        try:
+            task.result()
+        except BaseException:
+            # The save writes the state's own memory, so an interrupt must cancel the save.
+            task.cancelled = True
+            task.wait()
+            task.failure_reported = True
+            raise
+    return task
 
 
 def _copy_to_next_node(root: AnyPath, step: int, task: SaveTask[None]) -> None:

@@ -214,38 +214,19 @@ def read_on_all_ranks(
     refused: dict[str, str] = {}
     folder, looks = choice.folder, 1
     while True:
-        loaded, corruption, removed, digest, entry_digest = None, None, False, "", ""
         with raise_on_all_ranks(_CALLER):
-            try:
-                with notice_removal(folder):
-                    choice.check_listed(folder)
-                    loaded = read(folder)
-                digest = hashlib.sha256(layout.encode_manifest(loaded.reader.manifest)).hexdigest()
-                entry_digest = loaded.entry_digest
-            except StepRemovedError:
-                removed = True
-            except CorruptCheckpointError as error:
-                corruption = str(error)
-            except CheckpointMismatchError:  # The message names the folder already.
-                raise
-            except CheckpointError as error:
-                raise CheckpointError(f"{_CALLER}: {folder}: {error}") from None
-        report: list[Any] = [corruption, digest, options, removed, entry_digest]
-        reports = cast(list[list[Any]], all_gather_json(report))
-        gone = any(report[3] for report in reports)
-        bad = next((f"rank {rank}: {report[0]}" for rank, report in enumerate(reports) if report[0] is not None), None)
-        if not gone and bad is None and len({report[1] for report in reports}) == 1:
-            for rank, (_, _, summary, *_) in enumerate(reports):
-                # The ranks would continue from different states.
-                if summary != reports[0][2]:
-                    raise ConfigError(
-                        f"{_CALLER}: options must be equal on all ranks, got {summary} on rank {rank} and {reports[0][2]} on "
-                        "rank 0. Pass the same options on all ranks."
-                    )
+            loaded, own_report = _read_and_report(choice, folder, read, options)
+        reports = [_ReadReport(*row) for row in cast(list[list[Any]], all_gather_json(list(own_report)))]
+        gone = any(report.removed for report in reports)
+        bad = next(
+            (f"rank {rank}: {report.corruption}" for rank, report in enumerate(reports) if report.corruption is not None), None
+        )
+        if not gone and bad is None and len({report.digest for report in reports}) == 1:
+            _check_equal_options([report.options for report in reports])
             assert loaded is not None, "no rank has reported corruption"
             reasons = {**({} if choice.scan is None else skipped_steps(choice.scan, folder)), **refused}
             skipped = "; ".join(f"skipped {name} ({reason})" for name, reason in sorted(reasons.items()))
-            return AgreedRead(loaded, choice, "" if choice.named else skipped, [report[4] for report in reports])
+            return AgreedRead(loaded, choice, "" if choice.named else skipped, [report.entry_digest for report in reports])
         # The memory must be free before the next step is read.
         del loaded
         files.close()
@@ -275,6 +256,54 @@ def read_on_all_ranks(
             folder = _previous_sound_step(folder, bad, on_corrupt)
         else:
             raise CheckpointError(f"{_CALLER}: ranks see different files in {folder}. All nodes must share its file system.")
+
+
+class _ReadReport(NamedTuple):
+    """Report of one rank about its read of a step, exchanged as JSON.
+
+    Args:
+        options: summary of the rank's options.
+        digest: digest of the manifest; empty if the step was not read.
+        entry_digest: ``digest_stored_entries``; empty if the step was not read.
+        corruption: damage that the rank has found; None for none.
+        removed: if True, the step vanished while it was read.
+    """
+
+    options: str
+    digest: str = ""
+    entry_digest: str = ""
+    corruption: str | None = None
+    removed: bool = False
+
+
+def _read_and_report(
+    choice: StepChoice, folder: AnyPath, read: Callable[[AnyPath], LoadedCheckpoint], options: str
+) -> tuple[LoadedCheckpoint | None, _ReadReport]:
+    """Read a step. A corrupt step, and one that vanishes, is reported; other errors are raised."""
+    try:
+        with notice_removal(folder):
+            choice.check_listed(folder)
+            loaded = read(folder)
+        digest = hashlib.sha256(layout.encode_manifest(loaded.reader.manifest)).hexdigest()
+        return loaded, _ReadReport(options, digest, loaded.entry_digest)
+    except StepRemovedError:
+        return None, _ReadReport(options, removed=True)
+    except CorruptCheckpointError as error:
+        return None, _ReadReport(options, corruption=str(error))
+    except CheckpointMismatchError:  # The message names the folder already.
+        raise
+    except CheckpointError as error:
+        raise CheckpointError(f"{_CALLER}: {folder}: {error}") from None
+
+
+def _check_equal_options(summaries: Sequence[str]) -> None:
+    """Raise ConfigError if options differ, because the ranks would continue from different states."""
+    for rank, summary in enumerate(summaries):
+        if summary != summaries[0]:
+            raise ConfigError(
+                f"{_CALLER}: options must be equal on all ranks, got {summary} on rank {rank} and {summaries[0]} on rank 0. "
+                "Pass the same options on all ranks."
+            )
 
 
 def _was_replaced(choice: StepChoice, folder: AnyPath) -> bool:

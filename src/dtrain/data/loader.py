@@ -598,19 +598,8 @@ def build_loader(
         batch_spec=batch_spec,
     )
     dealing: dict[str, Any] = {"balance": balance, "lengths": lengths, "max_tokens": max_tokens, "padded": padded}
-    if is_indexed(dataset):
-        source: BatchSource = _map_batch_source(fetcher, options, shuffle, pre_sharded)
-        dealer = make_dealer(dataset, **dealing)
-    else:
-        source, dealer = _iterable_batch_source(fetcher, options, shuffle, pre_sharded), make_sample_dealer(**dealing)
-        if dealer is not None and source.pre_sharded:
-            raise ConfigError(
-                "build_loader: balance and max_tokens must be left out for a dataset that is split over ranks already, since a "
-                "rank does not see the samples of other ranks. Leave them out, or give every rank the whole stream."
-            )
-    source.options = replace(source.options, dealer=dealer)
     return Loader(
-        source,
+        _batch_source(fetcher, options, shuffle, pre_sharded, dealing),
         seed=seed,
         fingerprint={} if pre_sharded else fingerprint_dataset(dataset),
         allow_data_change=allow_data_change,
@@ -656,6 +645,24 @@ def _check_batch_size(size: int | Schedule, dataset: Any, last_batch: LastBatch)
             "Pass last_batch='short', and a dataset with len() and []."
         )
     return size
+
+
+def _batch_source(
+    fetcher: Fetcher, options: BatchOptions, shuffle: bool | BlockShuffle, pre_sharded: bool, dealing: dict[str, Any]
+) -> BatchSource:
+    """Return the source of the loader's batches. ``dealing`` are the arguments of the dealer."""
+    if is_indexed(fetcher.dataset):
+        source: BatchSource = _map_batch_source(fetcher, options, shuffle, pre_sharded)
+        dealer = make_dealer(fetcher.dataset, **dealing)
+    else:
+        source, dealer = _iterable_batch_source(fetcher, options, shuffle, pre_sharded), make_sample_dealer(**dealing)
+        if dealer is not None and source.pre_sharded:
+            raise ConfigError(
+                "build_loader: balance and max_tokens must be left out for a dataset that is split over ranks already, since a "
+                "rank does not see the samples of other ranks. Leave them out, or give every rank the whole stream."
+            )
+    source.options = replace(source.options, dealer=dealer)
+    return source
 
 
 def _map_batch_source(
