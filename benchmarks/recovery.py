@@ -1,7 +1,8 @@
 """From the death of a rank to the next loss, with steps in memory, beside torchrun with DCP in the same run.
 
 ``python benchmarks/recovery.py --kills 8`` kills a random rank of two again and again, of dtrain and of torchrun in turn, and
-prints the seconds to the next loss (p50, p95) with the parts of dtrain's; ``--width 4096 --layers 6`` makes 1.2 GB of state.
+prints the seconds to the next loss (p50, p95), which include a step, those of an undisturbed step, and the parts of dtrain's
+recovery; ``--width 4096 --layers 6`` makes 1.2 GB of state.
 Then it prints what a copy costs a step, each step, each tenth step and never, with the A/A band; and with ``--failure-every``,
 the minutes for ``--steps`` steps when a rank dies that often.
 """
@@ -19,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -27,6 +29,13 @@ from measure import compare, compile_bytecode, machine
 
 RANKS = 2
 LONG_S = 900.0
+# Memory in huge pages that is kept once it is freed, for both: on a virtual machine, page faults are else most of a large step.
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "THP_MEM_ALLOC_ENABLE": "1",
+    "MALLOC_MMAP_THRESHOLD_": str(2**32),
+    "MALLOC_TRIM_THRESHOLD_": str(2**34),
+}
 
 COMMON = """
 import json, os, sys, time
@@ -168,6 +177,13 @@ class Job:
         rows = [line.split() for line in path.read_text().splitlines()] if path.exists() else []
         return [(int(row[0]), int(row[1]), float(row[2])) for row in rows if len(row) == 3]
 
+    def undisturbed_steps(self) -> list[float]:
+        """Return the seconds between two losses of one start, from its second loss on."""
+        times: dict[int, list[float]] = {}
+        for restart, _, at in self.losses():
+            times.setdefault(restart, []).append(at)
+        return [after - before for own in times.values() for before, after in pairwise(own[1:])]
+
     def await_loss(self, restart: int, count: int = 1) -> tuple[int, float]:
         """Wait until a start, or a later one, has told some losses. Return its number and the time of the last one of them.
 
@@ -209,7 +225,7 @@ def start(folder: Path, name: str, settings: Sequence[float], launcher: str | No
     (folder / "loop.py").write_text(SCRIPTS[name])
     command = [sys.executable, *LAUNCHERS[launcher or name], "loop.py", json.dumps(settings)]
     with (folder / "out").open("wb") as out:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        environment = {**os.environ, **ENVIRONMENT}
         return Job(folder=folder, process=subprocess.Popen(command, cwd=folder, stdout=out, stderr=out, env=environment))
 
 
@@ -220,6 +236,7 @@ def percentile(values: Sequence[float], share: float) -> float:
 def kill_to_next_loss(folder: Path, args: argparse.Namespace) -> None:
     """Kill ranks of both in turn, and print the seconds to the next loss. Both jobs run only one at a time."""
     seconds: dict[str, list[float]] = {name: [] for name in LAUNCHERS}
+    steps: dict[str, list[float]] = {name: [] for name in LAUNCHERS}
     chance = random.Random(args.seed)
     for block in range(-(-args.kills // args.block)):
         for name in chance.sample(list(LAUNCHERS), k=len(LAUNCHERS)):
@@ -231,11 +248,11 @@ def kill_to_next_loss(folder: Path, args: argparse.Namespace) -> None:
                 died_at = job.kill_a_rank(chance)
                 seconds[name].append(job.await_loss(restart + 1)[1] - died_at)
                 print(f"  {name} {seconds[name][-1]:.2f} s", flush=True)
+            steps[name] += job.undisturbed_steps()
             job.end()
     for name, values in seconds.items():
-        print(
-            f"{name}: kill to next loss p50 {median(values):.2f} s, p95 {percentile(values, 0.95):.2f} s, {len(values)} kills"
-        )
+        p50, p95, undisturbed = median(values), percentile(values, 0.95), median(steps[name])
+        print(f"{name}: kill to next loss p50 {p50:.2f} s, p95 {p95:.2f} s, {len(values)} kills; a step {undisturbed:.2f} s")
     ratios = [percentile(seconds["dtrain"], share) / percentile(seconds["torchrun"], share) for share in (0.5, 0.95)]
     print(f"dtrain / torchrun: p50 {ratios[0]:.3f}, p95 {ratios[1]:.3f}")
     print_parts(folder, args.timeline)
