@@ -1,7 +1,10 @@
 """From the death of a rank to the next loss, with steps in memory, beside torchrun with DCP in the same run.
 
 ``python benchmarks/recovery.py --kills 8`` kills a random rank of two again and again, of dtrain and of torchrun in turn, and
-prints the seconds to the next loss (p50, p95) with the parts of dtrain's; ``--width 4096 --layers 6`` makes 1.2 GB of state.
+prints the seconds to the next loss (p50, p95), which include a step, those of an undisturbed step, and the parts of dtrain's
+recovery; ``--width 4096 --layers 6`` makes 1.2 GB of state. With torchft installed (0.2.0 was), two replicas of it take their
+turn, too: the one that is left goes on alone, and the dead one joins later.
+
 Then it prints what a copy costs a step, each step, each tenth step and never, with the A/A band; and with ``--failure-every``,
 the minutes for ``--steps`` steps when a rank dies that often.
 """
@@ -9,6 +12,7 @@ the minutes for ``--steps`` steps when a rank dies that often.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import random
@@ -17,22 +21,31 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from measure import compare, compile_bytecode, machine
 
 RANKS = 2
+TORCHFT = importlib.util.find_spec("torchft") is not None
 LONG_S = 900.0
+# Memory in huge pages that is kept once it is freed, for both: on a virtual machine, page faults are else most of a large step.
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "THP_MEM_ALLOC_ENABLE": "1",
+    "MALLOC_MMAP_THRESHOLD_": str(2**32),
+    "MALLOC_TRIM_THRESHOLD_": str(2**34),
+}
 
 COMMON = """
 import json, os, sys, time
 from pathlib import Path
 
-rank, restart = int(os.environ["RANK"]), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+rank, restart = int(os.environ.get("REPLICA", os.environ["RANK"])), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 width, layers, steps, every, pause_s = json.loads(sys.argv[1])
 Path(f"pid-{rank}.new").write_text(f"{os.getpid()} {restart}")
 os.replace(f"pid-{rank}.new", f"pid-{rank}")
@@ -45,10 +58,10 @@ def build():
     return nn.Sequential(*[nn.Linear(width, width) for _ in range(layers)])
 
 
-def tell(step):
-    if rank == 0:
+def tell(step, members=0):
+    if rank == 0 or members:
         with open("losses", "a") as file:
-            file.write(f"{restart} {step} {time.monotonic()}\\n")
+            file.write(f"{restart} {step} {time.monotonic()} {rank} {members}\\n")
     time.sleep(pause_s)
 """
 
@@ -116,6 +129,58 @@ dist.destroy_process_group()
 """
 )
 
+REPLICAS = (
+    COMMON
+    + """
+from datetime import timedelta
+from torchft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
+
+model = build()
+moments = torch.optim.AdamW(model.parameters(), lr=1e-4)
+
+
+def stored():
+    return {"weights": model.state_dict(), "moments": moments.state_dict()}
+
+
+def load(content):
+    model.load_state_dict(content["weights"])
+    moments.load_state_dict(content["moments"])
+
+
+wait = timedelta(seconds=60)
+manager = Manager(ProcessGroupGloo(wait), load, stored, min_replica_size=1, timeout=wait, replica_id=f"{rank}-")
+model_of_all, optimizer = DistributedDataParallel(manager, model), Optimizer(manager, moments)
+batches = torch.randn(64, width).split(2)
+while (done := manager.current_step()) < steps:
+    optimizer.zero_grad()
+    model_of_all(batches[(done + rank) % len(batches)]).square().mean().backward()
+    optimizer.step()
+    if manager.current_step() > done:
+        tell(manager.current_step(), manager.num_participants())
+manager.shutdown()
+"""
+)
+
+# Each replica is a job of torchrun with one rank, and a server tells them who takes part in a step.
+START_REPLICAS = f"""
+import os, signal, subprocess, sys
+from torchft.coordination import LighthouseServer
+
+server = LighthouseServer(bind="[::]:0", min_replicas=1, join_timeout_ms=100, quorum_tick_ms=50)
+torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1", "--max-restarts", "100", "--standalone"]
+replicas = [
+    subprocess.Popen(
+        [*torchrun, *sys.argv[1:]], env={{**os.environ, "REPLICA": str(number), "TORCHFT_LIGHTHOUSE": server.address()}}
+    )
+    for number in range({RANKS})
+]
+signal.signal(signal.SIGTERM, lambda *_: [replica.terminate() for replica in replicas])
+codes = [replica.wait() for replica in replicas]
+server.shutdown()
+sys.exit(any(codes))
+"""
+
 STEADY = (
     COMMON
     + """
@@ -155,6 +220,15 @@ with dt.init_dist() as info:
 )
 
 
+class Loss(NamedTuple):
+    """What a job tells of a step: restart of the rank, time, rank, and of torchft how many replicas took part."""
+
+    restart: int
+    at: float
+    rank: int
+    members: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     """A running job, and the folder that it runs in."""
@@ -162,35 +236,38 @@ class Job:
     folder: Path
     process: subprocess.Popen[bytes]
 
-    def losses(self) -> list[tuple[int, int, float]]:
-        """Return restart, step and time of each loss."""
+    def losses(self) -> list[Loss]:
         path = self.folder / "losses"
         rows = [line.split() for line in path.read_text().splitlines()] if path.exists() else []
-        return [(int(row[0]), int(row[1]), float(row[2])) for row in rows if len(row) == 3]
+        return [Loss(int(row[0]), float(row[2]), int(row[3]), int(row[4])) for row in rows if len(row) == 5]
 
-    def await_loss(self, restart: int, count: int = 1) -> tuple[int, float]:
-        """Wait until a start, or a later one, has told some losses. Return its number and the time of the last one of them.
+    def undisturbed_steps(self) -> list[float]:
+        """Return the seconds between two losses of one start, from its second loss on."""
+        times: dict[int, list[float]] = {}
+        for loss in self.losses():
+            if loss.rank == 0:
+                times.setdefault(loss.restart, []).append(loss.at)
+        return [after - before for own in times.values() for before, after in pairwise(own[1:])]
 
-        A restart may fail by itself, as torchrun's sometimes does, and be followed by another one.
-        """
+    def await_loss(self, counts: Callable[[Loss], bool], number: int = 1) -> float:
+        """Wait for some losses that count, and return the time of the last one of them."""
         deadline = time.monotonic() + LONG_S
         while time.monotonic() < deadline:
-            losses = self.losses()
-            newest = max((number for number, _, _ in losses), default=0)
-            times = [at for number, _, at in losses if number == newest]
-            if newest >= restart and len(times) >= count:
-                return newest, times[count - 1]
+            times = [loss.at for loss in self.losses() if counts(loss)]
+            if len(times) >= number:
+                return times[number - 1]
             if self.process.poll() is not None:
                 break
             time.sleep(0.005)
         raise RuntimeError((self.folder / "out").read_text()[-3000:])
 
-    def kill_a_rank(self, chance: random.Random) -> float:
-        """Kill a random rank, and return the time."""
-        pid = int((self.folder / f"pid-{chance.randrange(RANKS)}").read_text().split()[0])
+    def kill_a_rank(self, chance: random.Random) -> tuple[int, int, float]:
+        """Kill a random rank, and return its number, that of its start, and the time."""
+        rank = chance.randrange(RANKS)
+        pid, restart = map(int, (self.folder / f"pid-{rank}").read_text().split())
         at = time.monotonic()
         os.kill(pid, signal.SIGKILL)
-        return at
+        return rank, restart, at
 
     def end(self) -> None:
         self.process.terminate()
@@ -200,8 +277,9 @@ class Job:
 LAUNCHERS = {
     "dtrain": ["-m", "dtrain", "launch", "-n", str(RANKS), "--max-restarts", "100"],
     "torchrun": ["-m", "torch.distributed.run", "--nproc-per-node", str(RANKS), "--max-restarts", "100", "--standalone"],
+    **({"torchft": ["-c", START_REPLICAS]} if TORCHFT else {}),
 }
-SCRIPTS = {"dtrain": DTRAIN, "torchrun": TORCHRUN, "steady": STEADY}
+SCRIPTS = {"dtrain": DTRAIN, "torchrun": TORCHRUN, "torchft": REPLICAS, "steady": STEADY}
 
 
 def start(folder: Path, name: str, settings: Sequence[float], launcher: str | None = None) -> Job:
@@ -209,7 +287,7 @@ def start(folder: Path, name: str, settings: Sequence[float], launcher: str | No
     (folder / "loop.py").write_text(SCRIPTS[name])
     command = [sys.executable, *LAUNCHERS[launcher or name], "loop.py", json.dumps(settings)]
     with (folder / "out").open("wb") as out:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        environment = {**os.environ, **ENVIRONMENT}
         return Job(folder=folder, process=subprocess.Popen(command, cwd=folder, stdout=out, stderr=out, env=environment))
 
 
@@ -218,27 +296,41 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 def kill_to_next_loss(folder: Path, args: argparse.Namespace) -> None:
-    """Kill ranks of both in turn, and print the seconds to the next loss. Both jobs run only one at a time."""
-    seconds: dict[str, list[float]] = {name: [] for name in LAUNCHERS}
+    """Kill ranks of all in turn, and print the seconds to the next loss. Only one job runs at a time."""
+    names = [*LAUNCHERS, *(["torchft, both replicas"] if TORCHFT else [])]
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    steps: dict[str, list[float]] = {name: [] for name in names}
     chance = random.Random(args.seed)
     for block in range(-(-args.kills // args.block)):
         for name in chance.sample(list(LAUNCHERS), k=len(LAUNCHERS)):
             # Without an end of its own.
             job = start(folder / f"{name}-{block}", name, [args.width, args.layers, 10**6, args.every, args.pause])
             for _ in range(min(args.block, args.kills - block * args.block)):
-                restart, _ = job.await_loss(0, 2 * args.every + 1)
-                time.sleep(chance.uniform(args.settle, args.settle + 0.5))
-                died_at = job.kill_a_rank(chance)
-                seconds[name].append(job.await_loss(restart + 1)[1] - died_at)
-                print(f"  {name} {seconds[name][-1]:.2f} s", flush=True)
+                for key, value in kill_once(job, name, chance, args).items():
+                    seconds[key].append(value)
+                    print(f"  {key} {value:.2f} s", flush=True)
+            steps[name] += job.undisturbed_steps()
             job.end()
     for name, values in seconds.items():
-        print(
-            f"{name}: kill to next loss p50 {median(values):.2f} s, p95 {percentile(values, 0.95):.2f} s, {len(values)} kills"
-        )
+        p50, p95 = median(values), percentile(values, 0.95)
+        step = f"; a step {median(steps[name]):.2f} s" if steps[name] else ""
+        print(f"{name}: kill to next loss p50 {p50:.2f} s, p95 {p95:.2f} s, {len(values)} kills{step}")
     ratios = [percentile(seconds["dtrain"], share) / percentile(seconds["torchrun"], share) for share in (0.5, 0.95)]
     print(f"dtrain / torchrun: p50 {ratios[0]:.3f}, p95 {ratios[1]:.3f}")
     print_parts(folder, args.timeline)
+
+
+def kill_once(job: Job, name: str, chance: random.Random, args: argparse.Namespace) -> dict[str, float]:
+    """Let a job train, kill a rank, and return the seconds to the next loss; of torchft to that of one replica, and of both."""
+    begun, members = time.monotonic(), RANKS if name == "torchft" else 0
+    job.await_loss(lambda loss: loss.at > begun and loss.members == members, 2 * args.every + 1)
+    time.sleep(chance.uniform(args.settle, args.settle + 0.5))
+    rank, restart, died_at = job.kill_a_rank(chance)
+    if name != "torchft":
+        return {name: job.await_loss(lambda loss: loss.restart > restart) - died_at}
+    alone = job.await_loss(lambda loss: loss.at > died_at and loss.rank != rank and loss.members == 1)
+    both = job.await_loss(lambda loss: loss.rank == rank and loss.restart > restart and loss.members == RANKS)
+    return {"torchft": alone - died_at, "torchft, both replicas": both - died_at}
 
 
 def print_parts(folder: Path, timeline: Path | None) -> None:

@@ -1,6 +1,7 @@
 """SIGKILLs at random moments of jobs that keep their steps in memory: ``python memory_kills.py --kills 500 --seconds 1200``.
 
-Three ranks of ``dtrain launch --max-restarts`` train a small model, copy each second step into memory, and save each sixth one.
+Three ranks of ``dtrain launch --max-restarts`` train a small model (``--large``: two ranks and 1.2 GB of state), copy each
+second step into memory, and save each sixth one.
 One rank or several are killed while they train, copy, save or start, or after a bit of the step in memory was flipped. Each
 logged loss, each sample and the final weights must be those of the undisturbed run, no death may cost more than the interval of
 the copies (after a flip: nothing that is on disk), and at the end the memory is given back.
@@ -9,6 +10,7 @@ the copies (after a flip: nothing that is on disk), and at the end the memory is
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import random
@@ -23,18 +25,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-RANKS, STEPS = 3, 48
+STEPS = 48
 KEPT_EVERY, SAVED_EVERY = 2, 6
 KINDS = ("one rank", "several ranks", "during a copy", "during a save", "during a restart", "after a flipped bit")
 PHASES = {"one rank": b"t", "several ranks": b"t", "during a copy": b"c", "during a save": b"s", "during a restart": b"r"}
-LONG_S = 300.0
+LONG_S = 900.0
 MOST = 16  # kills of one job: it must end
 
 LOOP = f"""
-import json, os, signal, sys, time
+import hashlib, json, os, sys
 from pathlib import Path
 
 rank, restart = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+width, layers = int(sys.argv[1]), int(sys.argv[2])
 status = os.open("status", os.O_RDWR | os.O_CREAT)
 
 
@@ -53,7 +56,9 @@ with dt.init_dist() as info:
     Path(f"memory-{{rank}}").write_text(os.environ["DTRAIN_MEMORY_FOLDER"])
     mesh = dt.build_mesh()
     dt.seed_all(0)
-    model = dt.shard_model(nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.1), nn.Tanh(), nn.Linear(16, 1)), mesh)
+    middle = [nn.Linear(width, width) for _ in range(layers)]
+    model = nn.Sequential(nn.Linear(8, width), nn.Dropout(0.1), nn.Tanh(), *middle, nn.Linear(width, 1))
+    model = dt.shard_model(model, mesh, blocks=(nn.Linear,))
     data = torch.utils.data.TensorDataset(torch.arange(96), torch.randn(96, 8, generator=torch.Generator().manual_seed(1)))
     loader = dt.build_loader(data, mesh=mesh, global_batch_size=6, seed=0)
     step = dt.compose_step(lambda model, batch: dt.sum_loss(model(batch[1]).square().sum(1)))
@@ -75,14 +80,28 @@ with dt.init_dist() as info:
     checkpoints.save(state)
     weights = torch.cat([param.full_tensor().detach().flatten() for param in model.parameters()])
     if info.is_main:
-        Path("weights").write_text(weights.numpy().tobytes().hex())
+        Path("weights").write_text(hashlib.sha256(weights.numpy()).hexdigest())
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Truth:
-    """The undisturbed run: loss and samples by rank and step, and the final weights."""
+class Size:
+    """Number of ranks, and width and number of the layers between the first and the last."""
 
+    ranks: int
+    width: int
+    layers: int
+
+
+SMALL = Size(ranks=3, width=16, layers=0)
+LARGE = Size(ranks=2, width=4096, layers=3)  # 50 million weights of 8 bytes, and Adam's two moments
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Truth:
+    """The undisturbed run: its size, loss and samples by rank and step, and a hash of the final weights."""
+
+    size: Size
     lines: dict[tuple[int, int], tuple[str, list[int]]]
     weights: str
 
@@ -107,6 +126,7 @@ class Job:
 
     folder: Path
     process: subprocess.Popen[bytes]
+    ranks: int
 
     def phases(self) -> list[tuple[bytes, int, int]]:
         """Return phase, pid and restart of each rank that has begun."""
@@ -130,33 +150,35 @@ class Job:
         deadline = time.monotonic() + LONG_S
         while self.process.poll() is None and time.monotonic() < deadline:
             rows = self.phases()
-            in_phase = len(rows) == RANKS and any(row[0] == phase and row[2] == restart for row in rows)
+            in_phase = len(rows) == self.ranks and any(row[0] == phase and row[2] == restart for row in rows)
             if in_phase and (phase == b"r" or self.last_step() >= after_step):
                 return [row for row in rows if row[2] == restart]
             time.sleep(0.0005)
         return []
 
 
-def start(folder: Path) -> Job:
+def start(folder: Path, size: Size) -> Job:
     (folder / "loop.py").write_text(LOOP)
-    command = [sys.executable, "-m", "dtrain", "launch", "-n", str(RANKS), "--max-restarts", "100", "loop.py"]
+    ranks, width, layers = map(str, dataclasses.astuple(size))
+    command = [sys.executable, "-m", "dtrain", "launch", "-n", ranks, "--max-restarts", "100", "loop.py", width, layers]
     with (folder / "out").open("wb") as out:
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        return Job(folder=folder, process=subprocess.Popen(command, cwd=folder, stdout=out, stderr=out, env=environment))
+        process = subprocess.Popen(command, cwd=folder, stdout=out, stderr=out, env=environment)
+    return Job(folder=folder, process=process, ranks=size.ranks)
 
 
-def undisturbed() -> Truth:
+def undisturbed(size: Size) -> Truth:
     with tempfile.TemporaryDirectory() as name:
-        job = start(Path(name))
+        job = start(Path(name), size)
         if job.process.wait(LONG_S) != 0:
             raise RuntimeError((job.folder / "out").read_text())
-        lines = {(rank, step): (loss, samples) for rank, _, step, loss, samples in read_logs(job.folder)}
-        return Truth(lines=lines, weights=(job.folder / "weights").read_text())
+        lines = {(rank, step): (loss, samples) for rank, _, step, loss, samples in read_logs(job.folder, size.ranks)}
+        return Truth(size=size, lines=lines, weights=(job.folder / "weights").read_text())
 
 
-def read_logs(folder: Path) -> Iterator[tuple[int, int, int, str, list[int]]]:
+def read_logs(folder: Path, ranks: int) -> Iterator[tuple[int, int, int, str, list[int]]]:
     """Yield rank, restart, step, loss and samples of each logged step."""
-    for rank in range(RANKS):
+    for rank in range(ranks):
         path = folder / f"log-{rank}"
         for line in path.read_text().splitlines() if path.exists() else ():
             restart, step, loss, samples = json.loads(line)
@@ -166,7 +188,7 @@ def read_logs(folder: Path) -> Iterator[tuple[int, int, int, str, list[int]]]:
 def kill_in_one_job(truth: Truth, kinds: list[str], chance: random.Random, tally: Tally) -> None:
     """Run one job, kill its ranks in these ways until it ends, and check it. Mutates: ``tally``."""
     with tempfile.TemporaryDirectory() as name:
-        job = start(Path(name))
+        job = start(Path(name), truth.size)
         made: list[str] = []
         on_disk: list[int | None] = []
         after_step = KEPT_EVERY
@@ -237,7 +259,7 @@ def problems_of(folder: Path, code: int, truth: Truth, on_disk: list[int | None]
     if (folder / "weights").read_text() != truth.weights:
         yield "other weights at the end"
     steps: dict[int, set[int]] = {}
-    for rank, restart, step, loss, samples in read_logs(folder):
+    for rank, restart, step, loss, samples in read_logs(folder, truth.size.ranks):
         steps.setdefault(restart, set()).add(step)
         if (loss, samples) != truth.lines[rank, step]:
             yield f"rank {rank} differs at step {step} after {restart} restarts"
@@ -261,9 +283,9 @@ def problems_of(folder: Path, code: int, truth: Truth, on_disk: list[int | None]
         yield "memory was not given back"
 
 
-def draw(count: int, seed: int, *, seconds: float = 1e9, report: Any = None) -> Tally:
+def draw(count: int, seed: int, *, size: Size = SMALL, seconds: float = 1e9, report: Any = None) -> Tally:
     """Kill about ``count`` times, each kind in turn in a random order, within some seconds."""
-    chance, tally, truth = random.Random(seed), Tally(), undisturbed()
+    chance, tally, truth = random.Random(seed), Tally(), undisturbed(size)
     deadline = time.monotonic() + seconds
     while tally.count < count and time.monotonic() < deadline:
         kinds = [kind for _ in range(MOST // len(KINDS) + 1) for kind in chance.sample(KINDS, k=len(KINDS))]
@@ -282,6 +304,7 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=500)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=1200.0)
+    parser.add_argument("--large", action="store_true", help="two ranks and 1.2 GB of state")
     args = parser.parse_args()
 
     def report(tally: Tally) -> None:
@@ -289,7 +312,7 @@ def main() -> None:
         for problem in tally.wrong:
             print(f"  {problem}", flush=True)
 
-    draw(args.kills, args.seed, seconds=args.seconds, report=report)
+    draw(args.kills, args.seed, size=LARGE if args.large else SMALL, seconds=args.seconds, report=report)
 
 
 if __name__ == "__main__":
