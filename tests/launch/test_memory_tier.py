@@ -12,6 +12,7 @@ import pytest
 from dtrain.checkpoint.memory_tier import check_free_memory
 from dtrain.errors import CheckpointError
 from dtrain.launch import launch_dir
+from jobs import Job
 
 LOOP = """
     import json, os, signal, sys
@@ -30,7 +31,7 @@ LOOP = """
         dt.seed_all(0)
         model = dt.shard_model(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)), mesh)
         data = torch.utils.data.TensorDataset(torch.randn(48, 8, generator=torch.Generator().manual_seed(1)))
-        loader = dt.build_loader(data, mesh=mesh, global_batch_size=4, seed=0)
+        loader = dt.build_loader(data, mesh=mesh, global_batch_size=12, seed=0)
         step = dt.compose_step(lambda model, batch: dt.sum_loss(model(batch[0]).square().sum(1)))
         checkpoints = dt.Checkpointer("ckpt", memory_every=None if MODE == "none" else "1ba")
         state = step.init(model, torch.optim.AdamW(model.parameters(), lr=0.01), loader=loader)
@@ -75,19 +76,24 @@ def memory_folder(folder: Path) -> Path:
 
 @pytest.fixture
 def undisturbed(run, tmp_path):
-    """Losses and weights of a run that nothing disturbs."""
-    result = run(loop(), "[]", "none")
-    assert result.code == 0, result.err
-    found = dict(losses(tmp_path)[0]), (tmp_path / "weights.txt").read_text()
-    for name in ("losses.jsonl", "weights.txt"):
-        (tmp_path / name).unlink()
-    for path in sorted((tmp_path / "ckpt").rglob("*"), reverse=True):
-        path.rmdir() if path.is_dir() else path.unlink()
-    return found
+    """``undisturbed(ranks)`` returns losses and weights of a run that nothing disturbs, and removes its files."""
+
+    def run_undisturbed(ranks: int = 2) -> tuple[dict[int, float], str]:
+        result = run(loop(), "[]", "none", n=ranks)
+        assert result.code == 0, result.err
+        found = dict(losses(tmp_path)[0]), (tmp_path / "weights.txt").read_text()
+        for name in ("losses.jsonl", "weights.txt"):
+            (tmp_path / name).unlink()
+        for path in sorted((tmp_path / "ckpt").rglob("*"), reverse=True):
+            path.rmdir() if path.is_dir() else path.unlink()
+        return found
+
+    return run_undisturbed
 
 
 @pytest.mark.costly
 def test_a_restarted_job_loses_no_step_that_is_in_memory(run, tmp_path, undisturbed):
+    expected, weights = undisturbed()
     result = run(loop(), "[[0, 3, 1], [1, 8, 0]]", options=["--max-restarts", "3"])
     assert result.code == 0, result.err
     starts = losses(tmp_path)
@@ -96,7 +102,6 @@ def test_a_restarted_job_loses_no_step_that_is_in_memory(run, tmp_path, undistur
         [4, 5, 6, 7, 8],
         [9, 10, 11, 12],
     ]
-    expected, weights = undisturbed
     assert {step: loss for steps in starts.values() for step, loss in steps} == expected
     assert (tmp_path / "weights.txt").read_text() == weights
     assert "loaded /dev/shm/dtrain-" in result.err
@@ -118,53 +123,56 @@ FLIPS_A_BIT = """
 @pytest.mark.costly
 @pytest.mark.parametrize(("died_at", "from_disk"), [(8, 5), (3, 0)], ids=["disk", "nothing"])
 def test_a_flipped_bit_in_memory_is_found_and_the_disk_is_used(run, tmp_path, undisturbed, died_at, from_disk):
+    expected, weights = undisturbed()
     result = run(loop(FLIPS_A_BIT.strip()), f"[[0, {died_at}, 0]]", options=["--max-restarts", "1"])
     assert result.code == 0, result.err
     starts = losses(tmp_path)
     assert [step for step, _ in starts[1]] == list(range(from_disk + 1, 13))
     assert "in memory is corrupt" in result.err
-    expected, weights = undisturbed
     assert dict(starts[1]) == {step: loss for step, loss in expected.items() if step > from_disk}
     assert (tmp_path / "weights.txt").read_text() == weights
 
 
-def place(port: int, node: int) -> list[str]:
-    return ["--nnodes", "2", "--node-rank", str(node), "--master-addr", "127.0.0.1", "--master-port", str(port)]
+def place(port: int, node: int, nodes: int | str = 2) -> list[str]:
+    return ["--nnodes", str(nodes), "--node-rank", str(node), "--master-addr", "127.0.0.1", "--master-port", str(port)]
 
 
 @pytest.mark.costly
 def test_a_rank_that_dies_on_one_of_two_nodes_costs_no_step(start, port, tmp_path, undisturbed):
+    expected, weights = undisturbed()
     options = ["--max-restarts", "2"]
     jobs = [start(loop(), "[[0, 8, 1]]", n=1, options=[*place(port, node), *options]) for node in range(2)]
     results = [job.wait() for job in jobs]
     assert [result.code for result in results] == [0, 0], results
     starts = losses(tmp_path)
     assert [step for step, _ in starts[1]] == [9, 10, 11, 12]
-    expected, weights = undisturbed
     assert {step: loss for steps in starts.values() for step, loss in steps} == expected
     assert (tmp_path / "weights.txt").read_text() == weights
     assert "loaded /dev/shm/dtrain-" in results[0].err
 
 
 @pytest.mark.costly
-@pytest.mark.parametrize("lost", [0, 1])
-def test_the_step_of_a_lost_node_comes_from_the_memory_of_the_other_node(start, port, tmp_path, undisturbed, lost):
+@pytest.mark.parametrize(("nodes", "lost"), [(2, 0), (3, 1), pytest.param(4, 3, marks=pytest.mark.slow)])
+def test_the_step_of_a_lost_node_comes_from_the_memory_of_the_others(start, port, tmp_path, undisturbed, nodes, lost):
+    expected, weights = undisturbed(nodes)
     waits = "Path(f'ready-{info.rank}').write_text('ready'); import time; time.sleep(600)"
-    options = ["--max-restarts", "2"]
-    deaths = "[[0, 8, 0], [0, 8, 1]]"
-    jobs = [start(loop(waits), deaths, n=1, options=[*place(port, node), *options]) for node in range(2)]
-    jobs[0].wait_for("ready-0", "ready-1")
+    deaths = json.dumps([[0, 8, rank] for rank in range(nodes)])
+
+    def launch(node: int) -> Job:
+        return start(loop(waits), deaths, n=1, options=[*place(port, node, nodes), "--max-restarts", "2"])
+
+    jobs = [launch(node) for node in range(nodes)]
+    jobs[0].wait_for(*(f"ready-{rank}" for rank in range(nodes)))
     os.kill(jobs[lost].pid, signal.SIGKILL)
     jobs[lost].wait()
     jobs[lost].wait_until_gone()
-    jobs[lost] = start(loop(waits), deaths, n=1, options=[*place(port, lost), *options])
+    jobs[lost] = launch(lost)
     results = [job.wait() for job in jobs]
-    assert [result.code for result in results] == [0, 0], results
+    assert [result.code for result in results] == [0] * nodes, results
     starts = losses(tmp_path)
-    # The copy of step 8 may not have been complete.
+    # The copy of step 8 may not have been complete. The disk had step 5.
     assert [step for step, _ in starts[1]][-4:] == [9, 10, 11, 12]
     assert len(starts[1]) in (4, 5)
-    expected, weights = undisturbed
     assert dict(starts[1]) == {step: expected[step] for step in dict(starts[1])}
     assert (tmp_path / "weights.txt").read_text() == weights
     assert "loaded /dev/shm/dtrain-" in results[0].err
