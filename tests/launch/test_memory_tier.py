@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import struct
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,9 @@ import pytest
 from dtrain.checkpoint.memory_tier import check_free_memory
 from dtrain.errors import CheckpointError
 from dtrain.launch import launch_dir
-from jobs import Job
+from jobs import Job, wait_until
 
+SLOW = pytest.mark.slow
 LOOP = """
     import json, os, signal, sys
     from pathlib import Path
@@ -41,7 +43,7 @@ LOOP = """
             loss = dt.reduce_metrics(metrics)["loss"]
             if info.rank == 0:
                 with open("losses.jsonl", "a") as file:
-                    file.write(json.dumps([restart, state.step, loss]) + "\\n")
+                    file.write(json.dumps([restart, state.step, loss, info.world_size]) + "\\n")
             if state.crossed("5ba"):
                 checkpoints.save(state)
             kept = checkpoints.keep(state)
@@ -64,9 +66,19 @@ def losses(folder: Path) -> dict[int, list[tuple[int, float]]]:
     """Return the steps and losses of each start."""
     starts: dict[int, list[tuple[int, float]]] = {}
     for line in (folder / "losses.jsonl").read_text().splitlines():
-        restart, step, loss = json.loads(line)
+        restart, step, loss, _ = json.loads(line)
         starts.setdefault(restart, []).append((step, loss))
     return starts
+
+
+def world_sizes(folder: Path) -> list[int]:
+    """Return the number of ranks of each start."""
+    lines = map(json.loads, (folder / "losses.jsonl").read_text().splitlines())
+    return list({restart: world_size for restart, _, _, world_size in lines}.values())
+
+
+def numbers(weights: str) -> tuple[float, ...]:
+    return struct.unpack(f"{len(weights) // 16}d", bytes.fromhex(weights))
 
 
 def memory_folder(folder: Path) -> Path:
@@ -152,7 +164,7 @@ def test_a_rank_that_dies_on_one_of_two_nodes_costs_no_step(start, port, tmp_pat
 
 
 @pytest.mark.costly
-@pytest.mark.parametrize(("nodes", "lost"), [(2, 0), (3, 1), pytest.param(4, 3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("nodes", "lost"), [(2, 0), (3, 1), pytest.param(4, 3, marks=SLOW)])
 def test_the_step_of_a_lost_node_comes_from_the_memory_of_the_others(start, port, tmp_path, undisturbed, nodes, lost):
     expected, weights = undisturbed(nodes)
     waits = "Path(f'ready-{info.rank}').write_text('ready'); import time; time.sleep(600)"
@@ -176,6 +188,51 @@ def test_the_step_of_a_lost_node_comes_from_the_memory_of_the_others(start, port
     assert dict(starts[1]) == {step: expected[step] for step in dict(starts[1])}
     assert (tmp_path / "weights.txt").read_text() == weights
     assert "loaded /dev/shm/dtrain-" in results[0].err
+
+
+FEWER = """
+                Path(f"ready-{info.rank}").write_text("ready")
+                import time
+                while restart == 0 or not Path("return").exists():
+                    time.sleep(0.01)
+"""
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize(("nodes", "lost"), [(3, 1), pytest.param(2, 1, marks=SLOW), pytest.param(4, 2, marks=SLOW)])
+def test_a_job_goes_on_with_fewer_nodes_and_takes_back_the_lost_one(start, port, tmp_path, undisturbed, nodes, lost):
+    expected, weights = undisturbed(nodes)
+    deaths = json.dumps([[0, 8, rank] for rank in range(nodes)] + [[1, 9, 0]])
+
+    def launch(node: int, **settings: object) -> Job:
+        where = place(port, node, f"{nodes - 1}:{nodes}")
+        return start(loop(FEWER.strip()), deaths, n=1, options=[*where, "--max-restarts", "3", *timeout], **settings)
+
+    timeout = ["--replace-timeout", "1"]
+    with open(tmp_path / "err-0", "w") as err:
+        jobs = [launch(node, **({"stderr": err} if node == 0 else {})) for node in range(nodes)]
+    jobs[0].wait_for(*(f"ready-{rank}" for rank in range(nodes)))
+    os.kill(jobs[lost].pid, signal.SIGKILL)
+    jobs[lost].wait()
+    jobs[lost].wait_until_gone()
+    wait_until(lambda: 1 in losses(tmp_path))
+    jobs[lost] = launch(lost)
+    wait_until(lambda: "it joins at the next restart" in (tmp_path / "err-0").read_text())
+    (tmp_path / "return").touch()
+    results = [job.wait() for job in jobs]
+    said = (tmp_path / "err-0").read_text()
+    assert [result.code for result in results] == [0] * nodes, (said, results)
+    starts = losses(tmp_path)
+    # The copy of step 8 may not have been complete. The disk had step 5.
+    assert [step for step, _ in starts[1]] in ([9], [8, 9])
+    assert [step for step, _ in starts[2]] in ([10, 11, 12], [9, 10, 11, 12])
+    assert world_sizes(tmp_path) == [nodes, nodes - 1, nodes]
+    for steps in starts.values():
+        for step, loss in steps:
+            assert loss == pytest.approx(expected[step], rel=0, abs=1e-12)
+    assert numbers((tmp_path / "weights.txt").read_text()) == pytest.approx(numbers(weights), rel=0, abs=1e-12)
+    assert said.count("loaded /dev/shm/dtrain-") == 2
+    assert said.count(f"{nodes - 1} of {nodes} nodes run {nodes - 1} rank") == 1
 
 
 @pytest.mark.costly
