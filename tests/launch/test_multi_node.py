@@ -260,6 +260,30 @@ def test_launcher_takes_the_place_of_a_lost_one(start, nodes, port, lost):
     assert sorted(path.name for path in jobs[0].folder.glob("?-1")) == ["0-1", "1-1", "2-1", "3-1"]
 
 
+CANNOT_SHRINK = """
+    import os, signal, time, dtrain as dt
+    with dt.init_dist() as info:
+        dt.build_mesh(dp_replicate=3)
+        open(f"{os.environ['FOLDER']}/{info.rank}", "w").write("ready")
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        time.sleep(600)
+"""
+
+
+@pytest.mark.costly
+def test_a_mesh_that_fewer_nodes_cannot_fill_ends_the_job_with_one_error(start, port):
+    options = [*place(port, of="2:3"), "--max-restarts", "5", "--replace-timeout", "0", "--node-rank"]
+    jobs = [start(CANNOT_SHRINK, n=1, options=[*options, str(node)]) for node in range(3)]
+    jobs[0].wait_for("0", "1", "2")
+    os.kill(jobs[1].pid, signal.SIGKILL)
+    results = [job.wait() for job in jobs]
+    jobs[1].wait_until_gone()
+    assert [result.code for result in results] == [1, -signal.SIGKILL, 1]
+    for result in (results[0], results[2]):
+        assert result.err.count(AGAIN) == 1
+        assert len([line for line in result.summary if "world_size=2 must be a multiple of 3" in line]) == 1, result.err
+
+
 @pytest.mark.costly
 def test_stopped_job_does_not_start_again(nodes):
     jobs = nodes(RESTARTS.replace('rank == "3"', "False"), "0", options=["--max-restarts", "5"])
