@@ -9,6 +9,9 @@ import signal
 import time
 
 import pytest
+from torch.distributed import TCPStore
+
+from jobs import wait_until
 
 
 def place(port, *, of=2):
@@ -234,6 +237,57 @@ def test_ranks_of_all_nodes_start_again(nodes):
     assert [result.code for result in results] == [0, 0], results
     assert [result.err.count(AGAIN) for result in results] == [1, 1]
     assert [sorted(result.out.split("] ")[-1].split()) for result in results] == [["1", "attempt"]] * 2
+
+
+OLD_STORE = """
+    import os, sys, time
+    import torch.distributed as dist
+    import dtrain as dt
+
+    def seen(name):
+        while not os.path.exists(f"{os.environ['FOLDER']}/{name}"):
+            time.sleep(0.01)
+
+    port, attempt = int(os.environ["MASTER_PORT"]), os.environ["TORCHELASTIC_RESTART_COUNT"]
+    if attempt == "1":
+        assert port != int(open(f"{os.environ['FOLDER']}/port-0").read())
+        seen("old-store")
+    with dt.init_dist() as info:
+        store = dist.TCPStore(os.environ["MASTER_ADDR"], port, is_master=False, wait_for_workers=False)
+        assert not any(store.check([f"mark-{rank}"]) for rank in range(2)), "the store has keys of another attempt"
+        dt.dist.all_gather_json(info.rank)
+        store.set(f"mark-{info.rank}", attempt)
+        if info.rank == 0 and attempt == "0":
+            open(f"{os.environ['FOLDER']}/port-0", "w").write(str(port))
+            raise ValueError("disk on fire")
+        print("done", dt.dist.all_gather_json(info.rank))
+"""
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize("count", [1, 2])
+def test_store_of_an_ending_attempt_cannot_serve_the_next_one(start, port, count):
+    options = ["--max-restarts", "1"]
+    jobs = [
+        start(OLD_STORE, n=2 // count, options=[*options, *(place(port) if count == 2 else ()), "--node-rank", str(node)])
+        for node in range(count)
+    ]
+    (old_port,) = map(int, jobs[0].wait_for("port-0"))
+    stores = []
+
+    def serve_old_port() -> bool:
+        """Serve the keys of the first attempt at its address, as if its store had not ended."""
+        with contextlib.suppress(RuntimeError):
+            stores.append(TCPStore("127.0.0.1", old_port, is_master=True, wait_for_workers=False))
+        return bool(stores)
+
+    wait_until(serve_old_port)
+    stores[0].set("mark-0", "0")
+    (jobs[0].folder / "old-store").touch()
+    results = [job.wait() for job in jobs]
+    assert [result.code for result in results] == [0] * count, results
+    assert sum(result.out.count("done [0, 1]") for result in results) == 2
+    assert stores[0].num_keys() <= 2
 
 
 @pytest.mark.costly

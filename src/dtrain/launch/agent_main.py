@@ -249,6 +249,8 @@ class AgentLoop:
         interface = outgoing_interface(config.addr, config.port, fallback=config.fallback_addr)
         via = f" by interface {interface}" if interface else ""
         advice = f"Check that node 0 runs, and --master-addr and --master-port, which this node tried{via}"
+        if config.restarts:
+            advice = f"Start the line of node 0 again, on a machine with its address, which this node tried{via}"
         return f"launch: {problem}. {advice}. {INTERFACE_HINT}."
 
     def _send(self, message: Message) -> None:

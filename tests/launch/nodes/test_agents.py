@@ -237,6 +237,12 @@ def test_node_in_the_place_of_a_lost_one_joins_the_next_attempt(nodes):
     assert [(place.restarts, place.fruitless_restarts) for place in places] == [(1, 1)] * 2
 
 
+def test_lost_node_0_that_nobody_replaces_is_reported_with_what_to_do(nodes):
+    (refusal,) = nodes.wait_for(JoinRefused, nodes.start(1, timeout_s=0.5, max_restarts=2, restarts=1))
+    assert f"did not reach node 0 at 127.0.0.1:{nodes.port} in 0 s, last: connection refused" in refusal.line
+    assert "Start the line of node 0 again, on a machine with its address" in refusal.line
+
+
 ELASTIC = {"min_nodes": 2, "max_restarts": 3, "replace_timeout_s": 0.5}
 
 
@@ -281,6 +287,12 @@ def test_first_attempt_awaits_all_nodes_until_the_join_timeout(nodes):
     nodes.read(1)
     assert not any(node.said for node in started)
     assert {place.members for place in nodes.wait_for(JoinAccepted, *started)} == {(0, 1)}
+
+
+def test_node_in_the_place_of_node_0_goes_on_with_enough_nodes(nodes):
+    (third,) = restarted(nodes, 2)
+    places = nodes.wait_for(JoinAccepted, nodes.start(0, 3, **ELASTIC), third)
+    assert [(place.members, place.restarts) for place in places] == [((0, 2), 1)] * 2
 
 
 def test_too_few_nodes_end_with_one_line(nodes):
@@ -350,6 +362,23 @@ def test_nodes_must_agree_on_the_smallest_number(nodes):
     for refusal in nodes.wait_for(JoinRefused, *started):
         assert "--nnodes " in refusal.line
         assert "2:3" in refusal.line
+
+
+def test_store_of_an_ending_attempt_answers_no_node_of_the_next_one(nodes):
+    first, second = joined(nodes, 2, max_restarts=2, store_port=4321)
+    second.agent.send(RanksFailed(rank=1, code=1, line="failed", is_final=False))
+    nodes.wait_for(NodeFailed, first)
+    second.agent.close()
+    nodes.wait_until_gone(second)
+    # The store still has the answers and the failure of the attempt.
+    early = nodes.start(1, max_restarts=2, restarts=1)
+    nodes.wait(lambda: arrivals(nodes.port) == 3)
+    nodes.read(1)
+    assert not early.said
+    first.agent.close()
+    again = nodes.start(0, max_restarts=2, restarts=1, store_port=4322)
+    assert {(place.store_port, place.restarts) for place in nodes.wait_for(JoinAccepted, again, early)} == {(4322, 1)}
+    assert not early.only(NodeFailed)
 
 
 def test_second_node_of_a_rank_is_turned_away_from_a_job_with_restarts(nodes):
