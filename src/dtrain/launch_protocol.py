@@ -16,6 +16,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from dtrain.errors import ConfigError
+
 RANK, WORLD_SIZE = "RANK", "WORLD_SIZE"
 LOCAL_RANK, LOCAL_WORLD_SIZE = "LOCAL_RANK", "LOCAL_WORLD_SIZE"
 NODE_RANK = "GROUP_RANK"
@@ -97,6 +99,8 @@ class RankFailure:
     short_traceback: str = ""
     # True if the rank has printed the traceback itself.
     already_printed: bool = False
+    # True for a wrong argument, which the next attempt would pass again.
+    is_config_error: bool = False
 
     @classmethod
     def from_exception(
@@ -122,6 +126,7 @@ class RankFailure:
             in_collective=maybe_from_peer and _is_communication_error(error),
             short_traceback=short_traceback,
             already_printed=already_printed,
+            is_config_error=isinstance(error, ConfigError),
         )
 
     def write(self, path: Path) -> None:

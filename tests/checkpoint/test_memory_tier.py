@@ -106,6 +106,28 @@ def test_a_missing_part_of_a_step_is_never_guessed(alone, tmp_path, memory, on_d
     assert not kept.exists()
 
 
+def test_a_step_whose_copy_was_not_complete_gives_way_to_the_one_before(alone, tmp_path, memory):
+    step, state, loader = begin()
+    checkpoints = dt.Checkpointer(tmp_path / "ckpt", memory_every=1)
+    for batch in loader.until(3):
+        state, _ = step(state, batch)
+        assert checkpoints.keep(state)
+        if state.step == 2:
+            kept = next(memory.glob("*/step-00000002"))
+            shutil.copytree(kept, tmp_path / "aside")
+    checkpoints.close()
+    # As on the last node of a job, whose lost node had a part of the newest step.
+    shutil.move(tmp_path / "aside", kept)
+    next(memory.glob("*/step-00000003/rank-*.safetensors")).unlink()
+    step, state, loader = begin()
+    state = checkpoints.load(state)
+    assert state.step == 2
+    for batch in loader.until(4):
+        state, _ = step(state, batch)
+        assert checkpoints.keep(state)
+    assert [path.name for path in kept.parent.glob("step-*")] == ["step-00000004"]
+
+
 def test_steps_of_another_run_in_the_folder_are_not_loaded_before_those_on_disk(alone, tmp_path, memory):
     train(tmp_path, steps=3)
     # Another run has saved into the root since, as after a restart by hand from nothing.

@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from dtrain.checkpoint.node_memory import FileCopy, Holding, SpreadStep, choose_spread_step, plan_transfers
+import pytest
+
+from dtrain.checkpoint.node_memory import (
+    FileCopy,
+    Holding,
+    SpreadStep,
+    choose_spread_step,
+    plan_ring_copies,
+    plan_transfers,
+)
 
 SIZES = {"manifest.json": 1, "index.json": 2, **{f"rank-{rank:05d}.safetensors": 10 + rank for rank in range(3)}}
 
@@ -45,3 +54,27 @@ def test_a_node_gets_the_files_that_it_lacks_from_the_first_node_with_them():
         FileCopy(1, 0, "manifest.json", 1),
         FileCopy(1, 2, "manifest.json", 1),
     ]
+
+
+def test_three_nodes_copy_their_files_around_the_ring():
+    files = {f"rank-{rank:05d}.{kind}": 10 + rank for rank in range(3) for kind in ("json", "safetensors")}
+    copies = plan_ring_copies(files, [0, 1, 2])
+    assert [(copy.source, copy.target) for copy in copies] == [(0, 1), (0, 1), (1, 2), (1, 2), (2, 0), (2, 0)]
+
+
+@pytest.mark.parametrize("node_of", [[0, 1], [0, 1, 2], [0, 0, 1, 2, 2], [0, 1, 2, 3], [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]])
+def test_files_of_any_lost_node_are_on_another_one(node_of):
+    sizes = {"manifest.json": 1, "index.json": 2}
+    own = {f"rank-{rank:05d}.safetensors": 10 for rank in range(len(node_of))}
+    held = [{name for name in own if node_of[int(name[5:10])] == node} | set(sizes) for node in range(node_of[-1] + 1)]
+    for copy in plan_ring_copies(own, node_of):
+        assert copy.name in held[copy.source]
+        held[copy.target].add(copy.name)
+    steps = [Holding(step=4, serial=4, run_id="run", digest="a", sizes=sizes | own, files=sorted(names)) for names in held]
+    for lost in range(len(held)):
+        chosen = choose_spread_step([[] if node == lost else [step] for node, step in enumerate(steps)])
+        assert chosen is not None
+        # Each node that is left reads the files that it lacks.
+        for copy in plan_transfers(chosen, [own] * len(held)):
+            assert copy.name in held[copy.source]
+            assert copy.source != lost

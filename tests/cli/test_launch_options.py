@@ -202,7 +202,7 @@ REFUSED = {
     "negative base rank": ("--base-rank -2 good.py", "--base-rank must be an integer from 0 to 1000000, got -2. "),
     "port": ("--master-port 70000 good.py", "--master-port must be an integer from 1 to 65535, got 70000. "),
     "address with a port": ("--master-addr n0:29500 good.py", "--master-addr must be a host, got 'n0:29500'. "),
-    "nodes": ("--nnodes many good.py", "--nnodes must be a number, got 'many'. "),
+    "nodes": ("--nnodes many good.py", "--nnodes must be a number or MIN:MAX, got 'many'. "),
     "rank that is not there": ("-n 2 --log-ranks 0,2 good.py", "--log-ranks '0,2': there is no rank 2. "),
     "ranks in words": ("--log-ranks first good.py", "--log-ranks must be ranks as in 0,8-15"),
     "prefix": ("--prefix '{node}' good.py", "--prefix '{node}': no field {node}. "),

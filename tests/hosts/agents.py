@@ -65,6 +65,11 @@ class Nodes:
         self.wait(lambda: all(node.only(kind) for node in nodes))
         return [node.only(kind)[0] for node in nodes]
 
+    def wait_until_gone(self, *nodes: Node) -> None:
+        """Wait for the exit of agents whose connection the test has closed."""
+        for node in nodes:
+            _reap(node.agent.pid)
+
     def end(self) -> None:
         for node in self.started:
             node.agent.close()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
+import struct
 import subprocess
 import sys
 import textwrap
@@ -15,8 +17,9 @@ import pytest
 from dtrain.checkpoint.memory_tier import check_free_memory
 from dtrain.errors import CheckpointError
 from dtrain.launch import launch_dir
-from jobs import LONG_S
+from jobs import LONG_S, Job, wait_until
 
+SLOW = pytest.mark.slow
 LOOP = """
     import json, os, signal, sys
     from pathlib import Path
@@ -34,7 +37,7 @@ LOOP = """
         dt.seed_all(0)
         model = dt.shard_model(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)), mesh)
         data = torch.utils.data.TensorDataset(torch.randn(48, 8, generator=torch.Generator().manual_seed(1)))
-        loader = dt.build_loader(data, mesh=mesh, global_batch_size=4, seed=0)
+        loader = dt.build_loader(data, mesh=mesh, global_batch_size=12, seed=0)
         step = dt.compose_step(lambda model, batch: dt.sum_loss(model(batch[0]).square().sum(1)))
         checkpoints = dt.Checkpointer("ckpt", memory_every=None if MODE == "none" else "1ba")
         state = step.init(model, torch.optim.AdamW(model.parameters(), lr=0.01), loader=loader)
@@ -44,7 +47,7 @@ LOOP = """
             loss = dt.reduce_metrics(metrics)["loss"]
             if info.rank == 0:
                 with open("losses.jsonl", "a") as file:
-                    file.write(json.dumps([restart, state.step, loss]) + "\\n")
+                    file.write(json.dumps([restart, state.step, loss, info.world_size]) + "\\n")
             if state.crossed("5ba"):
                 checkpoints.save(state)
             kept = checkpoints.keep(state)
@@ -67,9 +70,19 @@ def losses(folder: Path) -> dict[int, list[tuple[int, float]]]:
     """Return the steps and losses of each start."""
     starts: dict[int, list[tuple[int, float]]] = {}
     for line in (folder / "losses.jsonl").read_text().splitlines():
-        restart, step, loss = json.loads(line)
+        restart, step, loss, _ = json.loads(line)
         starts.setdefault(restart, []).append((step, loss))
     return starts
+
+
+def world_sizes(folder: Path) -> list[int]:
+    """Return the number of ranks of each start."""
+    lines = map(json.loads, (folder / "losses.jsonl").read_text().splitlines())
+    return list({restart: world_size for restart, _, _, world_size in lines}.values())
+
+
+def numbers(weights: str) -> tuple[float, ...]:
+    return struct.unpack(f"{len(weights) // 16}d", bytes.fromhex(weights))
 
 
 def memory_folder(folder: Path) -> Path:
@@ -79,17 +92,23 @@ def memory_folder(folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    """Losses and weights of a run that nothing disturbs."""
-    folder = tmp_path_factory.mktemp("undisturbed")
-    (folder / "script.py").write_text(textwrap.dedent(loop()))
-    command = [sys.executable, "-m", "dtrain", "launch", "-n", "2", "script.py", "[]", "none"]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=LONG_S, check=False)
-    assert done.returncode == 0, done.stderr
-    return dict(losses(folder)[0]), (folder / "weights.txt").read_text()
+    """``undisturbed(ranks)`` returns losses and weights of a run that nothing disturbs."""
+
+    @functools.cache
+    def run_undisturbed(ranks: int = 2) -> tuple[dict[int, float], str]:
+        folder = tmp_path_factory.mktemp("undisturbed")
+        (folder / "script.py").write_text(textwrap.dedent(loop()))
+        command = [sys.executable, "-m", "dtrain", "launch", "-n", str(ranks), "script.py", "[]", "none"]
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=LONG_S, check=False)
+        assert done.returncode == 0, done.stderr
+        return dict(losses(folder)[0]), (folder / "weights.txt").read_text()
+
+    return run_undisturbed
 
 
 @pytest.mark.costly
 def test_a_restarted_job_loses_no_step_that_is_in_memory(run, tmp_path, undisturbed):
+    expected, weights = undisturbed()
     result = run(loop(), "[[0, 3, 1], [1, 8, 0]]", options=["--max-restarts", "3"])
     assert result.code == 0, result.err
     starts = losses(tmp_path)
@@ -98,7 +117,6 @@ def test_a_restarted_job_loses_no_step_that_is_in_memory(run, tmp_path, undistur
         [4, 5, 6, 7, 8],
         [9, 10, 11, 12],
     ]
-    expected, weights = undisturbed
     assert {step: loss for steps in starts.values() for step, loss in steps} == expected
     assert (tmp_path / "weights.txt").read_text() == weights
     assert "loaded /dev/shm/dtrain-" in result.err
@@ -120,56 +138,104 @@ FLIPS_A_BIT = """
 @pytest.mark.costly
 @pytest.mark.parametrize(("died_at", "from_disk"), [(8, 5), (3, 0)], ids=["disk", "nothing"])
 def test_a_flipped_bit_in_memory_is_found_and_the_disk_is_used(run, tmp_path, undisturbed, died_at, from_disk):
+    expected, weights = undisturbed()
     result = run(loop(FLIPS_A_BIT.strip()), f"[[0, {died_at}, 0]]", options=["--max-restarts", "1"])
     assert result.code == 0, result.err
     starts = losses(tmp_path)
     assert [step for step, _ in starts[1]] == list(range(from_disk + 1, 13))
     assert "in memory is corrupt" in result.err
-    expected, weights = undisturbed
     assert dict(starts[1]) == {step: loss for step, loss in expected.items() if step > from_disk}
     assert (tmp_path / "weights.txt").read_text() == weights
 
 
-def place(port: int, node: int) -> list[str]:
-    return ["--nnodes", "2", "--node-rank", str(node), "--master-addr", "127.0.0.1", "--master-port", str(port)]
+def place(port: int, node: int, nodes: int | str = 2) -> list[str]:
+    return ["--nnodes", str(nodes), "--node-rank", str(node), "--master-addr", "127.0.0.1", "--master-port", str(port)]
 
 
 @pytest.mark.costly
 def test_a_rank_that_dies_on_one_of_two_nodes_costs_no_step(start, port, tmp_path, undisturbed):
+    expected, weights = undisturbed()
     options = ["--max-restarts", "2"]
     jobs = [start(loop(), "[[0, 8, 1]]", n=1, options=[*place(port, node), *options]) for node in range(2)]
     results = [job.wait() for job in jobs]
     assert [result.code for result in results] == [0, 0], results
     starts = losses(tmp_path)
     assert [step for step, _ in starts[1]] == [9, 10, 11, 12]
-    expected, weights = undisturbed
     assert {step: loss for steps in starts.values() for step, loss in steps} == expected
     assert (tmp_path / "weights.txt").read_text() == weights
     assert "loaded /dev/shm/dtrain-" in results[0].err
 
 
 @pytest.mark.costly
-@pytest.mark.parametrize("lost", [0, 1])
-def test_the_step_of_a_lost_node_comes_from_the_memory_of_the_other_node(start, port, tmp_path, undisturbed, lost):
+@pytest.mark.parametrize(("nodes", "lost"), [(2, 0), (3, 1), pytest.param(4, 3, marks=SLOW)])
+def test_the_step_of_a_lost_node_comes_from_the_memory_of_the_others(start, port, tmp_path, undisturbed, nodes, lost):
+    expected, weights = undisturbed(nodes)
     waits = "Path(f'ready-{info.rank}').write_text('ready'); import time; time.sleep(600)"
-    options = ["--max-restarts", "2"]
-    deaths = "[[0, 8, 0], [0, 8, 1]]"
-    jobs = [start(loop(waits), deaths, n=1, options=[*place(port, node), *options]) for node in range(2)]
-    jobs[0].wait_for("ready-0", "ready-1")
+    deaths = json.dumps([[0, 8, rank] for rank in range(nodes)])
+
+    def launch(node: int) -> Job:
+        return start(loop(waits), deaths, n=1, options=[*place(port, node, nodes), "--max-restarts", "2"])
+
+    jobs = [launch(node) for node in range(nodes)]
+    jobs[0].wait_for(*(f"ready-{rank}" for rank in range(nodes)))
     os.kill(jobs[lost].pid, signal.SIGKILL)
     jobs[lost].wait()
     jobs[lost].wait_until_gone()
-    jobs[lost] = start(loop(waits), deaths, n=1, options=[*place(port, lost), *options])
+    jobs[lost] = launch(lost)
     results = [job.wait() for job in jobs]
-    assert [result.code for result in results] == [0, 0], results
+    assert [result.code for result in results] == [0] * nodes, results
     starts = losses(tmp_path)
-    # The copy of step 8 may not have been complete.
+    # The copy of step 8 may not have been complete. The disk had step 5.
     assert [step for step, _ in starts[1]][-4:] == [9, 10, 11, 12]
     assert len(starts[1]) in (4, 5)
-    expected, weights = undisturbed
     assert dict(starts[1]) == {step: expected[step] for step in dict(starts[1])}
     assert (tmp_path / "weights.txt").read_text() == weights
     assert "loaded /dev/shm/dtrain-" in results[0].err
+
+
+FEWER = """
+                Path(f"ready-{info.rank}").write_text("ready")
+                import time
+                while restart == 0 or not Path("return").exists():
+                    time.sleep(0.01)
+"""
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize(("nodes", "lost"), [(3, 1), pytest.param(2, 1, marks=SLOW), pytest.param(4, 2, marks=SLOW)])
+def test_a_job_goes_on_with_fewer_nodes_and_takes_back_the_lost_one(start, port, tmp_path, undisturbed, nodes, lost):
+    expected, weights = undisturbed(nodes)
+    deaths = json.dumps([[0, 8, rank] for rank in range(nodes)] + [[1, 9, 0]])
+
+    def launch(node: int, **settings: object) -> Job:
+        where = place(port, node, f"{nodes - 1}:{nodes}")
+        return start(loop(FEWER.strip()), deaths, n=1, options=[*where, "--max-restarts", "3", *timeout], **settings)
+
+    timeout = ["--replace-timeout", "1"]
+    with open(tmp_path / "err-0", "w") as err:
+        jobs = [launch(node, **({"stderr": err} if node == 0 else {})) for node in range(nodes)]
+    jobs[0].wait_for(*(f"ready-{rank}" for rank in range(nodes)))
+    os.kill(jobs[lost].pid, signal.SIGKILL)
+    jobs[lost].wait()
+    jobs[lost].wait_until_gone()
+    wait_until(lambda: 1 in losses(tmp_path))
+    jobs[lost] = launch(lost)
+    wait_until(lambda: "it joins at the next restart" in (tmp_path / "err-0").read_text())
+    (tmp_path / "return").touch()
+    results = [job.wait() for job in jobs]
+    said = (tmp_path / "err-0").read_text()
+    assert [result.code for result in results] == [0] * nodes, (said, results)
+    starts = losses(tmp_path)
+    # The copy of step 8 may not have been complete. The disk had step 5.
+    assert [step for step, _ in starts[1]] in ([9], [8, 9])
+    assert [step for step, _ in starts[2]] in ([10, 11, 12], [9, 10, 11, 12])
+    assert world_sizes(tmp_path) == [nodes, nodes - 1, nodes]
+    for steps in starts.values():
+        for step, loss in steps:
+            assert loss == pytest.approx(expected[step], rel=0, abs=1e-12)
+    assert numbers((tmp_path / "weights.txt").read_text()) == pytest.approx(numbers(weights), rel=0, abs=1e-12)
+    assert said.count("loaded /dev/shm/dtrain-") == 2
+    assert said.count(f"{nodes - 1} of {nodes} nodes run {nodes - 1} rank") == 1
 
 
 @pytest.mark.costly

@@ -9,6 +9,9 @@ import signal
 import time
 
 import pytest
+from torch.distributed import TCPStore
+
+from jobs import wait_until
 
 
 def place(port, *, of=2):
@@ -236,6 +239,57 @@ def test_ranks_of_all_nodes_start_again(nodes):
     assert [sorted(result.out.split("] ")[-1].split()) for result in results] == [["1", "attempt"]] * 2
 
 
+OLD_STORE = """
+    import os, sys, time
+    import torch.distributed as dist
+    import dtrain as dt
+
+    def seen(name):
+        while not os.path.exists(f"{os.environ['FOLDER']}/{name}"):
+            time.sleep(0.01)
+
+    port, attempt = int(os.environ["MASTER_PORT"]), os.environ["TORCHELASTIC_RESTART_COUNT"]
+    if attempt == "1":
+        assert port != int(open(f"{os.environ['FOLDER']}/port-0").read())
+        seen("old-store")
+    with dt.init_dist() as info:
+        store = dist.TCPStore(os.environ["MASTER_ADDR"], port, is_master=False, wait_for_workers=False)
+        assert not any(store.check([f"mark-{rank}"]) for rank in range(2)), "the store has keys of another attempt"
+        dt.dist.all_gather_json(info.rank)
+        store.set(f"mark-{info.rank}", attempt)
+        if info.rank == 0 and attempt == "0":
+            open(f"{os.environ['FOLDER']}/port-0", "w").write(str(port))
+            raise ValueError("disk on fire")
+        print("done", dt.dist.all_gather_json(info.rank))
+"""
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize("count", [1, 2])
+def test_store_of_an_ending_attempt_cannot_serve_the_next_one(start, port, count):
+    options = ["--max-restarts", "1"]
+    jobs = [
+        start(OLD_STORE, n=2 // count, options=[*options, *(place(port) if count == 2 else ()), "--node-rank", str(node)])
+        for node in range(count)
+    ]
+    (old_port,) = map(int, jobs[0].wait_for("port-0"))
+    stores = []
+
+    def serve_old_port() -> bool:
+        """Serve the keys of the first attempt at its address, as if its store had not ended."""
+        with contextlib.suppress(RuntimeError):
+            stores.append(TCPStore("127.0.0.1", old_port, is_master=True, wait_for_workers=False))
+        return bool(stores)
+
+    wait_until(serve_old_port)
+    stores[0].set("mark-0", "0")
+    (jobs[0].folder / "old-store").touch()
+    results = [job.wait() for job in jobs]
+    assert [result.code for result in results] == [0] * count, results
+    assert sum(result.out.count("done [0, 1]") for result in results) == 2
+    assert stores[0].num_keys() <= 2
+
+
 @pytest.mark.costly
 def test_job_ends_on_all_nodes_without_another_restart(nodes):
     results = [job.wait() for job in nodes(RESTARTS, "0", "1", options=["--max-restarts", "1"])]
@@ -258,6 +312,30 @@ def test_launcher_takes_the_place_of_a_lost_one(start, nodes, port, lost):
     results = [job.wait() for job in jobs]
     assert [result.code for result in results] == [0, 0], results
     assert sorted(path.name for path in jobs[0].folder.glob("?-1")) == ["0-1", "1-1", "2-1", "3-1"]
+
+
+CANNOT_SHRINK = """
+    import os, signal, time, dtrain as dt
+    with dt.init_dist() as info:
+        dt.build_mesh(dp_replicate=3)
+        open(f"{os.environ['FOLDER']}/{info.rank}", "w").write("ready")
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        time.sleep(600)
+"""
+
+
+@pytest.mark.costly
+def test_a_mesh_that_fewer_nodes_cannot_fill_ends_the_job_with_one_error(start, port):
+    options = [*place(port, of="2:3"), "--max-restarts", "5", "--replace-timeout", "0", "--node-rank"]
+    jobs = [start(CANNOT_SHRINK, n=1, options=[*options, str(node)]) for node in range(3)]
+    jobs[0].wait_for("0", "1", "2")
+    os.kill(jobs[1].pid, signal.SIGKILL)
+    results = [job.wait() for job in jobs]
+    jobs[1].wait_until_gone()
+    assert [result.code for result in results] == [1, -signal.SIGKILL, 1]
+    for result in (results[0], results[2]):
+        assert result.err.count(AGAIN) == 1
+        assert len([line for line in result.summary if "world_size=2 must be a multiple of 3" in line]) == 1, result.err
 
 
 @pytest.mark.costly

@@ -66,6 +66,12 @@ def test_restarts_stop_at_limit(run):
     assert len(result.out.splitlines()) == 2
 
 
+def test_wrong_argument_is_not_tried_again(run):
+    result = run("import dtrain as dt; dt.schedules.constant(float('nan'))", n=1, options=["--max-restarts", "3"])
+    assert result.code == 1
+    assert len(result.summary) == 1
+
+
 def test_new_checkpoints_allow_further_restarts(run):
     source = """
     import os, sys

@@ -9,6 +9,7 @@ import pytest
 from dtrain.errors import ConfigError
 from dtrain.launch.topology import LaunchArgs, SchedulerInfo, infer_topology
 
+AGAIN = {"max_restarts": 3}
 HERE = {"master_addr": "a", "master_port": 29400}
 SLURM = SchedulerInfo(
     name="Slurm", node_rank=1, nodes=2, master_addr="n1", master_port=12345, token="slurm 4.0", hosts=("n1", "n2")
@@ -96,6 +97,15 @@ def test_rendezvous_combines_arguments_and_variables(asked, scheduler, place):
     assert tuple(getattr(meeting, name) for name in names) == place
 
 
+@pytest.mark.parametrize("scheduler", [None, PLAIN], ids=["options", "variables"])
+def test_a_changing_number_of_nodes_leaves_the_ranks_to_the_rendezvous(scheduler):
+    asked = {"nproc": 4, "nnodes": "1:2", "node_rank": 1, "join_timeout": 7.0, **AGAIN, **HERE}
+    meeting = infer_topology(LaunchArgs(**asked), scheduler, gpus=1).rendezvous
+    assert (meeting.min_nodes, meeting.nodes, meeting.base_rank, meeting.world_size) == (1, 2, None, None)
+    assert (meeting.timeout_s, meeting.replace_timeout_s, meeting.max_restarts) == (7, 60, 3)
+    assert infer_topology(LaunchArgs(**{**asked, "nnodes": "2:2"}), scheduler, gpus=1).rendezvous.min_nodes is None
+
+
 def test_scheduler_sets_token_and_hosts_unless_rdzv_id_is_given():
     plain = infer_topology(LaunchArgs(nproc=1), SLURM, gpus=1).rendezvous
     named = infer_topology(LaunchArgs(nproc=1, rdzv_id="mine"), SLURM, gpus=1).rendezvous
@@ -172,9 +182,22 @@ def test_nproc_variable_out_of_range_is_refused():
         ({"nproc": 8}, INDEXED, r"Kubernetes says that this is node 1, but not of how many\. Add --nnodes N"),
         ({"nproc": 0}, None, r"-n must be an integer from 1 to 256"),
         ({"nproc": 1, "nnodes": "0"}, None, r"--nnodes must be from 1"),
-        ({"nproc": 1, "nnodes": "3:2"}, None, r"--nnodes must be from 1"),
-        ({"nproc": 1, "nnodes": "two"}, None, r"--nnodes must be a number, got 'two'"),
-        ({"nproc": 1, "nnodes": "2:4"}, None, r"--nnodes must be one number, got 2:4\. .* run torchrun --nnodes 2:4 "),
+        ({"nproc": 1, "nnodes": "3:2"}, None, r"--nnodes must be from 1 to 4096, with MIN at most MAX, got 3:2"),
+        ({"nproc": 1, "nnodes": "0:2"}, None, r"--nnodes must be from 1 to 4096, got 0:2"),
+        ({"nproc": 1, "nnodes": "two"}, None, r"--nnodes must be a number or MIN:MAX, got 'two'"),
+        ({"nproc": 1, "nnodes": "2:4"}, None, r"--nnodes 2:4 must have restarts, got none\. Add --max-restarts 3"),
+        ({"nproc": 2, "nnodes": "2:4", "world_size": 8, **AGAIN}, None, r"--world-size 8 fixes the ranks, .*\. Remove --world"),
+        (
+            {"nproc": 2, "nnodes": "2:4", "base_rank": 2, **AGAIN},
+            None,
+            r"--base-rank 2 fixes .*\. Remove --base-rank",
+        ),
+        (
+            {"nproc": 2, "nnodes": "1:4", **AGAIN},
+            SLURM,
+            r"--nnodes 4, but Slurm started a launcher on 2 nodes\. Pass --nnodes 2",
+        ),
+        ({"nproc": 2, "nnodes": "2", "replace_timeout": 5.0}, None, r"--replace-timeout 5 is for --nnodes MIN:MAX\. Remove it"),
         ({"nproc": 1, "nnodes": "1:2", "rdzv_endpoint": "a:1"}, None, r"torchrun --nnodes 1:2 .* --rdzv-endpoint a:1 "),
         ({"nproc": 1, "nnodes": "2", "rdzv_endpoint": "a:1"}, None, r"Pass --master-addr .*, or run torchrun --nnodes 2 "),
         ({"nproc": 1, "rdzv_endpoint": "a:1"}, None, r"--rdzv-endpoint a:1 is for torch's agents"),

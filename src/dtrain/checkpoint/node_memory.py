@@ -237,23 +237,33 @@ def copy_to_next_node(root: AnyPath, step: int) -> None:
     """
     leaders = leader_group()
     assert leaders is not None, "several nodes have leaders"
-    folder, count = root / layout.step_name(step), len(leaders.ranks)
+    folder = root / layout.step_name(step)
     with raise_on_all_ranks("save_sharded", group="background"):
         if leaders.is_leader:
-            sizes = read_run_index(folder, read_manifest(folder)).sizes
-            transfers = [
-                FileCopy(node, (node + 1) % count, name, sizes[name])
-                for node in range(count)
-                for name in sorted(sizes)
-                if int(name[5:10]) in leaders.ranks_of(node)
-            ]
-            # Neighbours in the ring send in turns, so that all pairs are busy at once.
-            transfers.sort(key=lambda transfer: (2 if transfer.target == 0 and count % 2 else transfer.source % 2, transfer))
+            node_of = [leaders.node_of(rank) for rank in range(leaders.world_size)]
+            transfers = plan_ring_copies(read_run_index(folder, read_manifest(folder)).sizes, node_of)
             run_transfers(transfers, folder, leaders, bytes_per_s=_COPY_BYTES_PER_S)
     if leaders.is_leader:
         for name in storage.list_names(root):
             if layout.step_of(name) not in (None, step):
                 remove_or_warn(root / name, "save_sharded")
+
+
+def plan_ring_copies(sizes: Mapping[str, int], node_of: Sequence[int]) -> list[FileCopy]:
+    """Plan the copies of the files of each node's ranks on the next node. Pure.
+
+    Neighbours in the ring send in turns, so that all pairs are busy at once.
+
+    Args:
+        sizes: sizes in bytes of the ranks' files, by name.
+        node_of: node of each rank.
+    """
+    count = node_of[-1] + 1
+    transfers = []
+    for name, size in sizes.items():
+        node = node_of[int(name[5:10])]
+        transfers.append(FileCopy(node, (node + 1) % count, name, size))
+    return sorted(transfers, key=lambda copy: (2 if copy.target == 0 and count % 2 else copy.source % 2, copy))
 
 
 def run_transfers(

@@ -28,7 +28,7 @@ from dtrain.checkpoint.checkpoint_info import (
     skipped_steps,
 )
 from dtrain.checkpoint.memory_tier import find_memory_root
-from dtrain.checkpoint.node_memory import SpreadStep, bring_files, find_spread_step
+from dtrain.checkpoint.node_memory import SpreadStep, bring_files, choose_spread_step, find_spread_step, list_holdings
 from dtrain.checkpoint.reader import iter_sound_steps_before
 from dtrain.checkpoint.retention import remove_or_warn
 from dtrain.dist.collectives import all_gather_json, broadcast_decision, raise_on_all_ranks
@@ -112,10 +112,13 @@ def choose_on_all_ranks(path: AnyPath, *, memory: bool = True) -> StepChoice | N
             return [layout.step_name(spread.step), False, True]
         if kept is not None and get_dist_info().local_world_size == get_dist_info().world_size:
             in_memory = scan_root(kept)
-            newest = in_memory.committed[-1] if in_memory.committed else None
-            if newest is not None and _is_ahead(newest.step, newest.run_id, scan):
+            whole = choose_spread_step([list_holdings(kept)])
+            # The last node of a job may lack a part of the newest step, which another node was about to send.
+            candidates = [info for info in in_memory.committed if whole is None or info.step == whole.step]
+            if candidates and _is_ahead(candidates[-1].step, candidates[-1].run_id, scan):
                 scan, disk_scan = in_memory, scan
-        return [str(scan.newest.path) if scan.newest else None, False, disk_scan is not None]
+                return [str(candidates[-1].path), False, True]
+        return [str(scan.newest.path) if scan.newest else None, False, False]
 
     folder, named, is_memory = cast(list[Any], broadcast_decision(_CALLER, choose))
     if folder is None:

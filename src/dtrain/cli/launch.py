@@ -32,6 +32,7 @@ from dtrain.launch.launch_dir import claim_run_dir, create_run_dir, default_run_
 from dtrain.launch.launch_plan import (
     DEFAULT_GRACE_S,
     DEFAULT_PREFIX,
+    DEFAULT_REPLACE_TIMEOUT_S,
     MAX_GRACE_S,
     MAX_RANKS,
     SAVING_GRACE_S,
@@ -204,7 +205,10 @@ def launch(
         int | None,
         _ending("--stop-signal SIGNAL", "TERM, USR1 or USR2: asks the ranks to save and stop, like TERM.", parse_stop_signal),
     ] = None,
-    nnodes: Annotated[str, _nodes("--nnodes N", "Number of nodes. Use torchrun for nodes that join and leave.")] = "",
+    nnodes: Annotated[
+        str,
+        _nodes("--nnodes N", "Number of nodes; or MIN:MAX, with --max-restarts: a lost node may stay away."),
+    ] = "",
     world_size: Annotated[
         int | None,
         _nodes(
@@ -258,6 +262,14 @@ def launch(
             number(above=0, maximum=_MAX_DURATION_S, advice="Use 300 seconds, for example."),
         ),
     ] = None,
+    replace_timeout: Annotated[
+        float | None,
+        _nodes(
+            "--replace-timeout SECONDS",
+            f"With MIN:MAX, time that the others wait for a lost node.  [default: {DEFAULT_REPLACE_TIMEOUT_S:g}]",
+            number(minimum=0, maximum=_MAX_DURATION_S, advice="Use 60 seconds, for example."),
+        ),
+    ] = None,
     check_path: Annotated[
         list[str] | None, _nodes("--check-path PATH", "Path that must be the same on all nodes; may be repeated.")
     ] = None,
@@ -300,6 +312,9 @@ def launch(
         master_port=master_port,
         rdzv_endpoint=rdzv_endpoint,
         rdzv_id=rdzv_id,
+        join_timeout=join_timeout,
+        replace_timeout=replace_timeout,
+        max_restarts=max_restarts,
     )
     nodes = resolve_rendezvous(nodes, standalone=standalone, backend=rdzv_backend)
     if module and command:
@@ -309,7 +324,7 @@ def launch(
     target = Target(kind=kind, name=script, args=tuple(args or ()))
     modules = parse_modules(preload, no_preload=no_preload)
     topology = infer_topology(nodes, read_scheduler(os.environ), gpus=max(1, _count_gpus()))
-    rendezvous = _make_rendezvous(topology, target, timeout_s=join_timeout, paths=check_path or [])
+    rendezvous = _make_rendezvous(topology, target, check_path or [])
     # The layout of this node as far as it is known before the rendezvous.
     layout = topology.layout if rendezvous is None else rendezvous.expected_layout()
     assert layout is not None, "one node has a layout, several nodes have a rendezvous"
@@ -320,14 +335,11 @@ def launch(
     raise_open_file_limit("launch", layout.world_size)
     # This check is last, so that a wrong option creates no folder.
     folder = _prepare_run_dir(run_dir, layout)
-    if rendezvous is not None:
-        facts = {**rendezvous.facts, "--max-restarts": str(max_restarts)}
-        rendezvous = replace(rendezvous, run_name=folder.name, max_restarts=max_restarts, facts=facts)
     plan = LaunchPlan(
         target=target,
         layout=layout,
         run_dir=folder,
-        rendezvous=rendezvous,
+        rendezvous=rendezvous and replace(rendezvous, run_name=folder.name),
         output=output,
         grace_s=grace,
         preload=modules,
@@ -415,17 +427,15 @@ def _count_gpus() -> int:
     return count_gpus(os.listdir("/dev"), os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 
-def _make_rendezvous(
-    topology: Topology, target: Target, *, timeout_s: float | None, paths: Sequence[str]
-) -> NodeRendezvous | None:
+def _make_rendezvous(topology: Topology, target: Target, paths: Sequence[str]) -> NodeRendezvous | None:
     """Return this node's entry to the rendezvous; None for one node. ``paths`` must be the same on all nodes."""
     if topology.rendezvous is None:
         for path in paths:
             if not os.path.exists(path):
                 raise ConfigError(f"launch: --check-path {path!r} does not exist. Check the path.")
         return None
-    timeout_s = topology.rendezvous.timeout_s if timeout_s is None else timeout_s
-    return replace(topology.rendezvous, facts=collect_node_facts(target, paths), timeout_s=timeout_s)
+    facts = {**collect_node_facts(target, paths), "--max-restarts": str(topology.rendezvous.max_restarts)}
+    return replace(topology.rendezvous, facts=facts)
 
 
 def _describe_plan(plan: LaunchPlan) -> str:

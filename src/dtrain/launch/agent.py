@@ -10,10 +10,11 @@ import signal
 import socket
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from dtrain import launch_protocol
+from dtrain.arguments import format_count
 from dtrain.launch.coordinator import LOST_NODE_EXIT_CODE
 from dtrain.launch.launch_plan import NodeRendezvous
 from dtrain.launch.node_messages import (
@@ -28,6 +29,7 @@ from dtrain.launch.node_messages import (
     encode,
 )
 from dtrain.launch.processes import die_with_parent, fork_process, inherited_flags, reset_signal_handlers
+from dtrain.launch.worker_group import RestartPolicy
 
 _CHUNK = 1 << 16
 # A scheduler may signal all processes. The agent must survive, to report the exit of its node.
@@ -106,6 +108,8 @@ class OtherNodes:
         failure_reported: True once all nodes know of a failure.
         is_job_over: True if no further attempt follows.
         finished: exits of the ranks of all nodes.
+        members: nodes of the last attempt.
+        waiting: on node 0, nodes that wait for the next attempt.
     """
 
     agent: Agent | None = None
@@ -113,6 +117,27 @@ class OtherNodes:
     failure_reported: bool = False
     is_job_over: bool = False
     finished: JobFinished | None = None
+    members: tuple[int, ...] = ()
+    waiting: tuple[int, ...] = ()
+
+    def accept(self, joined: JoinAccepted) -> None:
+        """Record the nodes of an attempt that begins."""
+        self.joined, self.members, self.waiting = True, joined.members, ()
+
+    def enter(self, config: NodeRendezvous, policy: RestartPolicy) -> NodeRendezvous:
+        """Return the entry to the next rendezvous: with the restarts so far, and the nodes that are expected there."""
+        members = tuple(sorted({*self.members, *self.waiting}))
+        return replace(config, restarts=policy.total, fruitless_restarts=policy.fruitless, members=members)
+
+
+def describe_smaller_job(config: NodeRendezvous, joined: JoinAccepted) -> str:
+    """Describe an attempt with fewer nodes than the largest number; "" for an attempt of all nodes."""
+    missing = [node for node in range(config.nodes or 0) if node not in joined.members]
+    if config.min_nodes is None or not missing:
+        return ""
+    names, layout = ", ".join(f"node {node}" for node in missing), joined.layout
+    ranks = format_count(layout.world_size, "rank")
+    return f"launch: {layout.nodes} of {config.nodes} nodes run {ranks}, without {names}"
 
 
 def start_agent(config: NodeRendezvous, *, run: Callable[[socket.socket, int], int] | None = None) -> Agent:

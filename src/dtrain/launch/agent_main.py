@@ -200,6 +200,9 @@ class AgentLoop:
             if self._joined:
                 self._fail(loss)
             else:
+                if self._session.waits:
+                    # The attempt without this node has ended, and the next one begins.
+                    self._started_at, self._pause_s = time.monotonic(), _FIRST_PAUSE_S
                 # The launcher of node 0 exited, and may be started again.
                 self._retry(f"{self._server_name} was there, and {loss.removeprefix(self._server_name).lstrip()}")
         else:
@@ -246,6 +249,8 @@ class AgentLoop:
         interface = outgoing_interface(config.addr, config.port, fallback=config.fallback_addr)
         via = f" by interface {interface}" if interface else ""
         advice = f"Check that node 0 runs, and --master-addr and --master-port, which this node tried{via}"
+        if config.restarts:
+            advice = f"Start the line of node 0 again, on a machine with its address, which this node tried{via}"
         return f"launch: {problem}. {advice}. {INTERFACE_HINT}."
 
     def _send(self, message: Message) -> None:
@@ -284,6 +289,8 @@ def make_hello(config: NodeRendezvous) -> Hello:
         store_port=config.store_port,
         restarts=config.restarts,
         fruitless_restarts=config.fruitless_restarts,
+        min_nodes=config.min_nodes,
+        members=config.members,
     )
 
 
@@ -331,6 +338,8 @@ class NodeSession:
         self._beat_at = 0.0
         self._answered = self._joined = self._failure_known = self._exits_posted = self._finished = self._end_read = False
         self.was_welcome = False
+        # True once node 0 has said that this node joins at the next restart.
+        self.waits = False
 
     @property
     def waiting_since(self) -> float | None:
@@ -372,7 +381,7 @@ class NodeSession:
             if notice:
                 self._notify(self, Notice(line=notice))
             self._coordinator = Coordinator(
-                self._config, self._hello, self._store, notify=lambda line: self._notify(self, Notice(line=line))
+                self._config, self._hello, self._store, notify=lambda notice: self._notify(self, notice)
             )
         else:
             self._store.connect(self._config)
@@ -445,6 +454,9 @@ class NodeSession:
             self._answered = True
             self._notify(self, answer)
             self._mark_end_read()
+        elif isinstance(answer, Notice) and not self.waits:
+            self.waits = True
+            self._notify(self, answer)
 
     def _mark_end_read(self, end_read: bool = True) -> None:
         """Count this node among those that do not need the store any more. Node 0 waits for all of them."""

@@ -25,6 +25,7 @@ from dtrain.launch.node_messages import (
     JoinRefused,
     NodeFailed,
     NodeStore,
+    Notice,
     RanksExited,
     Welcome,
     outgoing_interface,
@@ -61,10 +62,10 @@ class Coordinator:
         config: entry of node 0 to the rendezvous.
         own: record of node 0, which arrives like the other nodes.
         store: the nodes' store, which this process serves.
-        notify: function that receives lines for node 0's terminal.
+        notify: function that receives notices for node 0's supervisor.
     """
 
-    def __init__(self, config: NodeRendezvous, own: Hello, store: NodeStore, *, notify: Callable[[str], None]) -> None:
+    def __init__(self, config: NodeRendezvous, own: Hello, store: NodeStore, *, notify: Callable[[Notice], None]) -> None:
         self._config, self._own_hello, self._store, self._notify = config, own, store, notify
         self._addr = f"{config.addr}:{config.port}"
         self._arrivals = 0
@@ -74,6 +75,8 @@ class Coordinator:
         self._members: dict[int, _Arrival] = {}
         # Nodes whose rank is taken wait until the owner shows a heartbeat or is lost.
         self._challengers: list[_Arrival] = []
+        # Nodes that came after the start of an attempt without them.
+        self._waiting: list[_Arrival] = []
         self._phase: Literal["joining", "running", "over"] = "joining"
         self._started_at = self._polled_at = self._heartbeats_read_at = time.monotonic()
         self._waiting_noted = False
@@ -99,12 +102,29 @@ class Coordinator:
             self._heartbeats_read_at = now
             self._read_heartbeats(now)
         # While a challenger waits, the owner of its rank may be lost.
-        if self._phase == "joining" and not self._challengers and all_joined(self._hellos()):
+        if self._phase == "joining" and not self._challengers and self._may_start(now):
             self._start_ranks()
+        if self._waiting and (failure := self._find_failure()) is not None:
+            self._dismiss_waiting(failure)
         if self._phase == "joining":
             self._check_join_timeout(now)
         elif self._phase == "running" and self._store.add("exited", 0) == len(self._members):
             self._finish()
+
+    def _may_start(self, now: float) -> bool:
+        """Return True if all nodes have joined, or enough of them, and the others are not expected any more."""
+        hellos, smallest = self._hellos(), self._config.min_nodes
+        if all_joined(hellos):
+            return True
+        if smallest is None or len(hellos) < smallest:
+            return False
+        expected = expected_nodes(hellos)
+        return bool(expected and expected <= hellos.keys()) or now - self._started_at > self._start_limit_s()
+
+    def _start_limit_s(self) -> float:
+        """Return the seconds after which enough nodes start without the others."""
+        is_restart = any(hello.restarts for hello in self._hellos().values())
+        return min(self._config.timeout_s, self._config.replace_timeout_s) if is_restart else self._config.timeout_s
 
     def _check_join_timeout(self, now: float) -> None:
         waited = now - self._started_at
@@ -115,8 +135,11 @@ class Coordinator:
             self._refuse_all(self._describe_missing_nodes())
         elif waited > _WAITING_NOTICE_S and not self._waiting_noted:
             self._waiting_noted = True
-            progress = describe_progress(self._hellos(), self._config.hosts, waited)
-            self._notify(f"launch: {progress}; waits up to {self._config.timeout_s:.0f} s")
+            hellos, smallest = self._hellos(), self._config.min_nodes
+            is_enough = smallest is not None and len(hellos) >= smallest
+            limit_s = self._start_limit_s() if is_enough else self._config.timeout_s
+            progress = describe_progress(hellos, self._config.hosts, waited)
+            self._notify(Notice(line=f"launch: {progress}; waits up to {limit_s:.0f} s"))
 
     def _hellos(self) -> dict[int, Hello]:
         return {rank: member.hello for rank, member in self._members.items()}
@@ -151,12 +174,41 @@ class Coordinator:
             self._leave_unanswered()
         elif rank != 0 and (self._phase == "joining" or (self._config.max_restarts and rank in self._members)):
             self._challengers.append(arrival)
+        elif self._phase == "running" and self._may_wait_for_restart(rank):
+            self._waiting.append(arrival)
+            self._watched[arrival.number] = arrival
+            text = f"launch: {arrival.hello.display_name} came after the start; it joins at the next restart"
+            self._store.post(f"answer/{arrival.number}", Notice(line=text))
+            self._notify_waiting(text)
         else:
             self._turn_away(arrival)
 
+    def _may_wait_for_restart(self, rank: int) -> bool:
+        """Return True if the attempt runs without this node, which belongs to the job."""
+        config = self._config
+        return config.min_nodes is not None and config.max_restarts > 0 and rank < (config.nodes or 0)
+
+    def _notify_waiting(self, line: str) -> None:
+        self._notify(Notice(line=line, waiting=tuple(sorted({arrival.hello.node_rank for arrival in self._waiting}))))
+
     def _is_between_attempts(self) -> bool:
         """Return True if the attempt has failed and all nodes may join again, at the next store of node 0."""
-        return self._phase != "joining" and self._config.max_restarts > 0 and self._store.exists("failure")
+        failure = self._find_failure() if self._phase != "joining" and self._config.max_restarts else None
+        return failure is not None and not failure.is_final
+
+    def _find_failure(self) -> NodeFailed | None:
+        failure = self._store.find("failure")
+        return failure if isinstance(failure, NodeFailed) else None
+
+    def _dismiss_waiting(self, failure: NodeFailed) -> None:
+        """Let waiting nodes come to the next store after a failure. If the failure is final, they end, too."""
+        for arrival in self._waiting:
+            del self._watched[arrival.number]
+            if failure.is_final:
+                self._store.post(f"answer/{arrival.number}", JoinRefused(line=f"launch: {failure.line}", code=failure.code))
+            else:
+                self._leave_unanswered()
+        self._waiting.clear()
 
     def _leave_unanswered(self) -> None:
         """Leave a node without an answer. It connects again when this process, and with it the store, has ended."""
@@ -194,7 +246,7 @@ class Coordinator:
         self._store.post(f"answer/{number}", JoinRefused(line=f"launch: {reason}"))
         if reason not in self._rejections and len(self._rejections) < _MAX_REJECTION_NOTICES:
             self._rejections.append(reason)
-            self._notify(f"launch: turned away: {reason}")
+            self._notify(Notice(line=f"launch: turned away: {reason}"))
 
     def _start_ranks(self) -> None:
         hellos = self._hellos()
@@ -215,6 +267,7 @@ class Coordinator:
                 interface=interface if rank == 0 else "",
                 restarts=restarts,
                 fruitless_restarts=fruitless,
+                members=tuple(sorted(hellos)),
             )
             self._store.post(f"answer/{self._members[rank].number}", joined)
 
@@ -239,6 +292,10 @@ class Coordinator:
             assert isinstance(exits, RanksExited)
             codes.update(exits.exit_codes)
         self._store.post("finished", JobFinished(exit_codes=codes))
+        code = next(iter(codes.values())) if len(set(codes.values())) == 1 else LOST_NODE_EXIT_CODE
+        for arrival in self._waiting:
+            line = f"launch: {self._describe_own_job()} has ended without a place for {arrival.hello.display_name}"
+            self._store.post(f"answer/{arrival.number}", JoinRefused(line=line, code=code))
 
     def _read_heartbeats(self, now: float) -> None:
         watched = list(self._watched.values())
@@ -256,7 +313,10 @@ class Coordinator:
     def _remove(self, arrival: _Arrival, reason: str) -> None:
         del self._watched[arrival.number]
         rank = arrival.hello.node_rank
-        if self._phase == "joining":
+        if arrival in self._waiting:
+            self._waiting.remove(arrival)
+            self._notify_waiting(f"launch: {arrival.hello.display_name} waited for the next restart, and {reason}")
+        elif self._phase == "joining":
             del self._members[rank]
             self._rejections.append(f"{arrival.hello.display_name} came, and then {reason}")
         elif self._phase == "running" and not self._store.exists(f"exits/{rank}"):
@@ -334,6 +394,12 @@ def all_joined(hellos: Mapping[int, StatedLayout]) -> bool:
     return world_size is not None and sum(hello.nproc for hello in hellos.values()) >= world_size
 
 
+def expected_nodes(hellos: Mapping[int, Hello]) -> set[int]:
+    """Return the nodes of the last attempt, and those that waited for the next one; empty if none of the nodes knows."""
+    restarts = max((hello.restarts for hello in hellos.values()), default=0)
+    return {member for hello in hellos.values() if hello.restarts == restarts for member in hello.members}
+
+
 def describe_progress(hellos: Mapping[int, Hello], hosts: Sequence[str], seconds: float) -> str:
     """Describe the state of the rendezvous: ``3 of 4 nodes joined in 60 s; missing: node 2``."""
     nodes, world_size = _stated_sizes(hellos)
@@ -343,12 +409,14 @@ def describe_progress(hellos: Mapping[int, Hello], hosts: Sequence[str], seconds
         return f"{joined} of {world_size} ranks joined in {seconds:.0f} s, with {members}"
     missing = [rank for rank in range(nodes) if rank not in hellos]
     names = _join_limited(f"node {rank} ({hosts[rank]})" if rank < len(hosts) else f"node {rank}" for rank in missing)
-    return f"{len(hellos)} of {nodes} nodes joined in {seconds:.0f} s; missing: {names}"
+    smallest = max((hello.min_nodes or 0 for hello in hellos.values()), default=0)
+    too_few = f", fewer than {smallest}" if len(hellos) < smallest else ""
+    return f"{len(hellos)} of {nodes} nodes joined in {seconds:.0f} s{too_few}; missing: {names}"
 
 
 def find_rank_conflict(hellos: Mapping[int, Hello], new: Hello) -> str | None:
     """Return the reason that ``new`` cannot belong to the job of ``hellos``; None without a conflict."""
-    for value, option in (("nodes", "--nnodes"), ("world_size", "--world-size")):
+    for value, option in (("nnodes", "--nnodes"), ("world_size", "--world-size")):
         for hello in hellos.values():
             theirs, mine = getattr(hello, value), getattr(new, value)
             if None not in (theirs, mine) and theirs != mine:
@@ -364,7 +432,7 @@ def find_rank_conflict(hellos: Mapping[int, Hello], new: Hello) -> str | None:
 
 
 def assign_layouts(hellos: Mapping[int, StatedLayout], addr: str) -> dict[int, NodeLayout]:
-    """Assign ranks to each node. The nodes must agree."""
+    """Assign ranks to each node, in the order of their ``--node-rank``. The nodes must agree."""
     firsts = _first_ranks(hellos)
     world_size = sum(hello.nproc for hello in hellos.values())
     return {
@@ -372,11 +440,11 @@ def assign_layouts(hellos: Mapping[int, StatedLayout], addr: str) -> dict[int, N
             nproc=hello.nproc,
             world_size=world_size,
             base_rank=firsts[rank],
-            node_rank=rank,
+            node_rank=index,
             nodes=len(hellos),
             master_addr=addr,
         )
-        for rank, hello in hellos.items()
+        for index, (rank, hello) in enumerate(sorted(hellos.items()))
     }
 
 
@@ -396,7 +464,8 @@ def _first_ranks(hellos: Mapping[int, StatedLayout]) -> dict[int, int]:
 
 def find_rank_mismatch(hellos: Mapping[int, Hello]) -> str | None:
     """Return the reason that the ranks of all nodes, which have joined, are no job; None if they are."""
-    if sorted(hellos) != list(range(len(hellos))):
+    is_elastic = any(hello.min_nodes is not None for hello in hellos.values())
+    if not is_elastic and sorted(hellos) != list(range(len(hellos))):
         joined = _join_limited(map(str, sorted(hellos)))
         return f"node ranks must be 0 to {len(hellos) - 1}, got {joined}. Correct --node-rank."
     ranks = sum(hello.nproc for hello in hellos.values())

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-import signal
 import socket
 import sys
 import time
@@ -20,7 +19,7 @@ from datetime import datetime
 from dtrain import launch_protocol
 from dtrain.errors import ConfigError
 from dtrain.launch import processes
-from dtrain.launch.agent import Agent, OtherNodes, start_agent
+from dtrain.launch.agent import Agent, OtherNodes, describe_smaller_job, start_agent
 from dtrain.launch.failure import HANG_EXIT_CODE, describe_exit
 from dtrain.launch.heartbeats import ProgressKind, SharedFiles
 from dtrain.launch.job_output import Events, JobOutput
@@ -53,8 +52,6 @@ from dtrain.machine import assign_cores, core_count, count_oom_kills, usable_cor
 
 _BACKLOG = 1024
 _WILDCARD_ADDRESSES = ("0.0.0.0", "::")
-# seconds to wait for killed processes
-_REAP_S = 10.0
 # seconds for the last messages to other nodes, which read them at once or are lost
 _AGENT_EXIT_S = DEFAULT_SILENCE_S + 3.0
 
@@ -278,7 +275,7 @@ class Job:
     def preload(self, folders: SharedFolders) -> None:
         """Set the common environment of the ranks, and start the fork server if there are modules to preload."""
         # A single node has a secret of its own.
-        secret = {launch_protocol.JOB_SECRET: secrets.token_hex(16)} if self.plan.layout.nodes == 1 else {}
+        secret = {launch_protocol.JOB_SECRET: secrets.token_hex(16)} if self.plan.rendezvous is None else {}
         extra = folders.environment
         if self.output.has_live_line:
             extra[launch_protocol.LIVE_LINE] = "1"
@@ -320,7 +317,7 @@ class Job:
             self.store.pid = pid
         elif number != SUCCESSOR_ID:
             # The store of an earlier attempt, whose ranks have ended.
-            self._kill_service(pid)
+            self.worker_group.kill_service(pid)
 
     def _start_successor(self) -> None:
         """Prepare the next restart: fork a server that imports what a rank has imported."""
@@ -336,7 +333,7 @@ class Job:
         if old is not None:
             self.events.unwatch(old.channel)
         if pid := self.starter.promote_successor():
-            self._kill_service(pid)
+            self.worker_group.kill_service(pid)
         if self.starter.forkserver is not None:
             self.events.watch(self.starter.forkserver.channel, self._read_starter)
 
@@ -402,8 +399,7 @@ class Job:
 
         Mutates: this job, whose plan is then complete; the run folder, whose name comes from node 0.
         """
-        policy = self.restart_policy
-        config = replace(config, restarts=policy.total, fruitless_restarts=policy.fruitless)
+        config = self.nodes.enter(config, self.restart_policy)
         try:
             if config.node_rank == 0:
                 listener, notice = listen_for_nodes(config.addr, 0, fallback=config.fallback_addr)
@@ -429,20 +425,21 @@ class Job:
             match message:
                 case Notice():
                     self.output.write_line(f"dtrain: {message.line}")
+                    self.nodes.waiting = self.nodes.waiting if message.waiting is None else message.waiting
                 case JoinAccepted():
                     self._apply_layout(message)
                 case JoinRefused():
-                    self._fail_join(message.line)
+                    self._fail_join(message.line, message.code)
                 case NodeFailed():
                     self.nodes.failure_reported, self.nodes.is_job_over = True, message.is_final
                     self.worker_group.fail([f"dtrain: launch: {message.line}"], time.monotonic(), code=message.code)
                 case JobFinished():
                     self.nodes.finished = message
 
-    def _fail_join(self, line: str) -> None:
+    def _fail_join(self, line: str, code: int = 1) -> None:
         """Fail the job because the nodes could not join. No rank starts."""
         self.nodes.failure_reported = self.nodes.is_job_over = True
-        self.worker_group.fail([f"dtrain: {line}"], time.monotonic(), code=1)
+        self.worker_group.fail([f"dtrain: {line}"], time.monotonic(), code=code)
 
     def _apply_layout(self, joined: JoinAccepted) -> None:
         run_dir = self.plan.run_dir
@@ -454,7 +451,10 @@ class Job:
                 self.worker_group.fail([f"dtrain: {error}"], time.monotonic())
                 return
         self.plan = replace(self.plan, layout=replace(joined.layout, interface=joined.interface), run_dir=run_dir)
-        self.worker_group.plan, self.nodes.joined = self.plan, True
+        self.worker_group.plan = self.plan
+        self.nodes.accept(joined)
+        if self.plan.rendezvous is not None and (line := describe_smaller_job(self.plan.rendezvous, joined)):
+            self.output.write_line(f"dtrain: {line}")
         self.store.port = joined.store_port
         self.restart_policy = replace(self.restart_policy, total=joined.restarts, fruitless=joined.fruitless_restarts)
         self.output.set_layout(joined.layout, run_dir)
@@ -495,8 +495,8 @@ class Job:
         self._close_agent(agent)
         limit = time.monotonic() + _AGENT_EXIT_S
         self.run_loop(lambda: agent.pid not in self.worker_group.unclaimed and time.monotonic() < limit, wake_at=limit)
-        self._kill_service(agent.pid)
-        self.nodes = OtherNodes()
+        self.worker_group.kill_service(agent.pid)
+        self.nodes = OtherNodes(members=self.nodes.members, waiting=self.nodes.waiting)
 
     def _close_agent(self, agent: Agent) -> None:
         if not agent.has_exited:
@@ -541,7 +541,7 @@ class Job:
         if listener is not None:
             listener.close()
         if self.store.pid is not None:
-            self._kill_service(self.store.pid)
+            self.worker_group.kill_service(self.store.pid)
             self.store.pid = None
 
     def stop_services(self) -> None:
@@ -553,20 +553,8 @@ class Job:
         if forkserver is not None:
             self.events.unwatch(forkserver.channel)
             self.starter.stop_forkserver()
-            self._kill_service(forkserver.pid)
+            self.worker_group.kill_service(forkserver.pid)
         if agent is not None:
             self._close_agent(agent)
-            self._wait_for_service(agent.pid, _AGENT_EXIT_S)
-            self._kill_service(agent.pid)
-
-    def _kill_service(self, pid: int) -> None:
-        if pid not in self.worker_group.unclaimed:
-            processes.send_signal(pid, signal.SIGKILL)
-            self._wait_for_service(pid, _REAP_S)
-        self.worker_group.services.discard(pid)
-
-    def _wait_for_service(self, pid: int, timeout_s: float) -> None:
-        deadline = time.monotonic() + timeout_s
-        while pid not in self.worker_group.unclaimed and time.monotonic() < deadline:
-            self.worker_group.record_exits(processes.reap_children()[0], time.monotonic())
-            time.sleep(0.001)
+            self.worker_group.wait_for_service(agent.pid, _AGENT_EXIT_S)
+            self.worker_group.kill_service(agent.pid)

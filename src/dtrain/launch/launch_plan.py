@@ -26,6 +26,7 @@ FLIGHT_RECORDER_ENTRIES = "2000"
 DEFAULT_PREFIX = "[rank {rank}] "
 LOOPBACK_ADDRESS = "127.0.0.1"
 LOOPBACK_INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
+_INTERFACES = (launch_protocol.GLOO_INTERFACE, launch_protocol.NCCL_INTERFACE)
 
 
 TargetKind = Literal["script", "module", "command"]
@@ -190,18 +191,8 @@ def build_common_environment(plan: LaunchPlan, inherited: Mapping[str, str]) -> 
         launch_protocol.RUN_DIR: os.fspath(plan.run_dir),
         "PYTHONUNBUFFERED": "1",
     }
-    if plan.layout.nodes == 1:
-        ours |= {
-            launch_protocol.LOOPBACK: "1",
-            launch_protocol.GLOO_INTERFACE: LOOPBACK_INTERFACE,
-            launch_protocol.NCCL_INTERFACE: LOOPBACK_INTERFACE,
-        }
-    # By default gloo uses the interface of the host name, which is often the loopback.
-    elif plan.layout.interface:
-        interface = plan.layout.interface
-        ours |= {
-            name: inherited.get(name) or interface for name in (launch_protocol.GLOO_INTERFACE, launch_protocol.NCCL_INTERFACE)
-        }
+    if plan.rendezvous is None and plan.layout.nodes == 1:
+        ours |= {launch_protocol.LOOPBACK: "1", **dict.fromkeys(_INTERFACES, LOOPBACK_INTERFACE)}
     if plan.stop_signal is not None:
         ours[launch_protocol.STOP_SIGNAL] = str(plan.stop_signal)
     if plan.hang_timeout_s is not None:
@@ -226,8 +217,11 @@ def build_rank_environment(
         port=port,
     )
     threads = inherited.get(launch_protocol.OMP_THREADS) or str(max(1, int(cores) // layout.nproc))
+    # By default gloo uses the interface of the host name, which is often the loopback. A restart may find another interface.
+    interfaces = {name: inherited.get(name) or layout.interface for name in _INTERFACES} if layout.interface else {}
     return {
         **rank_variables,
+        **interfaces,
         launch_protocol.OMP_THREADS: threads,
         launch_protocol.FAILURE_FILE: os.fspath(plan.failure_file(rank)),
         launch_protocol.RESTART_COUNT: str(restart_count),
@@ -264,6 +258,8 @@ def build_rank_command(target: Target) -> list[str]:
 
 
 DEFAULT_JOIN_TIMEOUT_S = 300.0
+# A new container of a lost node starts within a minute, if at all.
+DEFAULT_REPLACE_TIMEOUT_S = 60.0
 # A node that is silent for so long is lost.
 DEFAULT_SILENCE_S = 10.0
 
@@ -274,10 +270,11 @@ class StatedLayout:
 
     Attributes:
         node_rank: the node.
-        nodes: number of nodes.
+        nodes: number of nodes; the largest number if ``min_nodes`` is set.
         nproc: ranks of the node.
         base_rank: first rank of the node.
         world_size: ranks of the job.
+        min_nodes: smallest number of nodes; None if the number is fixed.
     """
 
     node_rank: int
@@ -285,6 +282,12 @@ class StatedLayout:
     nproc: int
     base_rank: int | None = None
     world_size: int | None = None
+    min_nodes: int | None = None
+
+    @property
+    def nnodes(self) -> str | None:
+        """Number of nodes, as on a command line."""
+        return None if self.nodes is None else f"{self.nodes}" if self.min_nodes is None else f"{self.min_nodes}:{self.nodes}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -298,6 +301,7 @@ class NodeRendezvous(StatedLayout):
         port: port of the rendezvous on node 0.
         token: identifier of the job, equal on all its nodes; separates jobs at the same address.
         timeout_s: seconds until all nodes have joined.
+        replace_timeout_s: seconds of a restart after which at least ``min_nodes`` nodes go on without the others.
         silence_s: seconds without a message until a node is lost.
         fallback_addr: address for a name ``addr`` that does not resolve.
         hosts: hosts by node rank, if a scheduler lists them; only for messages.
@@ -307,12 +311,14 @@ class NodeRendezvous(StatedLayout):
         max_restarts: as in ``LaunchPlan``. Above 0, all nodes join again after a failure.
         restarts: restarts of this launcher so far; 0 in a launcher that takes the place of a lost one.
         fruitless_restarts: restarts without a new checkpoint since.
+        members: nodes of the last attempt, and nodes that waited for the next one; empty in a new launcher.
     """
 
     addr: str
     port: int
     token: str = ""
     timeout_s: float = DEFAULT_JOIN_TIMEOUT_S
+    replace_timeout_s: float = DEFAULT_REPLACE_TIMEOUT_S
     silence_s: float = DEFAULT_SILENCE_S
     fallback_addr: str = ""
     hosts: tuple[str, ...] = ()
@@ -322,6 +328,7 @@ class NodeRendezvous(StatedLayout):
     max_restarts: int = 0
     restarts: int = 0
     fruitless_restarts: int = 0
+    members: tuple[int, ...] = ()
 
     def expected_layout(self) -> NodeLayout:
         """Return the layout of this node as far as it is known before the rendezvous, which may change it."""

@@ -26,7 +26,7 @@ import msgspec
 from dtrain.launch.launch_plan import NodeLayout, NodeRendezvous, StatedLayout
 from dtrain.machine import list_interfaces
 
-PROTOCOL = 3
+PROTOCOL = 4
 _MAX_TEXT = 4000  # characters of one value
 _BACKLOG = 1024
 # An address that drops packets must not use up the time of the next address.
@@ -55,6 +55,7 @@ class Hello(StatedLayout):
     store_port: int
     restarts: int = 0
     fruitless_restarts: int = 0
+    members: tuple[int, ...] = ()
     own_addr: str = ""
     protocol: int = PROTOCOL
 
@@ -82,6 +83,7 @@ class JoinAccepted:
         interface: network interface to the other nodes; "" if unknown.
         restarts: restarts of the job so far, equal on all nodes.
         fruitless_restarts: restarts without a new checkpoint since, equal on all nodes.
+        members: nodes of the attempt, by their ``--node-rank``. The layout numbers them anew if some are missing.
     """
 
     layout: NodeLayout
@@ -90,20 +92,28 @@ class JoinAccepted:
     interface: str = ""
     restarts: int = 0
     fruitless_restarts: int = 0
+    members: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JoinRefused:
-    """Answer to a node when the rendezvous has failed. No rank was started."""
+    """Answer to a node when the rendezvous has failed, or the job has ended without the node. No rank was started."""
 
     line: str
+    code: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Notice:
-    """Line for the user's terminal, without an effect on the job."""
+    """Line for the user's terminal, without an effect on the attempt.
+
+    Attributes:
+        line: the line.
+        waiting: on node 0, the nodes that wait for the next attempt; None if they did not change.
+    """
 
     line: str
+    waiting: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

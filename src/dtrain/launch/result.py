@@ -113,7 +113,7 @@ class JobResult:
     Attributes:
         code: exit code of the launcher.
         lines: summary lines; the last line is the cause, if any.
-        may_restart: True if the attempt failed, and nobody requested its end.
+        may_restart: True if the attempt failed, nobody requested its end, and no wrong argument would fail again.
         failed_rank: the rank that failed first.
         exceptions: exceptions to show before the lines.
     """
@@ -147,7 +147,8 @@ def summarize(
     text = f"dtrain: launch: SIGKILL did not end these processes, which wait in the kernel: {', '.join(remaining)}"
     unkillable = (text,) if remaining else ()
     exceptions = _group_node_exceptions(group)
-    may_restart = group.ending.requested_signal is None
+    record = None if group.root_cause is None else group.root_cause.failure
+    may_restart = group.ending.requested_signal is None and not (record is not None and record.is_config_error)
     codes: dict[int, int | None] = dict(exit_codes or {rank: exit_.code for rank, exit_ in group.exits.items()})
     if len(codes) >= group.plan.layout.nproc and set(codes.values()) == {launch_protocol.PREEMPTED_EXIT_CODE}:
         return JobResult(code=launch_protocol.PREEMPTED_EXIT_CODE, lines=unkillable)

@@ -17,7 +17,15 @@ from typing import NoReturn
 
 from dtrain import launch_protocol
 from dtrain.errors import ConfigError
-from dtrain.launch.launch_plan import LOOPBACK_ADDRESS, NodeLayout, NodeRendezvous, check_nproc, is_launch_variable
+from dtrain.launch.launch_plan import (
+    DEFAULT_JOIN_TIMEOUT_S,
+    DEFAULT_REPLACE_TIMEOUT_S,
+    LOOPBACK_ADDRESS,
+    NodeLayout,
+    NodeRendezvous,
+    check_nproc,
+    is_launch_variable,
+)
 
 MAX_NODES = 4096
 
@@ -35,6 +43,9 @@ class LaunchArgs:
     master_port: int | None = None
     rdzv_endpoint: str = ""
     rdzv_id: str = ""
+    join_timeout: float | None = None
+    replace_timeout: float | None = None
+    max_restarts: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +63,7 @@ class _ResolvedArgs(LaunchArgs):
 
     nproc: int
     nodes: int | None
+    min_nodes: int | None = None
     scheduler: SchedulerInfo | None = None
 
 
@@ -70,7 +82,8 @@ def infer_topology(args: LaunchArgs, scheduled: SchedulerInfo | None, *, gpus: i
         notice = f"launch: -n {scheduled.nproc}, as {launch_protocol.LOCAL_WORLD_SIZE} says"
         return replace(topology, notices=(notice, *topology.notices))
     nproc = check_nproc(gpus if args.nproc is None else args.nproc)
-    resolved = _ResolvedArgs(**{**asdict(args), "nproc": nproc}, nodes=_parse_nodes(args))
+    min_nodes, nodes = _parse_nodes(args)
+    resolved = _ResolvedArgs(**{**asdict(args), "nproc": nproc}, nodes=nodes, min_nodes=min_nodes)
     if scheduled is not None and _needs_scheduler(resolved, scheduled):
         resolved = _merge_scheduler(resolved, scheduled)
     if resolved.world_size is not None and resolved.nproc > resolved.world_size:
@@ -85,26 +98,33 @@ def infer_topology(args: LaunchArgs, scheduled: SchedulerInfo | None, *, gpus: i
     return _multi_node_topology(args, resolved)
 
 
-def _parse_nodes(args: LaunchArgs) -> int | None:
-    """Parse the number of nodes; None if unset. A changing number of nodes is a job for torch's own agents."""
+def _parse_nodes(args: LaunchArgs) -> tuple[int | None, int | None]:
+    """Parse the smallest and the largest number of nodes. The smallest is None for a fixed number, both are None if unset."""
     text = args.nnodes.strip()
     match = re.fullmatch(r"([0-9]{1,9})(?::([0-9]{1,9}))?", text)
     if match is None and text not in ("", "-1"):
-        _raise_config_error(f"--nnodes must be a number, got {args.nnodes!r}", "Pass the number of nodes")
+        _raise_config_error(f"--nnodes must be a number or MIN:MAX, got {args.nnodes!r}", "Pass the number of nodes")
     smallest, largest = (int(match[1]), int(match[2] or match[1])) if match else (None, None)
     if smallest is not None and largest is not None and not 1 <= smallest <= largest <= MAX_NODES:
-        _raise_config_error(f"--nnodes must be from 1 to {MAX_NODES}, got {text}", "Pass the number of nodes")
-    torchrun = f"torchrun --nnodes {text or 'MIN:MAX'} --rdzv-backend c10d --rdzv-endpoint {args.rdzv_endpoint or 'HOST:PORT'}"
-    if smallest != largest:
-        _raise_config_error(
-            f"--nnodes must be one number, got {text}", f"For nodes that join and leave, run {torchrun} with the same script"
-        )
+        order = ", with MIN at most MAX" if smallest > largest else ""
+        _raise_config_error(f"--nnodes must be from 1 to {MAX_NODES}{order}, got {text}", "Pass the number of nodes")
     if args.rdzv_endpoint:
+        torchrun = f"torchrun --nnodes {text or 'MIN:MAX'} --rdzv-backend c10d --rdzv-endpoint {args.rdzv_endpoint}"
         _raise_config_error(
             f"--rdzv-endpoint {args.rdzv_endpoint} is for torch's agents",
             f"Pass --master-addr and --master-port instead, or run {torchrun} with the same script",
         )
-    return smallest
+    if smallest == largest:
+        if args.replace_timeout is not None:
+            conflict = f"--replace-timeout {args.replace_timeout:g} is for --nnodes MIN:MAX"
+            _raise_config_error(conflict, "Remove it, or pass the smallest number of nodes, too")
+        return None, largest
+    if args.max_restarts == 0:
+        _raise_config_error(f"--nnodes {text} must have restarts, got none", "Add --max-restarts 3, for example")
+    for option, value in (("--world-size", args.world_size), ("--base-rank", args.base_rank)):
+        if value is not None:
+            _raise_config_error(f"{option} {value} fixes the ranks, but --nnodes {text} does not", f"Remove {option}")
+    return smallest, largest
 
 
 def _merge_scheduler(resolved: _ResolvedArgs, scheduled: SchedulerInfo) -> _ResolvedArgs:
@@ -201,17 +221,22 @@ def _multi_node_topology(args: LaunchArgs, resolved: _ResolvedArgs) -> Topology:
     # The port may come from a variable.
     if not 1 <= resolved.master_port <= 65_535:
         _raise_config_error(f"the master port must be from 1 to 65535, got {resolved.master_port}", "Pass --master-port")
+    is_fixed = resolved.min_nodes is None
     rendezvous = NodeRendezvous(
         node_rank=node_rank,
         nodes=resolved.nodes,
         nproc=resolved.nproc,
-        base_rank=resolved.base_rank,
-        world_size=resolved.world_size,
+        base_rank=resolved.base_rank if is_fixed else None,
+        world_size=resolved.world_size if is_fixed else None,
+        min_nodes=resolved.min_nodes,
         addr=resolved.master_addr,
         port=resolved.master_port,
         token=args.rdzv_id or (scheduler.token if scheduler else ""),
         fallback_addr=scheduler.fallback_addr if scheduler and not args.master_addr else "",
         hosts=scheduler.hosts if scheduler else (),
+        timeout_s=DEFAULT_JOIN_TIMEOUT_S if args.join_timeout is None else args.join_timeout,
+        replace_timeout_s=DEFAULT_REPLACE_TIMEOUT_S if args.replace_timeout is None else args.replace_timeout,
+        max_restarts=args.max_restarts,
     )
     notices: tuple[str, ...] = ()
     if scheduler is not None and scheduler.variables:

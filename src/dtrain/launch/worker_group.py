@@ -1,7 +1,8 @@
 """Track one attempt of all ranks of a node: running ranks, exits, deadlines and signals.
 
 When a rank fails, ``WorkerGroup`` decides how the other ranks end, and ``RestartPolicy`` about the next attempt. Times are
-seconds of the monotonic clock, passed by the caller. The only effects on processes are signals.
+seconds of the monotonic clock, passed by the caller. The only effects on processes are signals. Only
+``kill_service`` and ``wait_for_service`` wait.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import socket
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -31,6 +33,8 @@ _LEAVING_S = 5.0
 NODE_NEWS_S = DEFAULT_SILENCE_S + 3.0
 # A process may fork while it is being killed.
 _KILL_RETRY_S = 0.05
+# seconds to wait for killed services
+_REAP_S = 10.0
 # Processes that survive SIGKILL for so long wait in the kernel, and no signal reaches them.
 _GIVE_UP_S = 10.0
 
@@ -240,6 +244,20 @@ class WorkerGroup:
     def kill_now(self) -> None:
         """Kill all processes without a request to end."""
         self.stopping, self.ending.kill_at = True, 0.0
+
+    def kill_service(self, pid: int) -> None:
+        """Kill a service, unless it has exited, and wait for its exit."""
+        if pid not in self.unclaimed:
+            processes.send_signal(pid, signal.SIGKILL)
+            self.wait_for_service(pid, _REAP_S)
+        self.services.discard(pid)
+
+    def wait_for_service(self, pid: int, timeout_s: float) -> None:
+        """Wait up to ``timeout_s`` seconds for the exit of a service."""
+        deadline = time.monotonic() + timeout_s
+        while pid not in self.unclaimed and time.monotonic() < deadline:
+            self.record_exits(processes.reap_children()[0], time.monotonic())
+            time.sleep(0.001)
 
     def deadlines(self) -> list[float]:
         """Return the times of the next steps."""

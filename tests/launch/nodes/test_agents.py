@@ -25,7 +25,7 @@ from dtrain.launch.node_messages import (
     RanksExited,
     RanksFailed,
 )
-from hosts.agents import LONG_S, Nodes
+from hosts.agents import LONG_S, Node, Nodes
 from jobs import wait_until
 
 
@@ -235,6 +235,150 @@ def test_node_in_the_place_of_a_lost_one_joins_the_next_attempt(nodes):
     again = nodes.start(0, max_restarts=2, restarts=1, fruitless_restarts=1)
     places = nodes.wait_for(JoinAccepted, again, third)
     assert [(place.restarts, place.fruitless_restarts) for place in places] == [(1, 1)] * 2
+
+
+def test_lost_node_0_that_nobody_replaces_is_reported_with_what_to_do(nodes):
+    (refusal,) = nodes.wait_for(JoinRefused, nodes.start(1, timeout_s=0.5, max_restarts=2, restarts=1))
+    assert f"did not reach node 0 at 127.0.0.1:{nodes.port} in 0 s, last: connection refused" in refusal.line
+    assert "Start the line of node 0 again, on a machine with its address" in refusal.line
+
+
+ELASTIC = {"min_nodes": 2, "max_restarts": 3, "replace_timeout_s": 0.5}
+
+
+def restarted(nodes: Nodes, *places: int, **settings: object) -> list[Node]:
+    """Start the agents of the second attempt of a job of three nodes."""
+    given = {**ELASTIC, "restarts": 1, "members": (0, 1, 2), **settings}
+    return [nodes.start(place, 3, store_port=4322 if place == 0 else 0, **given) for place in places]
+
+
+def test_nodes_go_on_without_a_lost_one_and_are_numbered_anew(nodes):
+    started = restarted(nodes, 0, 2)
+    places = nodes.wait_for(JoinAccepted, *started)
+    shared = {"nproc": 1, "world_size": 2, "nodes": 2, "master_addr": "127.0.0.1"}
+    assert [place.layout for place in places] == [
+        NodeLayout(base_rank=0, node_rank=0, **shared),
+        NodeLayout(base_rank=1, node_rank=1, **shared),
+    ]
+    assert {(place.members, place.restarts) for place in places} == {((0, 2), 1)}
+    for rank, node in enumerate(started):
+        node.agent.send(RanksExited(exit_codes={rank: 0}))
+    assert [dict(over.exit_codes) for over in nodes.wait_for(JobFinished, *started)] == [{0: 0, 1: 0}] * 2
+
+
+def test_a_replacement_is_awaited_before_nodes_go_on_without_it(nodes):
+    started = restarted(nodes, 0, 2, replace_timeout_s=LONG_S)
+    nodes.wait(lambda: arrivals(nodes.port) == 2)
+    nodes.read(0.5)
+    assert not any(node.said for node in started)
+    started.insert(1, nodes.start(1, 3, **ELASTIC))
+    assert {place.members for place in nodes.wait_for(JoinAccepted, *started)} == {(0, 1, 2)}
+
+
+def test_a_smaller_job_restarts_without_another_wait(nodes):
+    started = restarted(nodes, 0, 2, members=(0, 2), replace_timeout_s=LONG_S)
+    assert {place.members for place in nodes.wait_for(JoinAccepted, *started)} == {(0, 2)}
+
+
+def test_first_attempt_awaits_all_nodes_until_the_join_timeout(nodes):
+    # Node 1 is there before node 0, whose time runs.
+    started = [nodes.start(place, 3, **ELASTIC, timeout_s=LONG_S if place else 4) for place in (1, 0)]
+    nodes.wait(lambda: arrivals(nodes.port) == 2)
+    nodes.read(1)
+    assert not any(node.said for node in started)
+    assert {place.members for place in nodes.wait_for(JoinAccepted, *started)} == {(0, 1)}
+
+
+def test_node_in_the_place_of_node_0_goes_on_with_enough_nodes(nodes):
+    (third,) = restarted(nodes, 2)
+    places = nodes.wait_for(JoinAccepted, nodes.start(0, 3, **ELASTIC), third)
+    assert [(place.members, place.restarts) for place in places] == [((0, 2), 1)] * 2
+
+
+def test_too_few_nodes_end_with_one_line(nodes):
+    (refusal,) = nodes.wait_for(JoinRefused, *restarted(nodes, 0, timeout_s=1))
+    assert refusal.line.startswith("launch: 1 of 3 nodes joined in 1 s, fewer than 2; missing: node 1, node 2; ")
+
+
+def test_a_node_that_comes_back_waits_and_joins_the_next_attempt(nodes):
+    first, third = restarted(nodes, 0, 2)
+    nodes.wait_for(JoinAccepted, first, third)
+    second = nodes.start(1, 3, timeout_s=2, **ELASTIC)
+    (told,) = nodes.wait_for(Notice, second)
+    (notice,) = nodes.wait_for(Notice, first)
+    assert (notice.waiting, notice.line) == ((1,), told.line)
+    assert "came after the start; it joins at the next restart" in told.line
+    # It waits longer than its time-out.
+    nodes.read(2.5)
+    assert second.said == [told]
+    third.agent.send(RanksFailed(rank=1, code=1, line="failed", is_final=False))
+    nodes.wait_for(NodeFailed, first)
+    third.agent.close()
+    first.agent.close()
+    nodes.wait_until_gone(first, third)
+    again = restarted(nodes, 0, 2, members=(0, 1, 2), restarts=2, replace_timeout_s=LONG_S)
+    places = nodes.wait_for(JoinAccepted, again[0], second, again[1])
+    assert [(place.layout.base_rank, place.members, place.restarts) for place in places] == [
+        (rank, (0, 1, 2), 2) for rank in range(3)
+    ]
+
+
+def waiting(nodes: Nodes) -> list[Node]:
+    """Start a job of two nodes of three, and a third one that comes too late."""
+    members = restarted(nodes, 0, 2)
+    nodes.wait_for(JoinAccepted, *members)
+    late = nodes.start(1, 3, **ELASTIC)
+    nodes.wait_for(Notice, late)
+    return [*members, late]
+
+
+def test_a_node_that_waits_ends_with_the_last_rank(nodes):
+    first, third, late = waiting(nodes)
+    for rank, node in enumerate((first, third)):
+        node.agent.send(RanksExited(exit_codes={rank: 75}))
+    (end,) = nodes.wait_for(JoinRefused, late)
+    assert end.code == 75
+    assert "has ended without a place for node 1" in end.line
+
+
+def test_a_node_that_waits_ends_with_a_job_that_does_not_restart(nodes):
+    _, third, late = waiting(nodes)
+    third.agent.send(RanksFailed(rank=1, code=3, line="failed", is_final=True))
+    (end,) = nodes.wait_for(JoinRefused, late)
+    assert end == JoinRefused(line=f"launch: node 2 ({socket.gethostname()}): failed", code=3)
+
+
+def test_a_node_that_left_is_not_awaited_any_more(nodes):
+    first, _, late = waiting(nodes)
+    late.agent.close()
+    nodes.wait(lambda: len(first.only(Notice)) == 2)
+    notice = first.only(Notice)[1]
+    assert notice.waiting == ()
+    assert notice.line.endswith("waited for the next restart, and has left")
+
+
+def test_nodes_must_agree_on_the_smallest_number(nodes):
+    started = [nodes.start(0, 3, **ELASTIC), nodes.start(1, 3, max_restarts=3)]
+    for refusal in nodes.wait_for(JoinRefused, *started):
+        assert "--nnodes " in refusal.line
+        assert "2:3" in refusal.line
+
+
+def test_store_of_an_ending_attempt_answers_no_node_of_the_next_one(nodes):
+    first, second = joined(nodes, 2, max_restarts=2, store_port=4321)
+    second.agent.send(RanksFailed(rank=1, code=1, line="failed", is_final=False))
+    nodes.wait_for(NodeFailed, first)
+    second.agent.close()
+    nodes.wait_until_gone(second)
+    # The store still has the answers and the failure of the attempt.
+    early = nodes.start(1, max_restarts=2, restarts=1)
+    nodes.wait(lambda: arrivals(nodes.port) == 3)
+    nodes.read(1)
+    assert not early.said
+    first.agent.close()
+    again = nodes.start(0, max_restarts=2, restarts=1, store_port=4322)
+    assert {(place.store_port, place.restarts) for place in nodes.wait_for(JoinAccepted, again, early)} == {(4322, 1)}
+    assert not early.only(NodeFailed)
 
 
 def test_second_node_of_a_rank_is_turned_away_from_a_job_with_restarts(nodes):
