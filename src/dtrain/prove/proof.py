@@ -198,7 +198,7 @@ class _Proof:
         def ended(outcome: RunOutcome) -> None:
             name = outcome.config.name
             self._outcomes[name] = outcome
-            record = read_record(name, Path(outcome.config.folder))
+            record = read_record(name, Path(outcome.config.folder), self._records.get(BASE))
             self._records[name] = self._join(record, outcome.config) if outcome.config.ranks > 1 else record
             self._on_progress(f"{name}: {outcome.seconds:.1f} s{', failed' if outcome.failed else ''}")
 
@@ -216,9 +216,12 @@ class _Proof:
         """Return a run that resumes, with a copy of the folder of the killed run."""
         killed = str(run.after)
         shutil.copytree(self._outcomes[killed].config.work_folder, run.config.work_folder, symlinks=True)
-        saves = [row["step"] for row in self._records[killed].rows("saved")]
+        record, signatures = self._records[killed], self._records[BASE].signatures
         # In a loop that does not use dtrain's step, the steps of the resumed run count from the last save.
-        return replace(run, config=replace(run.config, first_step=max(saves, default=0)))
+        of_loop = [index for index, signature in signatures.items() if not run.config.loop or signature in run.config.loop]
+        first_step, updates = max(record.saves(of_loop), key=lambda save: save[0], default=(0, dict.fromkeys(of_loop, 0)))
+        loop = {signatures[index]: count for index, count in updates.items()} if run.config.loop else {}
+        return replace(run, config=replace(run.config, first_step=first_step, loop=loop))
 
     def _add_row(self, run: PlannedRun) -> None:
         """Compare a run, and add its row to the table, unless the run only serves others."""
