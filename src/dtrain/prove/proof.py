@@ -59,6 +59,8 @@ _INPUT_KINDS = ("samples", "lr", "evaluation")
 _OF_LOADERS = ("samples", "lr", "steps")
 # Differences that follow from a state that a resume has lost.
 _OF_LOST_STATE = ("loss", "gradient", "parameter", "buffer", "initial", "transform", "metric", "steps", "exported")
+# Lost states of a resume from which other samples follow.
+_OF_SAMPLES = {"generator", "rng", "samples"}
 # Differences of gradients and slopes of losses that are no rounding.
 _SLOPES_AGREE = 1e-4
 
@@ -344,7 +346,9 @@ class _Proof:
             likely = self._cause(run, difference, corrected)
             if (corrected and likely.code == "unknown") or self._allow(run, likely.code):
                 break
-            if run.after and not run.same_layout and self._lost and difference.kind in _OF_LOST_STATE:
+            lost = {self._findings[number].difference.kind for number in self._lost}
+            follows = difference.kind in _OF_LOST_STATE or (difference.kind == "samples" and lost & _OF_SAMPLES)
+            if run.after and not run.same_layout and lost and follows:
                 # What the resume on the same ranks has lost shows in other ways.
                 numbers |= dict.fromkeys(self._lost)
                 break

@@ -152,10 +152,11 @@ class RankRecorder:
             dtype = str(value.dtype).removeprefix("torch.")
             self.log.write("lost_sum", place=place, dtype=dtype, value=float(value), total=total, terms=terms)
 
-    def _on_draw(self) -> None:
+    def _on_draw(self, use: str) -> None:
         self.note("draws")
         # Evaluations run without gradients.
         self.facts.draws += torch.is_grad_enabled()
+        self.facts.drops += use == "dropout" and torch.is_grad_enabled()
 
     def sharding(self, model: nn.Module, strategy: str, precision: Any, buffers: Any) -> tuple[str, Any]:
         """Return the strategy and the precision with which ``shard_model`` shards ``model``."""
