@@ -147,6 +147,38 @@ def test_model_that_each_rank_trains_for_itself_may_have_all_samples(tmp_path, c
     assert kinds(whole, trained_alone(tmp_path / "b", 2, **changes)) == found
 
 
+# ---- optimizers that only some ranks have ----
+
+CODEC, NET = {"optimizer": "Adam", "signature": "Adam/1"}, {"optimizer": "SGD", "signature": "SGD/2"}
+
+
+def of_optimizers(folder, ranks):
+    """Write a run whose ranks have optimizers, each with its name, the name of a parameter, its gradient and the updates."""
+    rows = []
+    for optimizers in ranks:
+        rows.append([])
+        for number, (kind, name, samples, updates) in enumerate(optimizers):
+            own = {"kind": "optimizer", "step": 0, "optimizer_index": number, "params": 1, "unknown": [], "names": [name]}
+            rows[-1].append(own | kind)
+            rows[-1] += [STUDENT | {"optimizer_index": number, "step": step, "samples": samples} for step in range(updates)]
+    return write_run(folder, [{"kind": "end", "cpu_s": 0.0}] * len(ranks), rows_of_ranks=rows)
+
+
+@pytest.mark.parametrize("probe", [False, True], ids=["before the loop", "after the loop, of the same class and shapes"])
+@pytest.mark.parametrize(("rank_1", "found"), [(["2/b"], []), (["1/a"], ["samples"])], ids=["shares", "the same samples"])
+def test_model_that_rank_0_trains_for_all_ranks_counts_once(tmp_path, probe, rank_1, found):
+    def optimizers(samples, *, alone):
+        own = (CODEC, "weight", ["8/x", "9/y"], 2) if not probe else (NET, "probe.weight", ["8/x", "9/y"], 5)
+        others = [(NET, "net.weight" if alone and not probe else "weight", samples, 2)]
+        return ([*others, own] if probe else [own, *others]) if alone else others
+
+    whole = of_optimizers(tmp_path / "a", [optimizers(["1/a", "2/b"], alone=True)])
+    record = of_optimizers(tmp_path / "b", [optimizers(["1/a"], alone=True), optimizers(rank_1, alone=False)])
+    assert kinds(whole, record) == found * 2
+    names = [row["names"] for rows in record.ranks for row in rows if row["kind"] == "optimizer" and row["optimizer"] == "SGD"]
+    assert names[0] == names[-1]
+
+
 # ---- parts of tensors ----
 
 WHOLE = torch.arange(1.0, 73.0, dtype=torch.float64).reshape(12, 6)

@@ -99,6 +99,34 @@ def test_the_second_kill_comes_before_the_last_step(tmp_path):
     assert choose_kills(write_run(tmp_path / "b", [{}]), 0) is None
 
 
+@pytest.mark.parametrize(
+    ("ranks", "code"),
+    [
+        (((0.5, 0.5), (0.25, 0.25)), "clip_local_norm"),
+        # The bias is not scaled.
+        (((0.5, 1.0), (0.25, 1.0)), "gradient_not_reduced"),
+        (((0.5, 0.5), (0.25, 0.3)), "gradient_not_reduced"),
+    ],
+    ids=["a factor of each rank", "a factor of one parameter", "another factor of one parameter"],
+)
+def test_ranks_that_scale_the_whole_gradient_have_reduced_it(tmp_path, ranks, code):
+    gradients = {"weight": [1.0, -2.0, 3.0, 0.0], "bias": [4.0, 5.0]}
+    whole = write_run(tmp_path / "a", [{}], tensors=[("gradient", name, values) for name, values in gradients.items()])
+    scaled = [
+        [
+            ("gradient", name, [factor * value for value in values])
+            for (name, values), factor in zip(gradients.items(), factors, strict=True)
+        ]
+        for factors in ranks
+    ]
+    record = write_run(tmp_path / "b", [{"samples": ["1/a"]}, {"samples": ["2/b"]}], of_ranks=scaled)
+    (difference,) = check_record(record)
+    config = RunConfig(name="run", folder="", script="", ranks=2)
+    (cause,) = explain(difference, record, whole, config, False)
+    assert (cause.code, cause.shown) == (code, True)
+    assert cause.evidence.endswith("0.5 on rank 0 and 0.25 on rank 1.") == (code == "clip_local_norm")
+
+
 def steps_of_samples(*steps):
     """Rows of a rank's steps: the samples of each."""
     return [STEP | {"step": step, "samples": samples, "losses": [[1.0, None]]} for step, samples in enumerate(steps)]

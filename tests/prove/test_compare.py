@@ -522,7 +522,12 @@ def test_ranks_that_apply_other_gradients_are_found_without_another_run(tmp_path
 
 def test_equal_random_numbers_on_ranks_with_other_samples_are_found(tmp_path):
     rows = [{"samples": ["1/a"], "draws": 1}, {"samples": ["2/b"], "draws": 1}]
-    assert codes_of_checks(write_run(tmp_path / "a", rows)) == ["same_dropout_on_ranks"]
+    assert codes_of_checks(write_run(tmp_path / "a", [row | {"drops": 1} for row in rows])) == ["same_dropout_on_ranks"]
+    noisy = write_run(tmp_path / "c", rows)
+    (difference,) = check_record(noisy)
+    (cause,) = explain(difference, noisy, None, RunConfig(name="run", folder="", script=""), False)
+    # A script may draw noise that all ranks share.
+    assert (cause.code, cause.shown) == ("same_noise_on_ranks", False)
     assert codes_of_checks(write_run(tmp_path / "b", [rows[0], rows[1] | {"rng": "s"}])) == []
 
 
@@ -921,3 +926,17 @@ def test_resume_that_restores_a_part_of_a_tensor_lacks_shards(tmp_path):
     b = write_run(tmp_path / "b", [step | {"losses": [[3.0, None]]}], tensors=[loaded, ("gradient", "w", [1.0, 3.0], 1)])
     cause = explain_first(a, b, resumed=True, same_layout=True)
     assert (cause.code, cause.evidence) == ("shards_not_saved", "1 of 2 elements of w have their first value.")
+
+
+@pytest.mark.parametrize(
+    ("events", "code"),
+    [
+        (["all_reduce", "evaluation", "broadcast"], "metric_of_rank_0"),
+        (["evaluation", "all_reduce", "broadcast"], "metric_mean_of_means"),
+        (["evaluation", "all_reduce"], "metric_mean_of_means"),
+        (["all_reduce", "evaluation"], "metric_mean_of_means"),
+    ],
+)
+def test_metric_that_rank_0_sends_is_its_own_unless_ranks_reduce_it_before(tmp_path, events, code):
+    a, b = (write_run(tmp_path / name, [{}], rows=[log(x=x) | {"events": events}]) for name, x in (("a", 1.0), ("b", 2.5)))
+    assert first_cause(a, b, 2) == code

@@ -58,6 +58,7 @@ STYLES = Path(__file__).parent / "styles"
 ROWS = {
     "classify.py": ("", "--one-cycle", "--plateau --early-stop", "--restarts", "--sequence", "--torchmetrics"),
     "closures.py": ("", "--lbfgs", "--sam"),
+    "codec.py": ("--fsdp", "--loader --checkpoint", "--checkpoint --file"),
     "data.py": ("--buckets", "--iterable", "--stateful", "--streaming", "--weighted", "--workers"),
     "ddp.py": ("", "--accumulate", "--autocast", "--compile", "--reduce", "--zero"),
     "fsdp.py": ("", "--accumulate", "--broadcast --own-checkpoint", "--own-checkpoint", "--tensor-parallel"),
@@ -74,7 +75,14 @@ ROWS = {
 }
 """Correct scripts by file, with their arguments. None has dtrain's step. Each trains alike on 1, 2 and 3 ranks and resumed."""
 
-QUICK = ("closures.py --lbfgs", "data.py --stateful", "ddp.py --zero", "fsdp.py --tensor-parallel", "teacher.py --phases")
+QUICK = (
+    "closures.py --lbfgs",
+    "codec.py --checkpoint --file",
+    "data.py --stateful",
+    "ddp.py --zero",
+    "fsdp.py --tensor-parallel",
+    "teacher.py --phases",
+)
 NOT_INSTALLED = {"with_fabric.py": "lightning", "with_trl.py": "trl"}
 
 

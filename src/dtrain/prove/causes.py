@@ -48,8 +48,8 @@ _SENTENCES: Mapping[str, Mapping[str, str]] = {
             "All ranks draw the same random numbers for different samples. Seed with the rank: dt.seed_all(seed, rank)."
         ),
         "same_noise_on_ranks": (
-            "Ranks draw from generators with one seed, so their samples are copies. Seed the generator with the rank, or draw "
-            "for the global batch and take the rank's part."
+            "All ranks draw the same noise for different samples. Seed the generator with the rank, draw for the global batch "
+            "and take the rank's part, or draw from a generator of the sample."
         ),
     },
     "microbatch": {
@@ -296,6 +296,7 @@ _GUESSES: Mapping[str, Collection[str]] = {
     ),
     **dict.fromkeys(("sequence_part_alone", "sequence_mask_lost", "clip_norm_differs", "gradient_not_of_loss"), ()),
     "rng_not_saved": ("rng", "generator"),
+    "same_noise_on_ranks": ("samples",),
     "ema_not_saved": ("transform",),
     "state_not_saved": ("variable",),
 }

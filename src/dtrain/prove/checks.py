@@ -146,7 +146,8 @@ def _check_steps(record: RunRecord) -> Iterator[Difference]:
         different = len({tuple(row["samples"]) for row in rows}) > 1
         if len(rows) > 1 and different and all(row["draws"] for row in rows) and len({row["rng"] for row in rows}) == 1:
             text = f"is equal on all {len(rows)} ranks, and the forward draws from it"
-            yield _contradiction("same_dropout_on_ranks", step, "rng", "", text)
+            code = "same_dropout_on_ranks" if any(row.get("drops") for row in rows) else "same_noise_on_ranks"
+            yield _contradiction(code, step, "rng", "", text)
     for row in record.rows("step"):
         if len(set(row["epochs"])) > 1:
             text = f"of {len(row['epochs'])} microbatches are of two epochs"

@@ -158,7 +158,7 @@ def compare_records(
         sizes.append((fact, result.relative if result.is_certain else 0.0))
         if result.text:
             differences.append(_difference(fact, partner, result))
-    differences += _missing_steps(reference, other, begin=min(first_steps.values(), default=0))
+    differences += _missing_steps(reference, other, first_steps)
     # A loss may be weighted in another way, unless the gradients of its step differ, too.
     gradients = {difference.step for difference in differences if difference.kind == "gradient"}
     differences = [difference for difference in differences if difference.certain or difference.step in gradients]
@@ -229,9 +229,9 @@ def _difference(fact: Fact, partner: Fact, result: _Result) -> Difference:
     )
 
 
-def _missing_steps(reference: RunRecord, other: RunRecord, *, begin: int) -> list[Difference]:
-    """Return a difference if the runs do not have the same steps from ``begin`` on."""
-    expected, steps = ([step for step in record.steps if step >= begin] for record in (reference, other))
+def _missing_steps(reference: RunRecord, other: RunRecord, first_steps: Mapping[int, int]) -> list[Difference]:
+    """Return a difference if the runs do not have the same steps, each optimizer from its first step on."""
+    expected, steps = (record.steps_from(first_steps) for record in (reference, other))
     if not expected or expected == steps:
         return []
     shared = min(len(expected), len(steps))

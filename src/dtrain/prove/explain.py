@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +18,8 @@ from dtrain.prove.run_records import Fact, RunRecord
 
 _NEARLY_EQUAL = 1e-6
 _NEARLY_CLIPPED = 1e-3
+# Elements of gradients that are not parallel by chance.
+_LEAST_PARALLEL = 4
 # The summand of a divisor, which keeps it from 0, changes a deviation.
 _NEARLY_CONSTANT = 1e-5
 # Calls of the script that combine the numbers of ranks.
@@ -62,6 +64,9 @@ def explain(
         resumed: if True, the run continues a killed run.
         whole: record of the run on as many ranks that was not killed; None without one.
     """
+    whole_run = reference if difference.code == "gradient_not_reduced" else None
+    if whole_run is not None and (factors := _factors_of_ranks(difference, record, whole_run)):
+        return (replace(cause("clip_local_norm"), shown=True, evidence=factors),)
     if difference.code is not None and not (resumed and difference.code == "weights_differ_between_ranks"):
         return (cause(difference.code, difference.kind),)
     assert reference is not None, "a difference without a code comes from a comparison"
@@ -108,8 +113,9 @@ def _of_layout(evidence: _Evidence) -> tuple[Cause, ...]:
             text = f"Ranks have other numbers: {' and '.join(f'{number:.6g}' for number in numbers[:2])}."
             return (replace(cause("metric_of_rank_0"), shown=True, evidence=text),)
         # A metric of several ranks needs a collective between the evaluation and the log.
-        events = {event.split(":")[0] for event in evidence.difference.other.by_rank[0].get("events", ())}
-        is_mean = evidence.config.ranks == 1 or events & _REDUCTIONS
+        events = [event.split(":")[0] for event in evidence.difference.other.by_rank[0].get("events", ())]
+        later = events[events.index("evaluation") :] if "evaluation" in events else []
+        is_mean = evidence.config.ranks == 1 or _REDUCTIONS & {*(later if "broadcast" in later else events)}
         return (cause("metric_mean_of_means" if is_mean else "metric_of_rank_0"),)
     # Initial values that depend on the ranks belong to a model that is built in two ways, as on the meta device.
     return (cause("adapter_init" if kind == "initial" else "unknown"),)
@@ -148,7 +154,7 @@ def _of_samples(evidence: _Evidence) -> tuple[Cause, ...]:
     assert evidence.difference.other is not None
     by_rank, is_complete = evidence.difference.other.by_rank, sum(b.values()) == sum(a.values())
     if is_complete and (copies := _copies_of_draws(evidence)):
-        return (replace(cause("same_noise_on_ranks"), evidence=copies),)
+        return (replace(cause("same_noise_on_ranks", "samples"), evidence=copies),)
     if len(by_rank) > 1 and all(Counter(samples) == Counter(by_rank[0]) for samples in by_rank):
         return (cause("sampler_without_rank"),)
     if not is_complete:
@@ -254,7 +260,8 @@ def _of_loss(evidence: _Evidence) -> tuple[Cause, ...]:
     if counted := _counter_of_microbatches(evidence):
         return (replace(cause("counts_microbatches"), evidence=counted),)
     causes = (*of_parts, *_circumstances(evidence))
-    if not is_weighted and not causes and (factor := _common_factor(evidence)) is not None and not _is_near(factor, 1.0):
+    factor = None if is_weighted or causes else _common_factor(_gradients(evidence).values())
+    if factor is not None and not _is_near(factor, 1.0):
         if _is_factor_of_backwards(evidence, factor):
             return (cause("accumulation_not_scaled"),)
         if any(_is_near(factor, scale) for scale in _scales_of_ranks(evidence)) and evidence.config.ranks > 1:
@@ -389,7 +396,7 @@ def _of_gradient(evidence: _Evidence) -> tuple[Cause, ...]:
     interact = (cause("samples_interact"),) if _all_weigh_alike(evidence) else ()
     if _gathers(evidence.record, step):
         return (*causes, *of_forward)
-    factor = _common_factor(evidence)
+    factor = _common_factor(_gradients(evidence).values())
     if factor is not None:
         if _is_factor_of_backwards(evidence, factor):
             return (cause("accumulation_not_scaled"),)
@@ -489,10 +496,10 @@ def _gradients(evidence: _Evidence) -> dict[str, tuple[Any, Any]]:
     return pairs
 
 
-def _common_factor(evidence: _Evidence) -> float | None:
-    """Return the number by which all gradients of a step differ; None if there is none."""
+def _common_factor(pairs: Iterable[tuple[Any, Any]]) -> float | None:
+    """Return the number by which all pairs of gradients differ; None if there is none."""
     factors = []
-    for a, b in _gradients(evidence).values():
+    for a, b in pairs:
         factor = float(a @ b / (a @ a))
         if np.linalg.norm(b - factor * a) > _NEARLY_EQUAL * np.linalg.norm(b):
             return None
@@ -500,6 +507,26 @@ def _common_factor(evidence: _Evidence) -> float | None:
     if not factors or max(factors) - min(factors) > _NEARLY_EQUAL * abs(max(factors)):
         return None
     return factors[0]
+
+
+def _factors_of_ranks(difference: Difference, record: RunRecord, reference: RunRecord) -> str:
+    """Return by which numbers the ranks scale the gradients of the other run in a step, in a sentence; "" if they do not."""
+    wholes = {fact.key: fact for fact in reference.of_kind("gradient", difference.step) if fact.value.norm}
+    # Only rank 0 has a sharded gradient.
+    on_all = {fact.key for fact in record.of_kind("gradient", difference.step) if None not in fact.by_rank} & wholes.keys()
+    if sum(len(wholes[key].value.sketch) for key in on_all) < _LEAST_PARALLEL:
+        return ""
+    factors = []
+    for rank in range(len(record.ranks)):
+        rows = {(row["step"], row["optimizer_index"], "gradient", row["name"]): row for row in record.rows("gradient", rank)}
+        pairs = [(wholes[key].value, rows[key]) for key in on_all if rows[key]["sketch"] is not None]
+        if any(whole.shape != tuple(row["shape"]) for whole, row in pairs):
+            return ""
+        factors.append(_common_factor((whole.sketch, record.sketch(row, rank)) for whole, row in pairs))
+    if None in factors:
+        return ""
+    numbers = " and ".join(f"{factor:.3g} on rank {rank}" for rank, factor in enumerate(factors[:2]))
+    return f"The gradients of each rank are those of the other run times one number: {numbers}."
 
 
 def _few_factors(evidence: _Evidence) -> int:

@@ -193,11 +193,11 @@ class EvenRandom:
     not change.
 
     Args:
-        on_draw: called at each draw from the global generator in a forward.
+        on_draw: called at each draw from the global generator in a forward, with "noise" or "dropout".
         active: if False, draws are only observed.
     """
 
-    def __init__(self, on_draw: Callable[[], None], *, active: bool) -> None:
+    def __init__(self, on_draw: Callable[[str], None], *, active: bool) -> None:
         self._on_draw, self._active = on_draw, active
         self._samples: int | None = None
         self._last: int | None = None
@@ -245,9 +245,9 @@ class EvenRandom:
             # Between two forwards only a draw for the whole batch is noise of samples.
             of_batch = bool(self._batch and len(shape) and shape[0] == self._batch)
             if of_batch:
-                self._on_draw()
+                self._on_draw("noise")
             return of_batch and self._active
-        self._on_draw()
+        self._on_draw("noise")
         return bool(self._active and len(shape) and samples and shape[0] % samples == 0 and shape[0])
 
     @contextmanager
@@ -303,7 +303,7 @@ class EvenRandom:
         def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
             if not training or not p or self._samples_of_forward() is None:
                 return drop(input, p, training, inplace)
-            self._on_draw()
+            self._on_draw("dropout")
             return input if self._active else drop(input, p, training, inplace)
 
         return dropout
@@ -314,7 +314,7 @@ class EvenRandom:
             query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, *args: Any, **kwargs: Any
         ) -> Any:
             if dropout_p and self._samples_of_forward() is not None:
-                self._on_draw()
+                self._on_draw("dropout")
                 dropout_p = 0.0 if self._active else dropout_p
             return attend(query, key, value, attn_mask, dropout_p, *args, **kwargs)
 

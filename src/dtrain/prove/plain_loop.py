@@ -52,7 +52,8 @@ class PlainLoop(UpdateObserver):
         # Loaders since the last forward with gradient, the last batch last; True if a forward without gradient came after it.
         self._evaluated: dict[int, bool] = {}
         self._of_step: set[int] = set()
-        self._training_loaders: set[int] = set()
+        # Number of the first optimizer that a loader's batches train.
+        self._trained_by: dict[int, int] = {}
         # Backwards of the last update. Recomputation repeats forwards.
         self.microbatches = 1
         # Models whose parameters are theirs again once the forward has ended.
@@ -110,7 +111,8 @@ class PlainLoop(UpdateObserver):
         """Return True if a loader of training batches must end, because the run has all its steps."""
         if self._recorder.steps_of_dtrain:
             return False
-        return loader in self._training_loaders and self._recorder.updates_done() >= self._recorder.config.steps
+        index = self._trained_by.get(loader)
+        return index is not None and self._recorder.updates[index] >= self._recorder.config.steps
 
     def _update_begins(self, optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         recorder = self._recorder
@@ -121,7 +123,7 @@ class PlainLoop(UpdateObserver):
         if recorder.steps_of_dtrain:
             return None
         optimizer_index = recorder.log.optimizer_index = recorder.index_of(optimizer)
-        recorder.log.step = recorder.updates.setdefault(optimizer_index, recorder.config.first_step)
+        recorder.log.step = recorder.updates.setdefault(optimizer_index, recorder.first_step_of(optimizer))
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None:
             self._write_update(optimizer)
@@ -145,7 +147,8 @@ class PlainLoop(UpdateObserver):
         for module in self.functional:
             recorder.models.add(module)
         self.functional.clear()
-        self._training_loaders |= self._of_step
+        for loader in self._of_step:
+            self._trained_by.setdefault(loader, recorder.log.optimizer_index)
         recorder.facts.loaders = sorted(self._of_step)
         self._of_step = set()
         self.microbatches = recorder.facts.backwards

@@ -59,6 +59,8 @@ _INPUT_KINDS = ("samples", "lr", "evaluation")
 _OF_LOADERS = ("samples", "lr", "steps")
 # Differences that follow from a state that a resume has lost.
 _OF_LOST_STATE = ("loss", "gradient", "parameter", "buffer", "initial", "transform", "metric", "steps", "exported")
+# Lost states of a resume from which other samples follow.
+_OF_SAMPLES = {"generator", "rng", "samples"}
 # Differences of gradients and slopes of losses that are no rounding.
 _SLOPES_AGREE = 1e-4
 
@@ -198,7 +200,7 @@ class _Proof:
         def ended(outcome: RunOutcome) -> None:
             name = outcome.config.name
             self._outcomes[name] = outcome
-            record = read_record(name, Path(outcome.config.folder))
+            record = read_record(name, Path(outcome.config.folder), self._records.get(BASE))
             self._records[name] = self._join(record, outcome.config) if outcome.config.ranks > 1 else record
             self._on_progress(f"{name}: {outcome.seconds:.1f} s{', failed' if outcome.failed else ''}")
 
@@ -216,9 +218,12 @@ class _Proof:
         """Return a run that resumes, with a copy of the folder of the killed run."""
         killed = str(run.after)
         shutil.copytree(self._outcomes[killed].config.work_folder, run.config.work_folder, symlinks=True)
-        saves = [row["step"] for row in self._records[killed].rows("saved")]
+        record, signatures = self._records[killed], self._records[BASE].signatures
         # In a loop that does not use dtrain's step, the steps of the resumed run count from the last save.
-        return replace(run, config=replace(run.config, first_step=max(saves, default=0)))
+        of_loop = [index for index, signature in signatures.items() if not run.config.loop or signature in run.config.loop]
+        first_step, updates = max(record.saves(of_loop), key=lambda save: save[0], default=(0, dict.fromkeys(of_loop, 0)))
+        loop = {signatures[index]: count for index, count in updates.items()} if run.config.loop else {}
+        return replace(run, config=replace(run.config, first_step=first_step, loop=loop))
 
     def _add_row(self, run: PlannedRun) -> None:
         """Compare a run, and add its row to the table, unless the run only serves others."""
@@ -341,7 +346,9 @@ class _Proof:
             likely = self._cause(run, difference, corrected)
             if (corrected and likely.code == "unknown") or self._allow(run, likely.code):
                 break
-            if run.after and not run.same_layout and self._lost and difference.kind in _OF_LOST_STATE:
+            lost = {self._findings[number].difference.kind for number in self._lost}
+            follows = difference.kind in _OF_LOST_STATE or (difference.kind == "samples" and lost & _OF_SAMPLES)
+            if run.after and not run.same_layout and lost and follows:
                 # What the resume on the same ranks has lost shows in other ways.
                 numbers |= dict.fromkeys(self._lost)
                 break

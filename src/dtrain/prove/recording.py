@@ -10,7 +10,7 @@ import hashlib
 import os
 import signal
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
@@ -56,6 +56,7 @@ from dtrain.prove.script_values import (
     script_frames,
     script_line,
     script_variables,
+    signature_of,
 )
 from dtrain.schedules.durations import Duration
 from dtrain.shard.buffers import buffer_choice
@@ -99,6 +100,8 @@ class RankRecorder:
         self._optimizers: list[list[Any]] = []
         self.updates: dict[int, int] = {}
         self._initial: set[int] = set()
+        # Parameters and buffers whose initial values are written, by ``id``.
+        self._begun = set[int]()
         self._names: dict[int, str] = {}
         self._trained: dict[int, list[nn.Module]] = {}
         # Parameters of all optimizers, also of those that have not run yet.
@@ -149,10 +152,11 @@ class RankRecorder:
             dtype = str(value.dtype).removeprefix("torch.")
             self.log.write("lost_sum", place=place, dtype=dtype, value=float(value), total=total, terms=terms)
 
-    def _on_draw(self) -> None:
+    def _on_draw(self, use: str) -> None:
         self.note("draws")
         # Evaluations run without gradients.
         self.facts.draws += torch.is_grad_enabled()
+        self.facts.drops += use == "dropout" and torch.is_grad_enabled()
 
     def sharding(self, model: nn.Module, strategy: str, precision: Any, buffers: Any) -> tuple[str, Any]:
         """Return the strategy and the precision with which ``shard_model`` shards ``model``."""
@@ -249,7 +253,7 @@ class RankRecorder:
         """Forget a loop by hand that prepares the training, such as that of a codec on rank 0: other ranks may not run it."""
         if not self.steps_of_dtrain:
             self.steps_of_dtrain, self.log.optimizer_index, self.log.step = True, 0, self.config.first_step
-            for seen in (self._optimizers, self.updates, self._initial):
+            for seen in (self._optimizers, self.updates, self._initial, self._begun):
                 seen.clear()
             self.log.write("loop_starts")
 
@@ -280,7 +284,7 @@ class RankRecorder:
 
     def stop_if_done(self) -> None:
         """End the process at the step of the kill, or a loop that goes on beyond the limit."""
-        in_loop = self.in_step or not self.config.has_dtrain_loop
+        in_loop = self.in_step or (not self.config.has_dtrain_loop and self._is_of_loop())
         if in_loop and self.log.step == self.config.kill_after:
             if dist.is_initialized():
                 dist.barrier()
@@ -292,6 +296,15 @@ class RankRecorder:
         if max(self.updates.values(), default=0) >= limit:
             self.note("loop_cut")
             raise EndOfProof(0)
+
+    def _is_of_loop(self) -> bool:
+        """Return True if the last update was not of a loop by hand that prepares the loop that is killed."""
+        last = self._optimizers[self.log.optimizer_index :][:1]
+        return not self.config.loop or any(signature_of(optimizers[-1]) in self.config.loop for optimizers in last)
+
+    def first_step_of(self, optimizer: Any) -> int:
+        """Return the number of the first step of an optimizer. After a resume, a loop before the training begins again."""
+        return self.config.loop.get(signature_of(optimizer), 0) if self.config.loop else self.config.first_step
 
     def pass_is_empty(self) -> None:
         """End a script that asks a shortened loop of dtrain again and again for batches, as a loop over rollouts does."""
@@ -320,16 +333,18 @@ class RankRecorder:
         self.log.write(
             "optimizer",
             optimizer=type(optimizer).__name__,
+            signature=signature_of(optimizer),
             params=len(own),
             unknown=[index for index, param in enumerate(own) if param not in names],
             names=[names[param] for param in own if param in names],
             model_params=len(named),
         )
-        if optimizer_index == 0:
-            for name, param in named.items():
-                if not param.is_meta:
-                    self.log.write_tensor("initial", name, param, trains=param.requires_grad)
-            self._write_buffers("initial")
+        # All ranks write the parameters of a sharded model here, whichever of them have run other optimizers before.
+        for name, param in named.items():
+            if not param.is_meta and id(param) not in self._begun:
+                self.log.write_tensor("initial", name, param, trains=param.requires_grad)
+        self._write_buffers("initial", without=self._begun)
+        self._begun |= {id(tensor) for tensor in (*named.values(), *self.models.buffers().values())}
         if own and not any(param in names for param in own):
             for number, param in enumerate(param for group in optimizer.param_groups for param in group["params"]):
                 self.log.write_tensor("initial", f"optimizer.{number}", param, trains=True)
@@ -464,10 +479,10 @@ class RankRecorder:
             if name in digests and digest(flatten(param)) != digests[name]:
                 self.log.write_tensor("changed", name, param, step=step, optimizer_index=optimizer_index)
 
-    def _write_buffers(self, kind: str) -> None:
+    def _write_buffers(self, kind: str, without: Collection[int] = ()) -> None:
         saved = self.models.buffers(persistent_only=True)
         for name, buffer in self.models.buffers().items():
-            if not buffer.is_meta:
+            if not buffer.is_meta and id(buffer) not in without:
                 self.log.write_tensor(kind, name, buffer, buffer=True, saved=name in saved)
 
     # ---- evaluations, metrics, saves ----
@@ -505,10 +520,6 @@ class RankRecorder:
             not self.config.has_dtrain_loop
             and self.updates.get(self.log.optimizer_index, 0) < self.config.steps * RECORDED_LENGTHS
         )
-
-    def updates_done(self) -> int:
-        """Return the number of complete updates of the first optimizer, since the start of the run."""
-        return self.updates.get(0, self.config.first_step)
 
     def updates_of(self, module: nn.Module) -> int:
         """Return the number of complete updates of the optimizers that have a parameter of a module."""

@@ -39,6 +39,8 @@ class RunConfig:
             the steps.
         has_dtrain_loop: if True, the script runs dtrain's step, so the steps of a loop by hand prepare the training.
         first_step: number of the first step in a script that does not use dtrain's step, in a resumed run.
+        loop: updates of each optimizer of the loop that is killed, when the run that goes on was saved, by its signature. Other
+            optimizers prepare the loop. If it is empty, all optimizers are of the loop.
         activations: if True, record the outputs of all modules in the first forward, and their gradients.
         perturb_seed: seed of changes of the last bit of modules' outputs, which show the effect of rounding; None changes none.
         check_exports: if True, load exported files again, and compare outputs.
@@ -70,6 +72,7 @@ class RunConfig:
     cut_after: int | None = None
     has_dtrain_loop: bool = False
     first_step: int = 0
+    loop: Mapping[str, int] = field(default_factory=dict)
     activations: bool = False
     perturb_seed: int | None = None
     check_exports: bool = False
@@ -215,6 +218,9 @@ def next_runs(base: RunConfig, record: RunRecord, world_sizes: Sequence[int], se
     if not keep_precision and (low or record.rows("exported")):
         plan(WRITTEN, "written", {**as_written, "activations": True}, FLOAT32 if low else "")
     if kills := choose_kills(record, seed):
+        signatures, loop = record.signatures, record.loop_of_saves()
+        if not base.has_dtrain_loop and len(loop) < len(signatures):
+            base = replace(base, loop=dict.fromkeys((signatures[index] for index in loop), 0))
         # transformers' Trainer has another order after a resume in its second epoch, so a loop by hand is killed once.
         for kill_after in dict.fromkeys(kills[::-1] if base.has_dtrain_loop else kills[:1]):
             killed, place = f"killed after step {kill_after}", "-late" * (kill_after != kills[0])
@@ -256,8 +262,10 @@ def choose_kills(record: RunRecord, seed: int) -> tuple[int, int] | None:
 
     Late in a run a checkpoint has more to lose. None without a checkpoint before the last step.
     """
-    last = max(record.steps, default=0)
-    saves = sorted({row["step"] for row in record.rows("saved") if row["step"] <= last})
+    loop = record.loop_of_saves()
+    # Another optimizer may have prepared the loop in more steps.
+    last = max((row["step"] for row in record.rows("step") if row["optimizer_index"] in loop), default=0)
+    saves = sorted(step for step in {step for step, _ in record.saves(loop)} if 0 < step <= last)
     if not saves:
         return None
     return random.Random(seed).randint(saves[0], last), last

@@ -299,6 +299,7 @@ class StepFacts:
     events: list[str] = field(default_factory=list)
     rng: str | None = None
     draws: int = 0
+    drops: int = 0
     epochs: list[int] = field(default_factory=list)
     shapes: list[list[int]] = field(default_factory=list)
     counts: list[dict[str, int]] = field(default_factory=list)

@@ -7,12 +7,13 @@ parameters, buffers, states of transforms, metrics, evaluations, exports.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, combinations
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,10 @@ TENSORS = ("initial", "gradient", "parameter", "buffer", "transform", "exported"
 
 _OF_STEP = ("samples", "rng", "loss", "lr", "ties", "frozen", "mode")
 _OF_UPDATES = ("initial", "gradient", "parameter", "buffer", "optimizer", "optimizer_state", "step")
+
+_OF_MODELS = ("initial", "gradient", "parameter", "changed", "buffer")
+# Optimizers of a rank, up to which those of two ranks are compared.
+_MAX_OPTIMIZERS = 8
 
 BITS = {"float64": 53, "float32": 24, "float16": 11, "bfloat16": 8, "float8_e4m3fn": 4, "float8_e5m2": 3}
 """Bits of the significand of each dtype; ``2.0 ** -bits`` is the largest relative error of one rounding."""
@@ -181,6 +186,30 @@ class RunRecord:
         facts = {key: fact for key, fact in self.facts.items() if is_before(fact.step, fact.kind)}
         return RunRecord(name=self.name, ranks=ranks, facts=facts, notes=self.notes, numbers=self.numbers)
 
+    def loop_of_saves(self) -> set[int]:
+        """Return the optimizers of the loop that saves: those with an update after the first save, or the last one of all."""
+        rows = [row for row in self.ranks[0] if row["kind"] in ("step", "saved")]
+        first = next((place for place, row in enumerate(rows) if row["kind"] == "saved"), len(rows))
+        indices = [row["optimizer_index"] for row in rows if row["kind"] == "step"]
+        later = {row["optimizer_index"] for row in rows[first:] if row["kind"] == "step"}
+        return later or {*indices[-1:]}
+
+    def saves(self, loop: Collection[int]) -> list[tuple[int, dict[int, int]]]:
+        """Return the step of each save, and the updates of each optimizer of ``loop``, whose first one counts the steps."""
+        counts, saves = dict.fromkeys(sorted(loop), 0), list[tuple[int, dict[int, int]]]()
+        in_dtrain_loop = bool(self.rows("layout"))
+        for row in self.ranks[0]:
+            if row["kind"] == "step" and row["optimizer_index"] in counts:
+                counts[row["optimizer_index"]] = row["step"] + 1
+            elif row["kind"] == "saved":
+                saves.append((row["step"] if in_dtrain_loop else next(iter(counts.values()), 0), dict(counts)))
+        return saves
+
+    @property
+    def signatures(self) -> Mapping[int, str]:
+        """Class and shapes of the parameters of each optimizer."""
+        return {row["optimizer_index"]: row.get("signature", "") for row in self.rows("optimizer")}
+
     @property
     def first_steps(self) -> Mapping[int, int]:
         """First step with an update of each optimizer."""
@@ -192,12 +221,24 @@ class RunRecord:
     @property
     def steps(self) -> list[int]:
         """Steps with an update, in order. A loop by hand before dtrain's step prepares the training, and does not count."""
+        return self.steps_from({})
+
+    def steps_from(self, first_steps: Mapping[int, int]) -> list[int]:
+        """Return the steps of each optimizer from its first step on, if ``first_steps`` has one, in order."""
         layout = {row["step"] for row in self.rows("layout")}
-        return sorted({row["step"] for row in self.rows("step") if not layout or row["step"] in layout})
+        rows = [row for row in self.rows("step") if not layout or row["step"] in layout]
+        never = math.inf if first_steps else 0
+        return sorted({row["step"] for row in rows if row["step"] >= first_steps.get(row["optimizer_index"], never)})
 
 
-def read_record(name: str, folder: Path) -> RunRecord:
-    """Read the record of a run from its folder. A killed rank may have left half a line, which is skipped."""
+def read_record(name: str, folder: Path, like: RunRecord | None = None) -> RunRecord:
+    """Read the record of a run from its folder. A killed rank may have left half a line, which is skipped.
+
+    Args:
+        name: name of the run.
+        folder: folder of the run.
+        like: record whose optimizers have the same numbers. A resumed run may leave out those that prepare the training.
+    """
     ranks: list[list[Row]] = []
     while (path := folder / f"rank-{len(ranks)}.jsonl").exists():
         rows: list[Row] = []
@@ -207,10 +248,75 @@ def read_record(name: str, folder: Path) -> RunRecord:
         # A loop by hand before the start of dtrain's loop prepares the training, and only the first run records it.
         start = next((place for place, row in enumerate(rows) if row["kind"] == "loop_starts"), 0)
         ranks.append([row for place, row in enumerate(rows) if place >= start or row["kind"] not in _OF_UPDATES])
+    ranks[1:] = [_number_alike(rows, ranks[0], is_resumed=False) for rows in ranks[1:]]
+    if ranks and like is not None and like.ranks and _pairs_of_optimizers(ranks[0], like.ranks[0]):
+        ranks = [_number_alike(rows, like.ranks[0], is_resumed=True) for rows in ranks]
     numbers = [_read_numbers(folder / f"rank-{rank}.f64") for rank in range(len(ranks))]
     facts = [*_facts_of_rank_0(ranks, numbers[0]), *_facts_of_steps(ranks), *_facts_of_evaluations(ranks)] if ranks else []
     notes = [row for rows in ranks[:1] for row in rows if row["kind"] == "note"]
     return RunRecord(name=name, ranks=ranks, facts=sort_facts(facts), notes=notes, numbers=numbers)
+
+
+def _number_alike(rows: list[Row], like: Sequence[Row], *, is_resumed: bool) -> list[Row]:
+    """Return the rows of a rank with the numbers of optimizers, and the names of their parameters, that another rank has.
+
+    Rank 0 may train a model before the loop, which the other ranks get, or which a resume loads. Then it is seen first. What
+    comes before the first optimizer of ``rows`` gets the place that it has on the other rank, unless a run goes on there.
+    """
+    pairs = _pairs_of_optimizers(rows, like)
+    if not pairs:
+        return rows
+    numbers = {own["optimizer_index"]: other["optimizer_index"] for own, other in pairs}
+    names = {
+        name: new
+        for own, other in pairs
+        if len(own["names"]) == len(other["names"])
+        for name, new in zip(own["names"], other["names"], strict=True)
+    }
+    # Without the models that were seen before, a name may be that of another model.
+    is_renamed = any(name != new for name, new in names.items())
+    begin = next(place for place, row in enumerate(rows) if row["kind"] == "optimizer")
+    earlier = like[: next(place for place, row in enumerate(like) if row is pairs[0][1])]
+    start = {} if is_resumed or not earlier else {name: earlier[-1][name] for name in ("step", "optimizer_index")}
+    result: list[Row] = []
+    for place, row in enumerate(rows):
+        changes: dict[str, Any] = {"optimizer_index": numbers.get(row["optimizer_index"], row["optimizer_index"] + len(like))}
+        if place < begin:
+            changes |= start
+        if row["kind"] == "optimizer":
+            changes["names"] = [names.get(name, name) for name in row["names"]]
+        if is_renamed and row["kind"] in _OF_MODELS:
+            if row["name"] not in names:
+                continue
+            changes["name"] = names[row["name"]]
+        result.append({**row, **changes})
+    return result
+
+
+def _pairs_of_optimizers(rows: Sequence[Row], like: Sequence[Row]) -> list[tuple[Row, Row]]:
+    """Return the optimizers of two ranks that are the same, in order; an empty list if all have the same numbers.
+
+    They have equal classes and shapes of parameters, and the nearest numbers of updates; of several, the last ones.
+    """
+    both = [[row for row in one if row["kind"] == "optimizer"] for one in (rows, like)]
+    few, many = sorted(both, key=len)
+    if not few or len(few) == len(many) or len(many) > _MAX_OPTIMIZERS:
+        return []
+    updates = [Counter(row["optimizer_index"] for row in one if row["kind"] == "step") for one in (rows, like)]
+    counts = {id(row): updates[number][row["optimizer_index"]] for number, one in enumerate(both) for row in one}
+    choices = [
+        chosen
+        for chosen in combinations(many, len(few))
+        if all(a.get("signature") == b.get("signature") for a, b in zip(few, chosen, strict=True))
+    ]
+    if not choices:
+        return []
+
+    def distance(chosen: tuple[Row, ...]) -> int:
+        return sum(abs(counts[id(a)] - counts[id(b)]) for a, b in zip(few, chosen, strict=True))
+
+    chosen = min(reversed(choices), key=distance)
+    return list(zip(few, chosen, strict=True)) if few is both[0] else list(zip(chosen, few, strict=True))
 
 
 def _read_numbers(path: Path) -> Any:

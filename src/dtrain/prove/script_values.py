@@ -380,6 +380,12 @@ def params_of(optimizer: Any) -> set[int]:
     return {id(param) for group in optimizer.param_groups for param in group["params"]}
 
 
+def signature_of(optimizer: Any) -> str:
+    """Return the class of an optimizer and a digest of the shapes of its parameters, equal on all ranks and after a resume."""
+    shapes = [list(param.shape) for group in optimizer.param_groups for param in group["params"]]
+    return f"{type(optimizer).__name__}/{hashlib.blake2b(repr(shapes).encode(), digest_size=8).hexdigest()}"
+
+
 def moves_toward(before: Tensor, after: Tensor, target: Tensor) -> bool:
     """Return True if ``after`` lies on the way from ``before`` to ``target``, as an average does that moves by a share."""
     way, moved = (flatten(tensor) - flatten(before) for tensor in (target, after))

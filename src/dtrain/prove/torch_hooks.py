@@ -450,7 +450,7 @@ def _observe_files(recorder: RankRecorder, kept: KeptWeights) -> None:
         if is_weights and isinstance(file, str | os.PathLike):
             recorder.evaluations.exported(str(file), obj.items())
         elif not called_from("dtrain.checkpoint"):
-            recorder.log.write("saved", step=recorder.updates_done(), path=str(file))
+            recorder.log.write("saved", path=str(file))
         return result
 
     torch.save = saved  # type: ignore[assignment]

@@ -451,6 +451,7 @@ PAIRS = (
         bug='On resume the state of the random generator is saved but not restored.',
         objection="failed",
         mended=True,
+        now="rng_not_saved",
     ),
     Pair(
         name="c12_vocabulary",
@@ -470,12 +471,14 @@ PAIRS = (
         bug="The clipping norm is taken over each rank's local shards only.",
         first="gradient_not_reduced",
         found=True,
+        now="clip_local_norm",
     ),
     Pair(
         name="c15_early_stop",
         bug="The decision to stop uses the validation loss of rank 0's share of the held-out set, broadcast to all.",
         objection="failed",
         mended=True,
+        now="metric_of_rank_0",
     ),
     Pair(
         name="c16_int8_export",
@@ -528,6 +531,7 @@ PAIRS = (
         bug='The corruption is drawn in the loss function from the global generator, instead of belonging to the sample.',
         first="same_dropout_on_ranks",
         found=True,
+        now="same_noise_on_ranks",
     ),
     Pair(
         name="c24_dtrain_temperature",
