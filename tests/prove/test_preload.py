@@ -25,12 +25,18 @@ def test_imports_of_a_script_are_those_of_installed_packages(tmp_path):
 def test_function_that_a_package_has_imported_is_replaced_in_it(monkeypatch):
     package = ModuleType("package_of_a_script")
     package.draw, package.cat = torch.rand, torch.cat
+
+    def noise(*, draw=torch.rand):
+        return draw(2)
+
+    package.noise = noise
     monkeypatch.setitem(sys.modules, package.__name__, package)
     original = torch.rand
     with replaced_functions():
         monkeypatch.setattr(torch, "rand", lambda *shape: torch.zeros(shape))
     assert package.draw is torch.rand is not original
     assert package.cat is torch.cat
+    assert package.noise().tolist() == [0.0, 0.0]
 
 
 @pytest.mark.costly

@@ -113,6 +113,14 @@ def test_rollout_before_the_first_step_of_a_sharded_model_is_no_difference(tmp_p
 
 
 @pytest.mark.costly
+def test_loop_over_rollouts_ends_after_its_steps_and_agrees(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    report = dt.prove.prove(STYLES / "minibatches.py", fast=True, steps=3, timeout_s=600.0)
+    assert report.passed, report.text()
+    assert "The loop could not be shortened and was ended" in report.text()
+
+
+@pytest.mark.costly
 @pytest.mark.parametrize("argument", [[], ["--endless"]], ids=["loader of an epoch", "no loader"])
 def test_loop_by_hand_is_shortened_and_agrees(tmp_path, monkeypatch, argument):
     monkeypatch.chdir(tmp_path)

@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import functools
 import inspect
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import replace
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -24,7 +22,8 @@ from dtrain.data.loader import Loader
 from dtrain.data.position import is_reached, parse_length
 from dtrain.loggers.logger import FaultTolerantLogger, null_logger
 from dtrain.monitors.reduce_metrics import reduce_metrics
-from dtrain.prove.recording import RankRecorder
+from dtrain.prove.preload import loaded_modules, replace_functions
+from dtrain.prove.recording import MAX_ROLLOUTS, RankRecorder
 from dtrain.shard.fsdp import shard_model
 from dtrain.state import TrainState, init_state
 from dtrain.step.auto_microbatch import auto_microbatch
@@ -48,23 +47,12 @@ def observe_dtrain(recorder: RankRecorder) -> None:
         **_hooks_of_numbers(recorder),
         make_step_context: _observe_draws(recorder),
     }
-    _replace_everywhere({function: functools.wraps(function)(hook) for function, hook in hooks.items()})
+    replace_functions(
+        {id(function): functools.wraps(function)(hook) for function, hook in hooks.items()},
+        [module for module in loaded_modules({"dtrain"}) if not module.__name__.startswith("dtrain.prove")],
+    )
     _observe_loaders(recorder)
     TrainState.crossed = lambda state, every: recorder.crosses(state.step)  # type: ignore[method-assign, assignment]
-
-
-def _replace_everywhere(hooks: Mapping[Hook, Hook]) -> None:
-    """Replace functions in all modules that have imported them, and as default arguments of other functions."""
-    by_id = {id(function): hook for function, hook in hooks.items()}
-    modules = [module for name, module in list(sys.modules.items()) if name.partition(".")[0] == "dtrain"]
-    for module in modules:
-        if module.__name__.startswith("dtrain.prove"):
-            continue
-        for name, value in list(vars(module).items()):
-            if id(value) in by_id:
-                setattr(module, name, by_id[id(value)])
-            elif isinstance(value, FunctionType) and (defaults := getattr(inspect.unwrap(value), "__kwdefaults__", None)):
-                defaults.update({key: by_id[id(default)] for key, default in defaults.items() if id(default) in by_id})
 
 
 def _hooks_of_set_up(recorder: RankRecorder) -> dict[Hook, Hook]:
@@ -229,7 +217,7 @@ def _observe_loaders(recorder: RankRecorder) -> None:
         name, length = f"dtrain-{numbers.setdefault(id(loader), len(numbers))}", parse_length(run_length)
         goal = recorder.run_goal(loader, length)
         if is_reached(goal, loader.position) and not is_reached(length, loader.position):
-            recorder.pass_is_empty()
+            recorder.pass_is_empty(MAX_ROLLOUTS)
         return recorded(until(loader, goal, **options), name)
 
     @functools.wraps(one_pass)

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import inspect
 import os
 import re
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
+from types import FunctionType, ModuleType
+from typing import Any
 
 from dtrain.launch.starter import imported_names, program_sources
 
@@ -56,21 +58,28 @@ def _import_all(names: list[str]) -> None:
 def replaced_functions() -> Iterator[None]:
     """Give the functions that the context replaces to the modules that have imported them already."""
     originals = [
-        (module, name, value) for module in _modules(_CHANGED) for name, value in vars(module).items() if callable(value)
+        (module, name, value) for module in loaded_modules(_CHANGED) for name, value in vars(module).items() if callable(value)
     ]
     yield
     replacements = {
         id(value): vars(module)[name] for module, name, value in originals if vars(module).get(name, value) is not value
     }
-    unchanged = {id(module) for module in _modules({*_CHANGED, *sys.stdlib_module_names})}
-    for module in _modules():
-        if id(module) not in unchanged:
-            for name, value in list(vars(module).items()):
-                if id(value) in replacements:
-                    setattr(module, name, replacements[id(value)])
+    unchanged = {id(module) for module in loaded_modules({*_CHANGED, *sys.stdlib_module_names})}
+    replace_functions(replacements, [module for module in loaded_modules() if id(module) not in unchanged])
 
 
-def _modules(packages: Collection[str] | None = None) -> list[ModuleType]:
+def replace_functions(replacements: Mapping[int, Any], modules: Iterable[ModuleType]) -> None:
+    """Replace functions, by ``id``, where modules have imported them, and as default arguments of the modules' functions."""
+    for module in modules:
+        for name, value in list(vars(module).items()):
+            if id(value) in replacements:
+                setattr(module, name, replacements[id(value)])
+            elif isinstance(value, FunctionType) and (defaults := getattr(inspect.unwrap(value), "__kwdefaults__", None)):
+                defaults |= {key: replacements[id(default)] for key, default in defaults.items() if id(default) in replacements}
+
+
+def loaded_modules(packages: Collection[str] | None = None) -> list[ModuleType]:
+    """Return the imported modules, or those of some packages."""
     return [
         module
         for name, module in list(sys.modules.items())

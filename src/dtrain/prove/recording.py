@@ -66,8 +66,12 @@ from dtrain.typing import LossSum
 
 # Updates of a loop that prepares the loop of dtrain's step, such as that of a codec.
 _MAX_PREPARATION = 2000
-# Loops over a loader of dtrain without a batch, after which the script waits for steps that never come.
-_MAX_EMPTY_PASSES = 100
+MAX_ROLLOUTS = 100
+"""Loops over a loader of dtrain without a batch, after which the script waits for steps that never come."""
+
+MAX_EPOCHS = 1000
+"""The same for a loader of torch. Many scripts count epochs, whose end the script reaches without a batch."""
+
 _STEP_HOOKS: tuple[dict[Any, Any], dict[Any, Any]] = (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)
 
 
@@ -110,9 +114,8 @@ class RankRecorder:
         # Step, number of the optimizer and digests of plain parameters after the last update by hand.
         self._updated: tuple[int, int, dict[str, str]] | None = None
         self._notes: set[str] = set()
-        self._empty_passes = 0
-        # True once the script loops over a shortened loader again, which has no batch left.
-        self.is_past_end = False
+        # Loops over a shortened loader that has no batch left.
+        self.empty_passes = 0
         self._read_line = ""
         # The last batch that the script has read. It is kept, so that no other tensor gets the address of one of its tensors.
         self._read: Any = None
@@ -306,11 +309,10 @@ class RankRecorder:
         """Return the number of the first step of an optimizer. After a resume, a loop before the training begins again."""
         return self.config.loop.get(signature_of(optimizer), 0) if self.config.loop else self.config.first_step
 
-    def pass_is_empty(self) -> None:
-        """End a script that asks a shortened loop of dtrain again and again for batches, as a loop over rollouts does."""
-        self._empty_passes += 1
-        self.is_past_end = True
-        if self._empty_passes > _MAX_EMPTY_PASSES:
+    def pass_is_empty(self, limit: int) -> None:
+        """End a script that asks a shortened loop more than ``limit`` times for batches, as a loop over rollouts does."""
+        self.empty_passes += 1
+        if self.empty_passes > limit:
             self.note("loop_cut")
             raise EndOfProof(0)
 

@@ -346,7 +346,7 @@ def _run_script(config: RunConfig, rank: int) -> int:
         traceback.print_exc()
         code, failure = 1, error
         # Such as the mean over the losses of an epoch that has none.
-        if recorder.is_past_end and isinstance(error, Exception):
+        if recorder.empty_passes and isinstance(error, Exception):
             recorder.note("failed_past_end", error=_describe_error(error))
             code, failure = 0, None
     if failure is not None:

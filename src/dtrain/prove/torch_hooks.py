@@ -39,12 +39,10 @@ from dtrain.prove.evaluations import list_random_modules
 from dtrain.prove.experiments import Reach
 from dtrain.prove.overrides import cast_floats, observe_recompute
 from dtrain.prove.plain_loop import KeptWeights, PlainLoop, describe_pass, observe_names
-from dtrain.prove.recording import EndOfProof, RankRecorder
+from dtrain.prove.recording import MAX_EPOCHS, RankRecorder
 from dtrain.prove.run_log import StepFacts, sample_hashes
 from dtrain.prove.script_values import script_frames, script_line
 
-# Passes of a training loader without a batch, after which the script waits for steps that never come.
-_MAX_EMPTY_PASSES = 1000
 _COLLECTIVES = ("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "reduce", "broadcast", "gather")
 
 
@@ -233,7 +231,6 @@ class _Loaders:
         self._passes = Counter[int]()
         self._numbers: dict[Hashable, int] = {}
         self._loaders: dict[Hashable, list[weakref.ref[Any]]] = {}
-        self._empty_passes = 0
         for kind in (DataLoader, StatefulDataLoader):
             kind.__iter__ = self._observed(kind.__iter__)  # type: ignore[method-assign]
 
@@ -287,14 +284,10 @@ class _Loaders:
                 sampler.generator = torch.Generator("cpu").manual_seed(derive_seed("prove order", number))
 
     def _empty_pass(self) -> Iterator[Any]:
-        self._empty_passes += 1
-        self._recorder.is_past_end = True
         reader = sys._getframe(1)
         # After a loop the script goes on, and after ``next`` it fails. Accelerate knows the end of its loaders.
         in_loop = _is_of_accelerate(reader) or "next(" not in linecache.getline(reader.f_code.co_filename, reader.f_lineno)
-        if not in_loop or self._empty_passes > _MAX_EMPTY_PASSES:
-            self._recorder.note("loop_cut")
-            raise EndOfProof(0)
+        self._recorder.pass_is_empty(MAX_EPOCHS if in_loop else 0)
         yield from ()
 
     def _pass_begins(self, loader: Any, key: int, *, is_over: bool = False) -> int:
@@ -302,7 +295,7 @@ class _Loaders:
         number = self._passes[key]
         self._passes[key] += 1
         # After the last step, a script may ask for batches again and again.
-        if not self._empty_passes:
+        if not self._recorder.empty_passes:
             row = describe_pass(loader, with_order=self._recorder.config.ranks == 1)
             grad = torch.is_grad_enabled()
             self._recorder.log.write("pass", loader=key, number=number, is_over=is_over, grad=grad, **row)
