@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dtrain.checkpoint.memory_tier import check_free_memory
+from dtrain.checkpoint.node_memory import check_free_memory
 from dtrain.errors import CheckpointError
 from dtrain.launch import launch_dir
 
