@@ -16,6 +16,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -47,8 +48,10 @@ def build():
 
 def tell(step):
     if rank == 0:
+        # A rank that stays learns of the restart here.
+        number = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         with open("losses", "a") as file:
-            file.write(f"{restart} {step} {time.monotonic()}\\n")
+            file.write(f"{number} {step} {time.monotonic()}\\n")
     time.sleep(pause_s)
 """
 
@@ -73,6 +76,16 @@ with dt.init_dist() as info:
         tell(state.step)
         checkpoints.keep(state)
 """
+)
+
+# The same with ranks that stay: strategy replicate, and the loop in a function.
+_SETUP, _, _LOOP = DTRAIN.partition("    for batch in loader")
+SURVIVE = (
+    _SETUP.replace("init_dist()", "init_dist(survive=True)").replace("blocks=(nn.Linear,)", 'strategy="replicate"')
+    + "    def train(state):\n"
+    + textwrap.indent("    for batch in loader" + _LOOP, "    ")
+    + "        return state\n\n"
+    + "    checkpoints.retry(train, state)\n"
 )
 
 TORCHRUN = (
@@ -199,9 +212,10 @@ class Job:
 
 LAUNCHERS = {
     "dtrain": ["-m", "dtrain", "launch", "-n", str(RANKS), "--max-restarts", "100"],
+    "survive": ["-m", "dtrain", "launch", "-n", str(RANKS), "--max-restarts", "100"],
     "torchrun": ["-m", "torch.distributed.run", "--nproc-per-node", str(RANKS), "--max-restarts", "100", "--standalone"],
 }
-SCRIPTS = {"dtrain": DTRAIN, "torchrun": TORCHRUN, "steady": STEADY}
+SCRIPTS = {"dtrain": DTRAIN, "survive": SURVIVE, "torchrun": TORCHRUN, "steady": STEADY}
 
 
 def start(folder: Path, name: str, settings: Sequence[float], launcher: str | None = None) -> Job:
@@ -218,11 +232,11 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 def kill_to_next_loss(folder: Path, args: argparse.Namespace) -> None:
-    """Kill ranks of both in turn, and print the seconds to the next loss. Both jobs run only one at a time."""
-    seconds: dict[str, list[float]] = {name: [] for name in LAUNCHERS}
+    """Kill ranks of the jobs in turn, and print the seconds to the next loss. The jobs run only one at a time."""
+    seconds: dict[str, list[float]] = {name: [] for name in args.jobs}
     chance = random.Random(args.seed)
     for block in range(-(-args.kills // args.block)):
-        for name in chance.sample(list(LAUNCHERS), k=len(LAUNCHERS)):
+        for name in chance.sample(args.jobs, k=len(args.jobs)):
             # Without an end of its own.
             job = start(folder / f"{name}-{block}", name, [args.width, args.layers, 10**6, args.every, args.pause])
             for _ in range(min(args.block, args.kills - block * args.block)):
@@ -236,8 +250,9 @@ def kill_to_next_loss(folder: Path, args: argparse.Namespace) -> None:
         print(
             f"{name}: kill to next loss p50 {median(values):.2f} s, p95 {percentile(values, 0.95):.2f} s, {len(values)} kills"
         )
-    ratios = [percentile(seconds["dtrain"], share) / percentile(seconds["torchrun"], share) for share in (0.5, 0.95)]
-    print(f"dtrain / torchrun: p50 {ratios[0]:.3f}, p95 {ratios[1]:.3f}")
+    for name in args.jobs[1:]:
+        ratios = [percentile(seconds[args.jobs[0]], share) / percentile(seconds[name], share) for share in (0.5, 0.95)]
+        print(f"{args.jobs[0]} / {name}: p50 {ratios[0]:.3f}, p95 {ratios[1]:.3f}")
     print_parts(folder, args.timeline)
 
 
@@ -298,7 +313,7 @@ def cost_of_copies(folder: Path, args: argparse.Namespace) -> None:
 
 def minutes_with_failures(folder: Path, args: argparse.Namespace) -> None:
     """Print the minutes for some steps when a random rank dies at intervals."""
-    for name in LAUNCHERS:
+    for name in args.jobs:
         chance, begun, deaths = random.Random(args.seed), time.monotonic(), 0
         job = start(folder / f"minutes-{name}", name, [args.width, args.layers, args.steps, args.every, args.pause])
         next_at = begun + args.failure_every
@@ -321,6 +336,13 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--kills", type=int, default=8)
+    parser.add_argument(
+        "--jobs",
+        nargs="+",
+        choices=LAUNCHERS,
+        default=["dtrain", "torchrun"],
+        help="jobs to compare; survive lets the other ranks stay, which needs torch 2.14",
+    )
     parser.add_argument("--block", type=int, default=4, help="kills of one job")
     parser.add_argument("--every", type=int, default=5, help="steps between two copies, or saves of DCP")
     parser.add_argument("--pause", type=float, default=0.02, help="seconds that a step waits")

@@ -18,6 +18,7 @@ import json
 import os
 import time
 import traceback
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -74,13 +75,23 @@ def why_no_rank_stays(info: DistInfo) -> str:
         return f"the training group is {info.backend} on {info.device.type}, and must be gloo on the CPU"
     if info.local_world_size != info.world_size:
         return "the job has several nodes"
+    if dist.get_debug_level() == dist.DebugLevel.DETAIL:
+        return "TORCH_DISTRIBUTED_DEBUG=DETAIL wraps the training group"
     return ""
 
 
 def open_membership(info: DistInfo, connect_timeout_s: float) -> Membership | None:
-    """Return the facts for ranks that stay; None if the launcher of this rank replaces no ranks, or if they cannot stay."""
+    """Return the facts for ranks that stay; None if the launcher of this rank replaces no ranks, or if they cannot stay.
+
+    Warns on rank 0 of a reason that is not in the launch.
+    """
     restarts = os.environ.get(launch_protocol.MAX_RESTARTS, "0") != "0" and heartbeats.can_see_replacements()
-    if not restarts or info.world_size == 1 or setup_file() is None or not info._opened_group or why_no_rank_stays(info):
+    if not restarts or info.world_size == 1 or setup_file() is None or not info._opened_group:
+        return None
+    if reason := why_no_rank_stays(info):
+        if info.rank == 0:
+            message = f"init_dist: survive has no effect: {reason}. All ranks start again when one dies."
+            warnings.warn(message, RuntimeWarning, stacklevel=4)
         return None
     joins = os.environ.pop(launch_protocol.JOINS, "") == "1"
     return Membership(is_joining=joins, connect_timeout_s=connect_timeout_s)
