@@ -2,8 +2,8 @@
 
 ``python benchmarks/recovery.py --kills 8`` kills a random rank of two again and again, of dtrain and of torchrun in turn, and
 prints the seconds to the next loss (p50, p95), which include a step, those of an undisturbed step, and the parts of dtrain's
-recovery; ``--width 4096 --layers 6`` makes 1.2 GB of state. With torchft installed (0.2.0 was), two replicas of it take their
-turn, too: the one that is left goes on alone, and the dead one joins later.
+recovery; ``--width 4096 --layers 6`` makes 1.2 GB of state. ``--jobs`` adds others: ``survive`` (torch 2.14) lets the other
+rank stay, ``torchft`` (0.2.0, if installed) goes on with the replica that is left, and the dead one joins later.
 
 Then it prints what a copy costs a step, each step, each tenth step and never, with the A/A band; and with ``--failure-every``,
 the minutes for ``--steps`` steps when a rank dies that often.
@@ -12,7 +12,6 @@ the minutes for ``--steps`` steps when a rank dies that often.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import os
 import random
@@ -20,6 +19,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 from measure import compare, compile_bytecode, machine
 
 RANKS = 2
-TORCHFT = importlib.util.find_spec("torchft") is not None
+BOTH_REPLICAS = "torchft, both replicas"
 LONG_S = 900.0
 # Memory in huge pages that is kept once it is freed, for both: on a virtual machine, page faults are else most of a large step.
 ENVIRONMENT = {
@@ -45,9 +45,9 @@ COMMON = """
 import json, os, sys, time
 from pathlib import Path
 
-rank, restart = int(os.environ.get("REPLICA", os.environ["RANK"])), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+rank = int(os.environ.get("REPLICA", os.environ["RANK"]))
 width, layers, steps, every, pause_s = json.loads(sys.argv[1])
-Path(f"pid-{rank}.new").write_text(f"{os.getpid()} {restart}")
+Path(f"pid-{rank}.new").write_text(str(os.getpid()))
 os.replace(f"pid-{rank}.new", f"pid-{rank}")
 import torch
 from torch import nn
@@ -59,6 +59,8 @@ def build():
 
 
 def tell(step, members=0):
+    # A rank that stays learns of a restart here.
+    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if rank == 0 or members:
         with open("losses", "a") as file:
             file.write(f"{restart} {step} {time.monotonic()} {rank} {members}\\n")
@@ -86,6 +88,16 @@ with dt.init_dist() as info:
         tell(state.step)
         checkpoints.keep(state)
 """
+)
+
+# The same with ranks that stay: strategy replicate, and the loop in a function.
+_SETUP, _, _LOOP = DTRAIN.partition("    for batch in loader")
+SURVIVE = (
+    _SETUP.replace("init_dist()", "init_dist(survive=True)").replace("blocks=(nn.Linear,)", 'strategy="replicate"')
+    + "    def train(state):\n"
+    + textwrap.indent("    for batch in loader" + _LOOP, "    ")
+    + "        return state\n\n"
+    + "    checkpoints.retry(train, state)\n"
 )
 
 TORCHRUN = (
@@ -261,13 +273,13 @@ class Job:
             time.sleep(0.005)
         raise RuntimeError((self.folder / "out").read_text()[-3000:])
 
-    def kill_a_rank(self, chance: random.Random) -> tuple[int, int, float]:
-        """Kill a random rank, and return its number, that of its start, and the time."""
+    def kill_a_rank(self, chance: random.Random) -> tuple[int, float]:
+        """Kill a random rank, and return its number and the time."""
         rank = chance.randrange(RANKS)
-        pid, restart = map(int, (self.folder / f"pid-{rank}").read_text().split())
+        pid = int((self.folder / f"pid-{rank}").read_text())
         at = time.monotonic()
         os.kill(pid, signal.SIGKILL)
-        return rank, restart, at
+        return rank, at
 
     def end(self) -> None:
         self.process.terminate()
@@ -276,10 +288,11 @@ class Job:
 
 LAUNCHERS = {
     "dtrain": ["-m", "dtrain", "launch", "-n", str(RANKS), "--max-restarts", "100"],
+    "survive": ["-m", "dtrain", "launch", "-n", str(RANKS), "--max-restarts", "100"],
     "torchrun": ["-m", "torch.distributed.run", "--nproc-per-node", str(RANKS), "--max-restarts", "100", "--standalone"],
-    **({"torchft": ["-c", START_REPLICAS]} if TORCHFT else {}),
+    "torchft": ["-c", START_REPLICAS],
 }
-SCRIPTS = {"dtrain": DTRAIN, "torchrun": TORCHRUN, "torchft": REPLICAS, "steady": STEADY}
+SCRIPTS = {"dtrain": DTRAIN, "survive": SURVIVE, "torchrun": TORCHRUN, "torchft": REPLICAS, "steady": STEADY}
 
 
 def start(folder: Path, name: str, settings: Sequence[float], launcher: str | None = None) -> Job:
@@ -296,13 +309,13 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 def kill_to_next_loss(folder: Path, args: argparse.Namespace) -> None:
-    """Kill ranks of all in turn, and print the seconds to the next loss. Only one job runs at a time."""
-    names = [*LAUNCHERS, *(["torchft, both replicas"] if TORCHFT else [])]
+    """Kill ranks of the jobs in turn, and print the seconds to the next loss. Only one job runs at a time."""
+    names = [*args.jobs, *([BOTH_REPLICAS] if "torchft" in args.jobs else [])]
     seconds: dict[str, list[float]] = {name: [] for name in names}
     steps: dict[str, list[float]] = {name: [] for name in names}
     chance = random.Random(args.seed)
     for block in range(-(-args.kills // args.block)):
-        for name in chance.sample(list(LAUNCHERS), k=len(LAUNCHERS)):
+        for name in chance.sample(args.jobs, k=len(args.jobs)):
             # Without an end of its own.
             job = start(folder / f"{name}-{block}", name, [args.width, args.layers, 10**6, args.every, args.pause])
             for _ in range(min(args.block, args.kills - block * args.block)):
@@ -315,8 +328,10 @@ def kill_to_next_loss(folder: Path, args: argparse.Namespace) -> None:
         p50, p95 = median(values), percentile(values, 0.95)
         step = f"; a step {median(steps[name]):.2f} s" if steps[name] else ""
         print(f"{name}: kill to next loss p50 {p50:.2f} s, p95 {p95:.2f} s, {len(values)} kills{step}")
-    ratios = [percentile(seconds["dtrain"], share) / percentile(seconds["torchrun"], share) for share in (0.5, 0.95)]
-    print(f"dtrain / torchrun: p50 {ratios[0]:.3f}, p95 {ratios[1]:.3f}")
+    first, *others = names
+    for name in others:
+        ratios = [percentile(seconds[first], share) / percentile(seconds[name], share) for share in (0.5, 0.95)]
+        print(f"{first} / {name}: p50 {ratios[0]:.3f}, p95 {ratios[1]:.3f}")
     print_parts(folder, args.timeline)
 
 
@@ -325,12 +340,14 @@ def kill_once(job: Job, name: str, chance: random.Random, args: argparse.Namespa
     begun, members = time.monotonic(), RANKS if name == "torchft" else 0
     job.await_loss(lambda loss: loss.at > begun and loss.members == members, 2 * args.every + 1)
     time.sleep(chance.uniform(args.settle, args.settle + 0.5))
-    rank, restart, died_at = job.kill_a_rank(chance)
+    rank, died_at = job.kill_a_rank(chance)
     if name != "torchft":
+        restart = max(loss.restart for loss in job.losses())
         return {name: job.await_loss(lambda loss: loss.restart > restart) - died_at}
+    restart = max(loss.restart for loss in job.losses() if loss.rank == rank)
     alone = job.await_loss(lambda loss: loss.at > died_at and loss.rank != rank and loss.members == 1)
     both = job.await_loss(lambda loss: loss.rank == rank and loss.restart > restart and loss.members == RANKS)
-    return {"torchft": alone - died_at, "torchft, both replicas": both - died_at}
+    return {"torchft": alone - died_at, BOTH_REPLICAS: both - died_at}
 
 
 def print_parts(folder: Path, timeline: Path | None) -> None:
@@ -390,7 +407,7 @@ def cost_of_copies(folder: Path, args: argparse.Namespace) -> None:
 
 def minutes_with_failures(folder: Path, args: argparse.Namespace) -> None:
     """Print the minutes for some steps when a random rank dies at intervals."""
-    for name in LAUNCHERS:
+    for name in args.jobs:
         chance, begun, deaths = random.Random(args.seed), time.monotonic(), 0
         job = start(folder / f"minutes-{name}", name, [args.width, args.layers, args.steps, args.every, args.pause])
         next_at = begun + args.failure_every
@@ -413,6 +430,13 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--kills", type=int, default=8)
+    parser.add_argument(
+        "--jobs",
+        nargs="+",
+        choices=LAUNCHERS,
+        default=["dtrain", "torchrun"],
+        help="jobs to compare",
+    )
     parser.add_argument("--block", type=int, default=4, help="kills of one job")
     parser.add_argument("--every", type=int, default=5, help="steps between two copies, or saves of DCP")
     parser.add_argument("--pause", type=float, default=0.02, help="seconds that a step waits")

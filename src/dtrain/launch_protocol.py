@@ -6,13 +6,14 @@ are torchrun's names, so a script for torchrun's environment runs unchanged.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import sys
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -43,6 +44,8 @@ MEMORY_FOLDER = "DTRAIN_MEMORY_FOLDER"
 STEPS_FD = "DTRAIN_STEPS_FD"
 # JSON of the start of a rank: its time, and the deaths before it.
 START = "DTRAIN_START"
+# "1" if the rank takes the place of a dead one, while the other ranks stay.
+JOINS = "DTRAIN_JOINS"
 # File in which a rank records the exception that leaves its script.
 FAILURE_FILE = "DTRAIN_FAILURE_FILE"
 NCCL_INTERFACE = "NCCL_SOCKET_IFNAME"
@@ -185,6 +188,14 @@ def failure_file(run_dir: Path, rank: int) -> Path:
     return run_dir / "failures" / f"rank-{rank:05d}.json"
 
 
+def remove_marks(run_dir: Path, ranks: Iterable[int]) -> None:
+    """Remove the marks of an earlier attempt of ``ranks``. A file that cannot be removed hardly exists."""
+    marks = (job_failed_file(run_dir), interrupted_file(run_dir), rejoin_file(run_dir))
+    for file in (*(failure_file(run_dir, rank) for rank in ranks), *marks):
+        with contextlib.suppress(OSError):
+            file.unlink()
+
+
 def job_failed_file(run_dir: Path) -> Path:
     """Return the file that exists once the job has failed. Then a stop signal no longer asks for a checkpoint."""
     return run_dir / "failures" / "failed"
@@ -203,6 +214,11 @@ def opened_run_file(run_dir: Path) -> Path:
 def modules_file(run_dir: Path) -> Path:
     """Return the file in which a rank lists the modules that it has imported up to its first step, one a line."""
     return run_dir / "modules"
+
+
+def rejoin_file(run_dir: Path) -> Path:
+    """Return the file with the value of ``START`` of the rank that last took the place of a dead one."""
+    return run_dir / "failures" / "rejoin"
 
 
 def hang_folder(run_dir: Path) -> Path:

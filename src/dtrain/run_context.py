@@ -250,6 +250,15 @@ class RunContext:
     warned_of_loader: bool = False
     model_syncs: tuple[Any, Any] | None = None
 
+    def forget_first_steps(self) -> None:
+        """Forget the checks of the first steps, so that the run makes them again on all ranks, with a rank that is new."""
+        limit = self.monitor.nonfinite_losses.limit
+        self.monitor = StepMonitor(nonfinite_losses=NonfiniteLossCounter(limit=limit))
+        self.optimizer_checked, self.replica_check = False, None
+        self.transform_cache.clear()
+        if self.model_syncs is not None:
+            self.model_syncs[1].compare_again()
+
 
 class ModelRuns:
     """Runs that train a model, oldest first. Stored on the model with weak references, which keep no run alive."""

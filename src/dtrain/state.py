@@ -230,6 +230,15 @@ class TrainState:
                 "run has no single state. Join the copies first: `state = dt.transforms.join_replicas(state)`."
             )
 
+    def _as_newest(self) -> TrainState:
+        """Return a state of this run that a load may replace, although the newest state is out of reach or was interrupted.
+
+        Mutates: ``self._run_context``, which forgets an interrupted update.
+        """
+        context = self._run_context
+        context.interrupted_write = context.replaced_by = None
+        return self._replace(**context.newest_fields)._replace(_generation=context.generation)
+
     def _next(self, **changes: Any) -> TrainState:
         """Return the state after an update, with ``changes``. This state becomes stale."""
         self._run_context.generation += 1

@@ -13,7 +13,7 @@ from torch import nn
 
 import dtrain as dt
 from dtrain import launch_protocol
-from dtrain.checkpoint.memory_tier import find_memory_root
+from dtrain.checkpoint.node_memory import find_memory_root
 from dtrain.errors import CheckpointError, CheckpointMismatchError, ConfigError
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from dtrain.checkpoint.memory_tier import check_free_memory
+from dtrain.checkpoint.node_memory import check_free_memory
 from dtrain.errors import CheckpointError
 from dtrain.launch import launch_dir
 from jobs import LONG_S, Job, wait_until

@@ -462,7 +462,7 @@ def test_deaths_have_tier_seconds_and_lost_steps(folder):
         lines[place:place] = [
             shared | {"name": "resumed", "step": 300, "path": "/dev/shm/dtrain-1/step-00000300", "tier": "memory"},
             shared | {"name": "recovered", "step": 301, "rank_died": 1, "cause": "killed by SIGKILL", "last_step": 340,
-                      "lost_steps": 40, "seconds": 0.714, "parts": {"ending": 0.1, "step": 0.614}},
+                      "lost_steps": 40, "seconds": 0.714, "survivors": 3, "parts": {"ending": 0.1, "step": 0.614}},
         ]  # fmt: skip
         file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     run = read(folder)
@@ -472,6 +472,6 @@ def test_deaths_have_tier_seconds_and_lost_steps(folder):
         "attempt": 2,
     }  # fmt: skip
     row = list_deaths(run)[0]
-    assert row[1:] == ["1", "killed by SIGKILL", "memory", "300", "0.71 s", "40", "ending 0.10, step 0.61"]
-    line = "rank 1 killed by SIGKILL; back from memory at step 300 after 0.71 s, 40 steps lost"
+    assert row[1:] == ["1", "killed by SIGKILL", "memory", "300", "0.71 s", "40", "3", "ending 0.10, step 0.61"]
+    line = "rank 1 killed by SIGKILL; back from memory at step 300 after 0.71 s, 40 steps lost, survivors kept 3"
     assert LiveRun(folder).refresh(NOW).last_death == line

@@ -23,8 +23,7 @@ from dtrain.checkpoint import layout
 from dtrain.checkpoint.checkpoint_info import scan_root
 from dtrain.checkpoint.data_file import StagedFiles, digest_blocks, plan_blocks, write_data_file
 from dtrain.checkpoint.layout import Blocks, Manifest
-from dtrain.checkpoint.memory_tier import check_free_memory
-from dtrain.checkpoint.node_memory import commit_on_nodes, prepare_node
+from dtrain.checkpoint.node_memory import check_free_memory, commit_on_nodes, prepare_node
 from dtrain.checkpoint.retention import (
     RetentionRules,
     apply_retention,

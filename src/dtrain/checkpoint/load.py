@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, NamedTuple, TypeVar, get_args
+from typing import Any, Literal, NamedTuple, TypeVar, cast, get_args
 
 import torch
 from torch import Tensor
@@ -36,7 +36,6 @@ from dtrain.checkpoint.load_plan import (
     parse_ignore,
     plan_load,
 )
-from dtrain.checkpoint.memory_tier import find_memory_root
 from dtrain.checkpoint.model_state import (
     clear_optimizer_,
     extra_state_modules,
@@ -45,6 +44,7 @@ from dtrain.checkpoint.model_state import (
     set_extra_states,
     set_optimizer_,
 )
+from dtrain.checkpoint.node_memory import find_memory_root
 from dtrain.checkpoint.plan import TensorRead, full_region, group_by_size, plan_tensors
 from dtrain.checkpoint.reader import CheckpointReader, keep_open, open_checkpoint, with_own_buffers
 from dtrain.checkpoint.retention import check_free_space
@@ -64,6 +64,7 @@ from dtrain.dist.batch_info import LoaderHistory
 from dtrain.dist.collectives import raise_on_all_ranks
 from dtrain.dist.dtensor import to_local
 from dtrain.dist.init import get_dist_info
+from dtrain.dist.reconfigure import is_joining
 from dtrain.dist.rng import check_rng_state, rng_state, seed_all, set_rng_state
 from dtrain.errors import CheckpointError, CheckpointMismatchError, ConfigError, CorruptCheckpointError
 from dtrain.fqn import buffers_by_fqn
@@ -168,6 +169,9 @@ def load_sharded(
         StaleStateError: ``state`` was stepped already.
         PeerError: another rank failed.
     """
+    if is_joining():
+        # Such a rank loads in ``Checkpointer.retry``, where all ranks load.
+        return state
     states: Mapping[str, TrainState] = {"": state} if isinstance(state, TrainState) else state
     with raise_on_all_ranks(_CALLER):
         entries = _check_arguments(states, extra or {}, scope, on_corrupt)
@@ -194,8 +198,7 @@ def load_sharded(
         restored = first.restored
         tier = "memory" if restored.path.parent == find_memory_root(folder) else "disk"
         spans.record_event("resumed", step=restored.step, path=str(restored.path), tier=tier)
-    result: Any = first if isinstance(state, TrainState) else loaded
-    return result  # type: ignore[no-any-return]
+    return cast(Any, first if isinstance(state, TrainState) else loaded)  # type: ignore[no-any-return]
 
 
 def _start_from_scratch(folder: AnyPath, states: Mapping[str, TrainState], state: OneOrSeveral, reason: str) -> OneOrSeveral:

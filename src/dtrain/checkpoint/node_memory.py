@@ -1,13 +1,18 @@
-"""Keep steps in the memory of several nodes: a node holds the files of its own ranks, and a copy of those of the node before.
+"""Keep steps in shared memory, where the newest step of a run outlives its ranks, and copy them between nodes.
 
-A step is complete if each of its files is on some node, so the loss of a node loses no step. The leader of a node, its local
-rank 0, moves files over a gloo group of the leaders. A load first brings the small files of a step to all nodes, and then the
-data that the ranks of a node need. Readers verify digests, as on disk.
+The launcher makes and removes the memory of a launch. Steps have the layout, the digests and the commit of steps on disk. So a
+kill during a copy leaves the step before, and a damaged copy is refused by its digest.
+
+Of several nodes, each holds the files of its own ranks, and a copy of those of the node before. A step is complete if each of
+its files is on some node, so the loss of a node loses no step. The leader of a node, its local rank 0, moves files over a gloo
+group of the leaders. A load first brings the small files of a step to all nodes, and then the data that the ranks of a node
+need.
 """
 
 from __future__ import annotations
 
 import hashlib
+import os
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -17,24 +22,82 @@ from typing import Any, NamedTuple, cast
 import torch
 import torch.distributed as dist
 
-from dtrain import storage
+from dtrain import launch_protocol, storage
 from dtrain.arguments import format_bytes
 from dtrain.checkpoint import layout
 from dtrain.checkpoint.checkpoint_info import read_manifest
 from dtrain.checkpoint.data_file import as_bytes
-from dtrain.checkpoint.memory_tier import check_free_memory, find_memory_root, free_memory
 from dtrain.checkpoint.reader import read_run_index
 from dtrain.checkpoint.retention import remove_leftovers, remove_or_warn
 from dtrain.dist.collectives import all_gather_json, broadcast_json, raise_on_all_ranks
 from dtrain.dist.init import get_dist_info
 from dtrain.dist.mesh import LeaderGroup, leader_group
-from dtrain.errors import CheckpointError
+from dtrain.errors import CheckpointError, ConfigError
+from dtrain.machine import read_memory
 from dtrain.storage import AnyPath
 
 _CHUNK_BYTES = 8 * 2**20
 _PARTIAL = ".partial"
 # A copy to the next node must not slow down the gradients of the next steps.
 _COPY_BYTES_PER_S = 2**30
+
+
+def find_memory_root(root: AnyPath) -> Path | None:
+    """Return the folder in memory that belongs to a root; None if no launcher keeps memory for this process.
+
+    A process may have the variable of a launch that has ended, whose folder must not be made again, or of another user.
+    """
+    folder = os.environ.get(launch_protocol.MEMORY_FOLDER)
+    try:
+        if folder is None or os.stat(folder).st_uid != os.getuid():
+            return None
+    except OSError:
+        return None
+    return Path(folder, hashlib.sha256(str(root).encode()).hexdigest()[:16])
+
+
+def memory_root(root: AnyPath, caller: str) -> Path:
+    """Return the folder in memory that belongs to a root.
+
+    Raises:
+        ConfigError: no launcher keeps memory for this process.
+    """
+    found = find_memory_root(root)
+    if found is None:
+        raise ConfigError(
+            f"{caller}: mode must be 'sync' or 'async' here, got 'memory': nothing keeps the memory of a rank that dies. Start "
+            "the job with `dtrain launch`, which needs /dev/shm."
+        )
+    return found
+
+
+def check_free_memory(root: AnyPath, needed_bytes: int) -> None:
+    """Raise unless shared memory has room for a step, and for a second one until the first one is removed.
+
+    Args:
+        root: folder of steps in memory, which need not exist.
+        needed_bytes: size of a step.
+
+    Raises:
+        CheckpointError: too little memory, with both figures.
+        OSError: a failed query.
+    """
+    # The first step needs room for the next one, too.
+    names = storage.list_names(root) if storage.exists(root) else []
+    copies = 1 if any(layout.step_of(name) is not None for name in names) else 2
+    free = free_memory(root)
+    if free < copies * needed_bytes:
+        raise CheckpointError(
+            f"save_sharded: free shared memory must be at least {format_bytes(copies * needed_bytes)} with mode='memory', got "
+            f"{format_bytes(free)}. Enlarge /dev/shm (containers: --shm-size), or save with mode='async'."
+        )
+
+
+def free_memory(root: AnyPath) -> int:
+    """Return the bytes that can be written below a folder in shared memory."""
+    available = read_memory(Path("/")).available_bytes
+    in_folder = storage.free_bytes(root)
+    return available if in_folder is None else min(in_folder, available)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,12 +16,12 @@ import time
 import traceback
 import warnings
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import TracebackType
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, TypeVar, cast, get_args
 
 import torch
 
@@ -34,9 +34,8 @@ from dtrain.checkpoint.extra import check_loaders, check_stops, objects_of
 from dtrain.checkpoint.layout import Manifest, MeshLayout, SaveScope
 from dtrain.checkpoint.load import OneOrSeveral, load_sharded
 from dtrain.checkpoint.lock import Lock, lock_root
-from dtrain.checkpoint.memory_tier import find_memory_root, memory_root
-from dtrain.checkpoint.node_memory import copy_to_next_node
-from dtrain.checkpoint.save_thread import SaveTask, process_instance, save_thread
+from dtrain.checkpoint.node_memory import copy_to_next_node, find_memory_root, memory_root
+from dtrain.checkpoint.save_thread import SaveTask, leave_saves, process_instance, save_thread
 from dtrain.checkpoint.state_dict import (
     States,
     check_equal_on_all_ranks,
@@ -50,11 +49,14 @@ from dtrain.checkpoint.state_dict import (
 )
 from dtrain.checkpoint.step_choice import OnCorrupt
 from dtrain.checkpoint.write_plan import RankWritePlan, plan_rank_write
+from dtrain.dist import reconfigure
 from dtrain.dist.collectives import all_gather_json, raise_on_all_ranks
 from dtrain.dist.context import current_context, register_shutdown_hook
-from dtrain.dist.init import get_dist_info
+from dtrain.dist.incident import is_collective_error
+from dtrain.dist.init import get_dist_info, rejoin
 from dtrain.dist.mesh import leader_group
 from dtrain.errors import CheckpointError, ConfigError, PeerError
+from dtrain.launch import heartbeats
 from dtrain.run_objects import unwrap
 from dtrain.schedules.durations import Duration
 from dtrain.shard.replica_check import raise_if_params_differ, replica_check_of
@@ -62,6 +64,7 @@ from dtrain.state import TrainState
 from dtrain.step.optimizer_state import check_saved_state
 from dtrain.storage import AnyPath
 
+T = TypeVar("T")
 _CALLER = "save_sharded"
 # Each save in progress holds a copy of the rank's shards.
 _MAX_IN_FLIGHT = 2
@@ -513,6 +516,66 @@ class Checkpointer:
             self.root, state, extra=extra, scope=scope, ignore=ignore, allow_cast=allow_cast,
             missing_ok=missing_ok, on_corrupt=on_corrupt,
         )  # fmt: skip
+
+    def retry(self, train: Callable[[TrainState], T], state: TrainState) -> T:
+        """Return ``train(state)``. If a rank is killed meanwhile, load the newest step on all ranks, and call ``train`` again.
+
+        The ranks that stay keep their process, model and compiled code. A new process takes the place of the dead rank. This
+        needs ``init_dist(survive=True)``, strategy ``"replicate"``, and a step that ``keep`` or ``save`` has committed. Where
+        ranks cannot stay, ``train`` is called once, and ``dtrain launch`` starts all ranks again.
+
+        def train(state):
+            for batch in loader.until("3ep"):
+                state, metrics = step(state, batch)
+                checkpoints.keep(state)
+            return state
+
+        state = checkpoints.retry(train, state)
+
+        Args:
+            train: function that trains from the state that it is given. It must begin each loop over the loader anew.
+            state: state to start from.
+
+        Collective: none without a death. After a death as ``init_dist`` and ``load``, on all ranks.
+
+        Raises:
+            CheckpointError: a rank has died before the first step was committed.
+            DistError: the new rank did not arrive, or its setup differs.
+        """
+        membership = current_context().membership
+        if membership is None or state.spec.strategy != "replicate" or reconfigure.has_other_groups():
+            return train(state)
+        if membership.is_joining:
+            state = self._rejoin(state, heartbeats.followed(), None)
+            membership.exchanges = None
+        stays = reconfigure.end_setup(membership)
+        while True:
+            if stays:
+                heartbeats.report(heartbeats.ProgressKind.STAYS, 1)
+            try:
+                result = train(state)
+            except Exception as error:
+                restarts = reconfigure.await_replacement(error, is_collective=is_collective_error(error))
+                if restarts is None:
+                    heartbeats.report(heartbeats.ProgressKind.STAYS, 0)
+                    raise
+                failure = error
+            else:
+                heartbeats.report(heartbeats.ProgressKind.STAYS, 0)
+                return result
+            state = self._rejoin(state, restarts, failure)
+            del failure
+
+    def _rejoin(self, state: TrainState, restarts: int, error: Exception | None) -> TrainState:
+        """Connect with the ranks of a restart, and return the newest step. ``error`` is None on a new rank."""
+        if error is not None:
+            leave_saves()
+            self._staging = MemoryPool()
+        rejoin(restarts, error)
+        state = self.load(state._as_newest())
+        state.drop_gradients()
+        state._run_context.forget_first_steps()
+        return state
 
     def close(self) -> None:
         """Wait for all saves of this process, and release the lock and the memory. The next save takes them again.

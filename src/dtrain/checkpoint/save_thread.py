@@ -19,6 +19,7 @@ from math import inf
 from typing import Any, Generic, TypeVar, cast
 
 from dtrain import spans
+from dtrain.dist.context import current_context
 from dtrain.errors import CheckpointError
 from dtrain.launch import heartbeats
 
@@ -179,6 +180,19 @@ def process_instance(make: Callable[[], T]) -> T:
         # Two threads may make the first call at once.
         _INSTANCES.setdefault(key, make())
     return cast(T, _INSTANCES[key])
+
+
+def leave_saves() -> None:
+    """Wait for the saves in progress, and forget their failures, because a rank has died. Nothing of them was committed.
+
+    Mutates: the background channel, which no rank can use any more.
+    """
+    plane, thread = current_context().control_plane, save_thread()
+    if plane is not None:
+        plane["background"].shut_down()
+    for task in list(thread.tasks):
+        task.wait()
+        task.failure_reported = True
 
 
 def save_thread() -> SaveThread:

@@ -27,8 +27,14 @@ from dtrain.checkpoint.checkpoint_info import (
     scan_root,
     skipped_steps,
 )
-from dtrain.checkpoint.memory_tier import find_memory_root
-from dtrain.checkpoint.node_memory import SpreadStep, bring_files, choose_spread_step, find_spread_step, list_holdings
+from dtrain.checkpoint.node_memory import (
+    SpreadStep,
+    bring_files,
+    choose_spread_step,
+    find_memory_root,
+    find_spread_step,
+    list_holdings,
+)
 from dtrain.checkpoint.reader import iter_sound_steps_before
 from dtrain.checkpoint.retention import remove_or_warn
 from dtrain.dist.collectives import all_gather_json, broadcast_decision, raise_on_all_ranks

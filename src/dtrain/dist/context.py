@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from dtrain.dist.incident import Incidents
     from dtrain.dist.init import DistInfo
     from dtrain.dist.mesh import LeaderGroup
+    from dtrain.dist.reconfigure import Membership
     from dtrain.dist.rendezvous import RendezvousConfig
 
 
@@ -228,6 +229,7 @@ class DistContext:
         meshes: meshes on the open groups, by axes and degrees.
         incidents: failures of ranks, and their watch; None while no groups are open, and in a world of one.
         control_plane: connections for records and JSON; None while no groups are open.
+        membership: facts of a rank that may stay when another one dies; None if all ranks start again then.
         group_store: store of the training group, if dtrain made it.
         cpu_group: gloo group for CPU tensors, made on first use; None if the training group carries them.
         leader_group: leaders of several nodes and their gloo group, made on first use.
@@ -246,6 +248,7 @@ class DistContext:
     meshes: dict[tuple[tuple[str, int], ...], DeviceMesh] = field(default_factory=dict)
     incidents: Incidents | None = None
     control_plane: ControlPlane | None = None
+    membership: Membership | None = None
     cpu_group: dist.ProcessGroup | None = None
     leader_group: LeaderGroup | None = None
     group_store: dist.Store | None = None

@@ -52,6 +52,7 @@ from dtrain.dist.incident_protocol import (
     mark_wait,
     wait_for_readers,
 )
+from dtrain.dist.reconfigure import await_replacement
 from dtrain.errors import DistError
 
 if TYPE_CHECKING:
@@ -129,6 +130,8 @@ class report_missing_ranks:
                 incidents.note_channel_failure(self._group, error)
                 return
             waited_s = time.monotonic() - self.start
+            if waited_s < incidents.info.timeout_s and await_replacement(error, is_collective=True) is not None:
+                raise DistError(f"{self.caller}: a rank died, and the launcher replaces it. Use Checkpointer.retry.") from error
             report, is_disconnected = incidents.report_failure(self._group, waited_s, error)
         finally:
             incidents.waits[self._group] = self._outer

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from dtrain import launch_protocol, spans
 from dtrain.arguments import check_choice, check_number, explain_arguments
 from dtrain.device import collective_backend, find_accelerator, is_accelerator
-from dtrain.dist import incident
+from dtrain.dist import incident, reconfigure
 from dtrain.dist.context import current_context
 from dtrain.dist.control_plane import open_control_plane
 from dtrain.dist.incident import Incidents, report_missing_ranks
@@ -166,6 +166,7 @@ def init_dist(
     init_method: str | None = None,
     timeout_s: float = 600.0,
     init_timeout_s: float = 300.0,
+    survive: bool = False,
 ) -> DistInfo:
     """Open the process groups and describe this rank.
 
@@ -177,6 +178,9 @@ def init_dist(
         init_method: torch rendezvous address (``"tcp://host:port"``, ``"file:///path"``); None uses the launcher's address.
         timeout_s: time that a collective waits for a rank before raising, in seconds.
         init_timeout_s: time that ``init_dist`` waits for all ranks, in seconds.
+        survive: if True, the ranks in ``Checkpointer.retry`` stay when another rank is killed, and ``dtrain launch
+            --max-restarts`` replaces that rank only. This needs torch 2.14, gloo on the CPU and one node. Otherwise all ranks
+            start again, as without ``survive``.
 
     Returns:
         A frozen ``DistInfo``. A second call returns the open info, with its address and timeouts; only the first call's context
@@ -220,15 +224,14 @@ def init_dist(
         _owner=True,
         _opened_group=not dist.is_initialized(),
     )
-    store = _join_ranks(info, init_method, init_timeout_s)
+    context.membership = reconfigure.open_membership(info, init_timeout_s) if survive else None
     try:
-        with report_missing_ranks("init_dist"):
-            context.control_plane = open_control_plane(info)
-            if context.incidents is not None:
-                context.incidents.watch(context.control_plane)
-            if info._opened_group:
-                open_default_group(info, store)
-            context.info = info
+        if context.membership is not None and context.membership.is_joining:
+            context.control_plane = reconfigure.open_joining_plane(info)
+            reconfigure.open_group(info, _open_store(info, init_method, init_timeout_s)[1])
+        else:
+            _connect(info, init_method, init_timeout_s)
+        context.info = info
     except BaseException:
         _reset(destroy=info._opened_group and dist.is_initialized())
         raise
@@ -239,6 +242,56 @@ def init_dist(
     heartbeats.report(heartbeats.ProgressKind.OPENED, os.getpid())
     context.flight_recorder.start(os.environ, info, context.control_plane)
     return info
+
+
+def _connect(info: DistInfo, init_method: str | None, init_timeout_s: float) -> None:
+    """Meet the other ranks, and open the control plane and the default group."""
+    context = current_context()
+    store = _join_ranks(info, init_method, init_timeout_s)
+    with report_missing_ranks("init_dist"):
+        context.control_plane = plane = open_control_plane(info)
+        if context.incidents is not None:
+            context.incidents.watch(plane)
+        if context.membership is not None:
+            if not dist.is_initialized():
+                reconfigure.open_group(info, _open_store(info, init_method, init_timeout_s)[1])
+            reconfigure.connect_group(info, plane, init_timeout_s)
+            reconfigure.record_exchanges(plane, context.membership)
+        elif info._opened_group:
+            open_default_group(info, store)
+
+
+@spans.timed("rendezvous")
+def rejoin(restarts: int, error: BaseException | None) -> None:
+    """Connect with the ranks of a restart that has replaced dead ranks: as a rank that stays, or as one of the new ranks.
+
+    Args:
+        restarts: number of the restart.
+        error: error that ended the step of a rank that stays. Its frames are cleared. None on a new rank.
+
+    Mutates: the current context; the default group; ``os.environ``.
+    Collective: as ``init_dist``; every rank must call it.
+
+    Raises:
+        DistError: ranks that did not arrive in time, by number.
+    """
+    context = current_context()
+    info, membership = context.info, context.membership
+    assert info is not None, "the groups are open"
+    assert membership is not None, "the caller has looked"
+    context.flight_recorder.stop()
+    if context.incidents is not None:
+        context.incidents.stop()
+    if context.control_plane is not None:
+        context.control_plane.close()
+    context.control_plane = context.incidents = None
+    os.environ[launch_protocol.RESTART_COUNT] = str(restarts)
+    if error is not None:
+        reconfigure.leave_group(info, error)
+    _connect(info, None, membership.connect_timeout_s)
+    membership.is_joining = False
+    heartbeats.follow(restarts)
+    context.flight_recorder.start(os.environ, info, context.control_plane)
 
 
 def _check_arguments(backend: str | None, device: str | None, timeout_s: float, init_timeout_s: float) -> None:
@@ -276,20 +329,15 @@ def _join_ranks(info: DistInfo, init_method: str | None, init_timeout_s: float) 
     # A launcher that restarts ranks may keep the store with its old keys.
     prefix = f"dtrain/{os.environ.get(launch_protocol.RESTART_COUNT, '0')}"
     if info._opened_group:
-        address = read_master_address(info.rank, info.world_size) if init_method is None else init_method
-        config = RendezvousConfig(rank=info.rank, world_size=info.world_size, address=address)
-        if config != earlier.rendezvous:
-            earlier.rendezvous, earlier.store = config, None
-        if earlier.store is None:
-            earlier.store = connect_store(config, timeout_s=init_timeout_s)
+        config, first_store = _open_store(info, init_method, init_timeout_s)
         try:
-            group_store, prefix = join_rendezvous(earlier.store, config, prefix=prefix, timeout_s=init_timeout_s)
+            group_store, prefix = join_rendezvous(first_store, config, prefix=prefix, timeout_s=init_timeout_s)
         except BaseException:
             # The next attempt opens a new connection, because this one may be lost.
             if info.rank != 0:
                 earlier.store = None
             raise
-        store, server_rank = earlier.store, config.server_rank
+        store, server_rank = first_store, config.server_rank
     else:
         earlier.num_reused_groups += 1
         prefix = f"{prefix}/adopted/{earlier.num_reused_groups}"
@@ -305,6 +353,18 @@ def _join_ranks(info: DistInfo, init_method: str | None, init_timeout_s: float) 
             server_rank=server_rank,
         )
     return group_store
+
+
+def _open_store(info: DistInfo, init_method: str | None, init_timeout_s: float) -> tuple[RendezvousConfig, dist.Store]:
+    """Return the rendezvous of this rank, and the connection to its store, opened once."""
+    earlier = current_context().earlier
+    address = read_master_address(info.rank, info.world_size) if init_method is None else init_method
+    config = RendezvousConfig(rank=info.rank, world_size=info.world_size, address=address)
+    if config != earlier.rendezvous:
+        earlier.rendezvous, earlier.store = config, None
+    if earlier.store is None:
+        earlier.store = connect_store(config, timeout_s=init_timeout_s)
+    return config, earlier.store
 
 
 @contextmanager
@@ -363,7 +423,7 @@ def _reset(*, destroy: bool) -> None:
     context = current_context()
     if context.incidents is not None:
         context.incidents.stop()
-    context.info = context.incidents = None
+    context.info = context.incidents = context.membership = None
     context.meshes.clear()
     context.cpu_group = context.leader_group = None
     if context.control_plane is not None:

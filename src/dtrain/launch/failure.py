@@ -83,12 +83,12 @@ def find_root_cause(exits: Sequence[RankExit], failures: Sequence[RankFailure]) 
         and (
             earliest is None
             or exit_.at <= earliest.at + DETECTION_DELAY_S
-            or (earliest.maybe_from_peer and _is_killed_from_outside(exit_.code))
+            or (earliest.maybe_from_peer and is_killed_from_outside(exit_.code))
         )
     ]
     if silent:
         latest = min(exit_.at for exit_ in silent) + DETECTION_DELAY_S
-        killed = [exit_ for exit_ in silent if _is_killed_from_outside(exit_.code) and exit_.at <= latest]
+        killed = [exit_ for exit_ in silent if is_killed_from_outside(exit_.code) and exit_.at <= latest]
         first = min(killed or silent, key=lambda exit_: (exit_.at, exit_.code >= 0, exit_.rank))
         return RootCause(rank=first.rank, code=first.code, failure=None)
     if earliest is None:
@@ -103,10 +103,11 @@ def is_certain_cause(cause: RootCause) -> bool:
     """Return True if no other rank's failure can have caused this failure, so the launcher need not wait for other records."""
     if cause.failure is not None:
         return not cause.failure.maybe_from_peer
-    return _is_killed_from_outside(cause.code)
+    return is_killed_from_outside(cause.code)
 
 
-def _is_killed_from_outside(code: int) -> bool:
+def is_killed_from_outside(code: int) -> bool:
+    """Return True if a signal ended the process for which no other rank can be the reason."""
     # Libraries abort when they lose a peer.
     return code < 0 and code != -signal.SIGABRT
 

@@ -46,6 +46,8 @@ class ProgressKind(IntEnum):
     FAILED = 6
     # The rank has completed its first step, and the list of its modules is written. Value: step.
     STARTED = 7
+    # Value: 1 if the rank stays when another rank dies, 0 if it does so no longer.
+    STAYS = 8
 
 
 _PROGRESS_KINDS = frozenset(ProgressKind)
@@ -115,6 +117,9 @@ class _HeartbeatState:
     count: int = 0
     activity: str = ""
     written_at: float = 0.0
+    # Number that the launcher writes before it replaces a rank, and the last one that this rank has followed.
+    restarts: memoryview | None = None
+    followed: int = 0
 
 
 # An object of the module, because a process has one pipe to its launcher, and a heartbeat takes well under a microsecond.
@@ -195,6 +200,40 @@ def report(kind: ProgressKind, value: int = 0, activity: str = "") -> None:
 def is_connected() -> bool:
     """Return True if a launcher reads what this process reports."""
     return _STATE.fd is not None and _STATE.pid == os.getpid()
+
+
+def watch_replacements(restarts: memoryview, current: int) -> None:
+    """Read from now on whether the launcher replaces a dead rank.
+
+    Args:
+        restarts: memory of one number, which the launcher writes.
+        current: number of restarts at the start of this rank.
+
+    Mutates: this process's heartbeat state.
+    """
+    _STATE.restarts, _STATE.followed = restarts, current
+
+
+def replacement() -> int | None:
+    """Return the number of restarts of which this rank does not know yet; None if no rank was replaced since."""
+    state = _STATE
+    announced = 0 if state.restarts is None or state.pid != os.getpid() else int(state.restarts[0])
+    return announced if announced > state.followed else None
+
+
+def can_see_replacements() -> bool:
+    """Return True if a launcher tells this process of the ranks that it replaces."""
+    return _STATE.restarts is not None and is_connected()
+
+
+def follow(restarts: int) -> None:
+    """Record that this rank is connected with the ranks of a restart. Mutates: this process's heartbeat state."""
+    _STATE.followed = restarts
+
+
+def followed() -> int:
+    """Return the restart whose ranks this rank is connected with."""
+    return _STATE.followed
 
 
 def last_progress() -> tuple[int, str]:

@@ -12,7 +12,7 @@ import secrets
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 
@@ -43,7 +43,7 @@ from dtrain.launch.node_messages import (
     listen_for_nodes,
 )
 from dtrain.launch.processes import SUCCESSOR_ID, ProcessRequest
-from dtrain.launch.recovery import Death, StepBoard, add_death, start_environment
+from dtrain.launch.recovery import Death, StepBoard, add_death, add_killed, start_environment
 from dtrain.launch.result import JobResult, describe_failures, summarize
 from dtrain.launch.starter import ProcessStarter, StartEvent
 from dtrain.launch.watchdog import Watchdog
@@ -147,7 +147,10 @@ class Job:
             now, group = time.monotonic(), self.worker_group
             group.record_exits(processes.reap_children()[0], now)
             self._check_store(now)
+            group.may_replace = self.plan.layout.nodes == 1 and self.restart_policy.delay_s == 0
             group.advance(now)
+            if group.dead_ranks:
+                self._replace_dead_ranks()
             self._check_hang(now)
             self._report_failure_to_nodes()
             if group.stopping and any(pid is None for pid in group.pids.values()):
@@ -197,10 +200,7 @@ class Job:
                 self.watchdog.record_progress(record)
             if record.kind == ProgressKind.COMMITTED:
                 self.restart_policy = self.restart_policy.after_commit(record.value)
-            if record.kind == ProgressKind.CLOSED:
-                self.worker_group.diagnosis.closed_ranks.add(record.rank)
-            if record.kind == ProgressKind.FAILED:
-                self.worker_group.record_script_exit(record.rank, record.value, time.monotonic())
+            self.worker_group.record_progress(record, time.monotonic())
             if record.kind == ProgressKind.STARTED and not self.worker_group.stopping:
                 self._start_successor()
 
@@ -209,11 +209,7 @@ class Job:
     def start_ranks(self) -> None:
         """Start all ranks of this node; their store is at ``store.port``."""
         plan, layout = self.plan, self.plan.layout
-        marks = (launch_protocol.job_failed_file(plan.run_dir), launch_protocol.interrupted_file(plan.run_dir))
-        for file in (*map(plan.failure_file, layout.ranks), *marks):
-            # A file of an earlier attempt that cannot be removed hardly exists.
-            with contextlib.suppress(OSError):
-                file.unlink()
+        launch_protocol.remove_marks(plan.run_dir, layout.ranks)
         self.watchdog = Watchdog(
             run_dir=plan.run_dir,
             world_size=layout.world_size,
@@ -221,11 +217,16 @@ class Job:
             node_rank=layout.node_rank,
             ranks=layout.ranks,
         )
+        self._start_processes(layout.ranks, start_environment(self.deaths))
+
+    def _start_processes(self, ranks: Iterable[int], start: Mapping[str, str]) -> None:
+        plan, layout = self.plan, self.plan.layout
+        assert self.watchdog is not None, "ranks run below a watchdog"
         self.steps.clear(layout.nproc)
-        start = start_environment(self.deaths)
         count = core_count()
         shares = assign_cores(usable_cores(), layout.nproc) if plan.bind else [[]] * layout.nproc
-        for rank, cores in zip(layout.ranks, shares, strict=True):
+        for rank in ranks:
+            cores = shares[rank - layout.base_rank]
             environment = build_rank_environment(
                 plan, rank, port=self.store.port, cores=count, inherited=os.environ, restart_count=self.restart_policy.total
             )
@@ -241,21 +242,26 @@ class Job:
             request = ProcessRequest(id=rank, kind="rank", fds=fds, owned=owned, environment=environment, cores=cores)
             self._handle_start_events(self.starter.start(request))
 
+    def _replace_dead_ranks(self) -> None:
+        """Start a process in the place of each dead rank. The other ranks stay, and connect with it."""
+        group, dead_ranks = self.worker_group, self.worker_group.dead_ranks
+        assert self.watchdog is not None, "ranks run below a watchdog"
+        self.deaths = add_killed(self.deaths, dead_ranks, group.exits, self.steps.last_step(self.plan.layout.nproc))
+        self.watchdog.forget(dead_ranks)
+        self.output.write_line(f"dtrain: launch: {self.restart_policy.describe_next(group.exits)}")
+        group.forget_dead_ranks()
+        self.restart_policy = self.restart_policy.after_restart()
+        total, survivors = self.restart_policy.total, len(group.running_pids())
+        self._start_processes(dead_ranks, self.steps.announce(total, self.plan.run_dir, self.deaths, survivors))
+
     def _open_streams(self, rank: int) -> dict[str, int]:
         """Open the standard streams of a rank, and relay its output.
 
         Raises:
             OSError: the limit of files is reached.
         """
-        out, out_write = os.pipe()
-        try:
-            err, err_write = os.pipe()
-        except OSError:
-            os.close(out)
-            os.close(out_write)
-            raise
-        self.output.open(rank, out, err)
-        for fd in (out, err):
+        (out_write, err_write), fds = self.output.open_pipes(rank)
+        for fd in fds:
             self.events.watch(fd, lambda fd=fd: self._relay_output(fd))  # type: ignore[misc]
         # Several ranks would compete for the same input.
         stdin = 0 if self.plan.layout.nproc == 1 else self.files.devnull

@@ -109,6 +109,22 @@ class JobOutput:
                 rank=rank, fd=fd, writer=writer, file=file, tail=tail, formatter=formatter, parser=parser
             )
 
+    def open_pipes(self, rank: int) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Open pipes for the standard streams of a rank. Return their write ends, and the read ends that ``fds`` names.
+
+        Raises:
+            OSError: the limit of files is reached.
+        """
+        out, out_write = os.pipe()
+        try:
+            err, err_write = os.pipe()
+        except OSError:
+            os.close(out)
+            os.close(out_write)
+            raise
+        self.open(rank, out, err)
+        return (out_write, err_write), (out, err)
+
     def relay(self, fd: int) -> bool:
         """Read and relay one chunk. Return True if more may follow; at the end of the stream the descriptor is closed."""
         stream = self._streams[fd]

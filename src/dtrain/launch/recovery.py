@@ -6,6 +6,7 @@ attempt can tell how long the way to its first loss took, part by part, and how 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import mmap
 import os
@@ -13,7 +14,7 @@ import struct
 import sys
 import sysconfig
 import time
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,9 @@ from dtrain.launch.failure import RankExit, RootCause, describe_cause
 _SLOT = struct.Struct("<qd")
 # Pages that no rank writes take no memory.
 _MAX_RANKS = 4096
+# Behind the slots of the ranks: number of restarts, once a rank was replaced while the others stayed.
+_RESTARTS = struct.Struct("<q")
+_BOARD_BYTES = _MAX_RANKS * _SLOT.size + _RESTARTS.size
 
 PARTS = ("ending", "start", "import", "rendezvous", "build", "shard", "load", "batch", "step")
 """Parts of the way to the next loss, in order of time. The launcher ends the other ranks and starts processes; a rank imports,
@@ -65,8 +69,8 @@ class StepBoard:
         self.fd = os.memfd_create("dtrain-steps") if sys.platform == "linux" else -1
         self._slots: mmap.mmap | None = None
         if self.fd >= 0:
-            os.ftruncate(self.fd, _MAX_RANKS * _SLOT.size)
-            self._slots = mmap.mmap(self.fd, _MAX_RANKS * _SLOT.size)
+            os.ftruncate(self.fd, _BOARD_BYTES)
+            self._slots = mmap.mmap(self.fd, _BOARD_BYTES)
 
     @property
     def fds(self) -> dict[str, int]:
@@ -77,6 +81,23 @@ class StepBoard:
         """Forget the steps of the local ranks."""
         if self._slots is not None:
             self._slots[: ranks * _SLOT.size] = bytes(ranks * _SLOT.size)
+
+    def announce(self, restarts: int, run_dir: Path, deaths: Sequence[Death], survivors: int) -> dict[str, str]:
+        """Tell the ranks that this restart replaces dead ranks only, and that they stay. Return the variables of the new ranks.
+
+        Mutates: the folder of the launch.
+        """
+        assert self._slots is not None, "ranks that cannot read the board do not stay"
+        start = start_environment(deaths, survivors=survivors)
+        file = launch_protocol.rejoin_file(run_dir)
+        # A full disk costs the events of the ranks that stay.
+        with contextlib.suppress(OSError):
+            partial = file.with_suffix(".partial")
+            file.parent.mkdir(parents=True, exist_ok=True)
+            partial.write_text(start[launch_protocol.START], encoding="utf-8")
+            os.replace(partial, file)
+        _RESTARTS.pack_into(self._slots, _MAX_RANKS * _SLOT.size, restarts)
+        return {**start, launch_protocol.JOINS: "1"}
 
     def last_step(self, ranks: int) -> int | None:
         """Return the last step that any of the local ranks has completed since ``clear``; None for none."""
@@ -112,9 +133,19 @@ def add_death(
     return (*before, Death(rank=-1, cause=text, at=now, step=step))
 
 
-def start_environment(deaths: Sequence[Death]) -> dict[str, str]:
-    """Return the variable that tells a rank of its start: now, and after which deaths."""
-    start = {"started_at": time.monotonic(), "deaths": [asdict(death) for death in deaths]}
+def add_killed(
+    deaths: Sequence[Death], dead_ranks: Iterable[int], exits: Mapping[int, RankExit], last_step: int | None
+) -> tuple[Death, ...]:
+    """Return the deaths since the last loss, with those of ranks that are replaced while the others stay."""
+    for rank in dead_ranks:
+        cause = RootCause(rank=rank, code=exits[rank].code, failure=None)
+        deaths, last_step = add_death(deaths, cause, (), exits, last_step), None
+    return tuple(deaths)
+
+
+def start_environment(deaths: Sequence[Death], *, survivors: int = 0) -> dict[str, str]:
+    """Return the variable that tells a rank of its start: now, after which deaths, and how many ranks have stayed."""
+    start = {"started_at": time.monotonic(), "deaths": [asdict(death) for death in deaths], "survivors": survivors}
     return {launch_protocol.START: json.dumps(start)}
 
 
@@ -130,6 +161,8 @@ def watch_steps(environment: MutableMapping[str, str]) -> None:
         return
     slots = mmap.mmap(int(fd), 0)
     os.close(int(fd))
+    restarts = memoryview(slots)[_MAX_RANKS * _SLOT.size :].cast("q")
+    heartbeats.watch_replacements(restarts, int(environment.get(launch_protocol.RESTART_COUNT, "0")))
     spans.set_observer(_StepObserver(slots, int(environment[launch_protocol.LOCAL_RANK]), environment, json.loads(start)))
 
 
@@ -140,11 +173,13 @@ class _StepObserver:
         self._slots, self._offset = slots, local_rank * _SLOT.size
         self._pid, self._began_at, self._began_ns = os.getpid(), time.monotonic(), time.perf_counter_ns()
         self._modules, self._spans = frozenset(sys.modules), spans.totals()
-        self._is_first, self._start = True, start
+        self._is_first, self._start, self._followed = True, start, heartbeats.followed()
+        self._run_dir = Path(environment[launch_protocol.RUN_DIR])
+        self._has_stayed = False
         # Only a restart needs the modules, from one rank.
         self._modules_file: Path | None = None
         if local_rank == 0 and environment.get(launch_protocol.MAX_RESTARTS, "0") != "0":
-            self._modules_file = launch_protocol.modules_file(Path(environment[launch_protocol.RUN_DIR]))
+            self._modules_file = launch_protocol.modules_file(self._run_dir)
 
     def __call__(self, step: int) -> None:
         if self._pid != os.getpid():
@@ -153,6 +188,20 @@ class _StepObserver:
         if self._is_first:
             self._is_first = False
             self._record_start(step)
+            self._spans = spans.totals()
+        elif heartbeats.followed() != self._followed:
+            self._followed, self._has_stayed = heartbeats.followed(), True
+            self._record_rejoin(step)
+
+    def _record_rejoin(self, step: int) -> None:
+        """Record the events of the first step with a rank that has taken the place of a dead one."""
+        try:
+            self._start = json.loads(launch_protocol.rejoin_file(self._run_dir).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return
+        self._began_at = self._start["started_at"]
+        self._record_deaths(step, {"start": 0.0, **self._measure_parts(time.monotonic() - self._began_at)})
+        self._spans = spans.totals()
 
     def _record_start(self, step: int) -> None:
         """Record the events of the first step, and report the modules that a restart would import again, if there are any."""
@@ -160,8 +209,19 @@ class _StepObserver:
         parts = self._measure_parts(now - self._began_at)
         start_s = self._began_at - self._start["started_at"]
         parts = {"start": start_s, **parts}
-        deaths = [Death(**death) for death in self._start["deaths"]]
         spans.record_event("started", step=step, seconds=now - self._start["started_at"], parts=_rounded(parts))
+        self._record_deaths(step, parts)
+        if self._modules_file is not None and (names := _library_modules(self._modules)):
+            try:
+                self._modules_file.write_text("\n".join(names), encoding="utf-8")
+            except OSError:
+                # A full disk costs the next restart its imports, and nothing else.
+                return
+            heartbeats.report(heartbeats.ProgressKind.STARTED, step)
+
+    def _record_deaths(self, step: int, parts: Mapping[str, float]) -> None:
+        now = time.monotonic()
+        deaths = [Death(**death) for death in self._start["deaths"]]
         for death in deaths:
             earlier = {"failed attempts": deaths[-1].at - death.at} if death is not deaths[-1] else {}
             ending = {"ending": self._start["started_at"] - deaths[-1].at}
@@ -173,22 +233,17 @@ class _StepObserver:
                 last_step=death.step,
                 lost_steps=max(0, death.step - (step - 1)),
                 seconds=round(now - death.at, 4),
+                survivors=self._start["survivors"],
                 parts=_rounded({**earlier, **ending, **parts}),
             )
-        if self._modules_file is not None and (names := _library_modules(self._modules)):
-            try:
-                self._modules_file.write_text("\n".join(names), encoding="utf-8")
-            except OSError:
-                # A full disk costs the next restart its imports, and nothing else.
-                return
-            heartbeats.report(heartbeats.ProgressKind.STARTED, step)
 
     def _measure_parts(self, all_s: float) -> dict[str, float]:
         totals = spans.totals()
         since = {name: total.seconds - before.seconds for name, total in totals.items() if (before := self._spans.get(name))}
         seconds = {name: total.seconds for name, total in totals.items()} | since
         rendezvous_ns = spans.first_entry_ns("rendezvous")
-        parts = {"import": 0.0 if rendezvous_ns is None else (rendezvous_ns - self._began_ns) / 1e9}
+        is_start = rendezvous_ns is not None and not self._has_stayed
+        parts = {"import": (rendezvous_ns - self._began_ns) / 1e9 if is_start and rendezvous_ns is not None else 0.0}
         parts |= {part: sum(seconds.get(name, 0.0) for name in names) for part, names in _SPANS.items()}
         parts["build"] = max(0.0, all_s - sum(parts.values()))
         return {part: parts[part] for part in PARTS if part in parts}

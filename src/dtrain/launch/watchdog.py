@@ -252,6 +252,12 @@ class ProgressTimer:
         """Record that the process of ``rank`` exited by ``now``. Mutates: this timer."""
         self._exited_at.setdefault(rank, now)
 
+    def forget(self, ranks: Iterable[int]) -> None:
+        """Forget ranks that other processes replace. Mutates: this timer."""
+        for rank in ranks:
+            self._progress.pop(rank, None)
+            self._exited_at.pop(rank, None)
+
     def deadline(self) -> float | None:
         """Return the time at which the job hangs if no further progress is reported.
 
@@ -316,6 +322,10 @@ class Watchdog:
     def record_progress(self, record: ProgressRecord) -> None:
         """Record a progress report of a rank. Mutates: this watchdog."""
         self._timer.record(record)
+
+    def forget(self, ranks: Iterable[int]) -> None:
+        """Forget ranks that other processes replace. Mutates: this watchdog."""
+        self._timer.forget(ranks)
 
     def request_dump(self) -> None:
         """Request a dump of ranks that need not hang; ``poll`` starts the dump. Mutates: this watchdog."""

@@ -11,13 +11,14 @@ import contextlib
 import signal
 import socket
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from dtrain import launch_protocol
 from dtrain.launch import failure, processes
 from dtrain.launch.failure import RankExit, RootCause
+from dtrain.launch.heartbeats import ProgressKind, ProgressRecord
 from dtrain.launch.launch_plan import DEFAULT_SILENCE_S, LaunchPlan
 from dtrain.launch_protocol import RankFailure
 
@@ -111,6 +112,9 @@ class WorkerGroup:
         remaining_pids: processes that run after all ranks exited.
         diagnosis: signs of a failure.
         ending: requests to end, and their deadlines.
+        staying_ranks: ranks that stay when another rank dies.
+        may_replace: if True, dead ranks may be replaced.
+        dead_ranks: ranks to replace, while all others stay.
     """
 
     plan: LaunchPlan
@@ -125,6 +129,9 @@ class WorkerGroup:
     remaining_pids: list[int] = field(default_factory=list)
     diagnosis: Diagnosis = field(default_factory=Diagnosis)
     ending: Ending = field(default_factory=Ending)
+    staying_ranks: set[int] = field(default_factory=set)
+    may_replace: bool = False
+    dead_ranks: tuple[int, ...] = ()
 
     @property
     def alive(self) -> list[int]:
@@ -211,6 +218,17 @@ class WorkerGroup:
         elif self.diagnosis.exit_deadline is None:
             self.diagnosis.exit_deadline = now + self.plan.grace_after_failure_s
 
+    def record_progress(self, record: ProgressRecord, now: float) -> None:
+        """Record a progress report of a rank."""
+        if record.kind == ProgressKind.CLOSED:
+            self.diagnosis.closed_ranks.add(record.rank)
+        elif record.kind == ProgressKind.FAILED:
+            self.record_script_exit(record.rank, record.value, now)
+        elif record.kind == ProgressKind.STAYS and record.value:
+            self.staying_ranks.add(record.rank)
+        elif record.kind == ProgressKind.STAYS:
+            self.staying_ranks.discard(record.rank)
+
     def drop_ranks(self, ranks: Iterable[int]) -> None:
         """Drop ranks that were requested and will not start."""
         for rank in ranks:
@@ -287,11 +305,29 @@ class WorkerGroup:
         if any(exit_.code == launch_protocol.PREEMPTED_EXIT_CODE for exit_ in exits):
             self._start_preemption_grace(now)
         if signs.decide_at is not None and (now >= signs.decide_at or not (alive or signs.awaits_news)):
+            if self._can_replace():
+                self.dead_ranks = tuple(sorted(self.exits))
+                return
             self.root_cause = self._find_root_cause()
             self._mark_as_failed()
             self.stop(now, signal.SIGTERM, self.plan.grace_after_failure_s)
         elif signs.decide_at is None and signs.preemption_deadline is not None and now >= signs.preemption_deadline and alive:
             self.stop(now, signal.SIGTERM, self.plan.grace_after_failure_s)
+
+    def _can_replace(self) -> bool:
+        """Return True if all ranks stay but those that were killed, which cannot be the fault of another rank."""
+        killed = [failure.is_killed_from_outside(exit_.code) for exit_ in self.exits.values()]
+        ranks = set(self.plan.layout.ranks)
+        is_known = ranks == self.staying_ranks and set(self.running_pids()) | set(self.exits) == ranks
+        return self.may_replace and is_known and all(killed) and bool(self.alive) and not self.read_failures()
+
+    def forget_dead_ranks(self) -> None:
+        """Forget the dead ranks, before their new processes start. The other ranks must say again that they stay."""
+        for rank in self.dead_ranks:
+            del self.exits[rank]
+            self.pids[rank] = None
+        self.dead_ranks, self.diagnosis = (), Diagnosis()
+        self.staying_ranks.clear()
 
     def _is_rank_leaving(self) -> bool:
         """Return True if a rank has left its peers without an exception and still runs, and a peer has only lost a connection.
@@ -388,8 +424,11 @@ class RestartPolicy:
             return self
         return replace(self, last_committed_step=step, fruitless=0)
 
-    def describe_next(self) -> str:
-        """Describe the next attempt for the user."""
+    def describe_next(self, killed: Mapping[int, RankExit] | None = None) -> str:
+        """Describe the next attempt for the user: of all ranks, or only of those that were ``killed``."""
         wait = f" in {self.delay_s:g} s" if self.delay_s else ""
         count = f"restart {self.fruitless + 1} of at most {self.max_fruitless} without a new checkpoint"
+        if killed:
+            dead = ", ".join(f"rank {rank} was {failure.describe_exit(exit_.code)}" for rank, exit_ in sorted(killed.items()))
+            return f"{dead}; the other ranks stay, starting {'it' if len(killed) == 1 else 'them'} again ({count})"
         return f"starting all ranks again{wait} ({count})"

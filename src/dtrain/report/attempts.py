@@ -249,14 +249,15 @@ def death_reports(merged: Sequence[MergedAttempt], *, started_at: float) -> list
         events = sorted((event for _, _, event in _iter_events([each])), key=lambda event: float(event["at"]))
         first = min((rank for _, rank, event in _iter_events([each]) if event["name"] == "recovered"), default=None)
         if first is not None:
-            resumed = next((event for event in events if event["name"] == "resumed"), {})
             own = (event for event in each.ranks[first].events if event["name"] == "recovered")
-            rows += [death_row(event, resumed) | {"attempt": each.number, "at": event["at"] - started_at} for event in own]
+            rows += [death_row(event, events) | {"attempt": each.number, "at": event["at"] - started_at} for event in own]
     return rows[:MAX_EVENTS]
 
 
-def death_row(recovered: Row, resumed: Row) -> Row:
-    """Return the facts of a death, from the event of the next loss and the event of the load before it, if there was one."""
+def death_row(recovered: Row, events: Sequence[Row]) -> Row:
+    """Return the facts of a death, from the event of the next loss and the last load before it, if there was one."""
+    loads = [event for event in events if event["name"] == "resumed" and event["at"] <= recovered["at"]]
+    resumed = max(loads, key=lambda event: float(event["at"]), default={})
     parts = recovered.get("parts")
     rank = recovered.get("rank_died")
     return {
@@ -266,17 +267,22 @@ def death_row(recovered: Row, resumed: Row) -> Row:
         "step": _event_step(resumed),
         "seconds": _to_amount(recovered.get("seconds")),
         "lost_steps": _to_amount(recovered.get("lost_steps")),
+        "survivors": _to_amount(recovered.get("survivors")),
         "parts": {str(name): _to_amount(value) for name, value in parts.items()} if isinstance(parts, dict) else {},
     }
 
 
 def describe_death(row: Row) -> str:
-    """Describe a death in a line: ``rank 1 killed by SIGKILL; back from memory at step 20 after 0.71 s, 0 steps lost``."""
+    """Describe a death in a line: ``rank 1 killed by SIGKILL; back from memory at step 20 after 0.71 s, 0 steps lost``.
+
+    If other ranks have stayed, the line ends with ``, survivors kept 2``.
+    """
     who = "" if row["rank"] is None else f"rank {row['rank']} "
     source = "started anew" if row["tier"] is None else f"back from {row['tier']} at step {row['step']}"
     seconds = "" if row["seconds"] is None else f" after {row['seconds']:.2f} s"
     lost = "" if row["lost_steps"] is None else f", {row['lost_steps']:.0f} step{'s' * (row['lost_steps'] != 1)} lost"
-    return f"{who}{row['cause']}; {source}{seconds}{lost}"
+    kept = f", survivors kept {row['survivors']:.0f}" if row["survivors"] else ""
+    return f"{who}{row['cause']}; {source}{seconds}{lost}{kept}"
 
 
 def run_events(merged: Sequence[MergedAttempt], *, started_at: float) -> tuple[list[Row], dict[str, int]]:

@@ -140,7 +140,8 @@ class AttemptLedger:
     def open(self, row: Row) -> None:
         """Add a line of kind ``open``."""
         at, setup, step = _to_number(row["at"]), _to_number(row.get("setup_s", 0.0)), _to_number(row.get("step", 0))
-        self.open_count += 1
+        # A rank that takes the place of a dead one goes on with its attempt.
+        self.open_count += not (self.has_lines and row.get("joins") is True)
         # A second process has the same number, or the line is out of order.
         if self.has_lines:
             return

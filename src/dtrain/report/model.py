@@ -209,7 +209,8 @@ class RunReport:
             blocked_s (longest over ranks), duration_s (until durable) and bytes.
         checkpoint_count: number of all checkpoints.
         deaths: deaths after which the run went on: at, attempt, rank (None for none), cause, tier ("memory", "disk", or None
-            for none) and step that were loaded, seconds to the next loss, lost_steps, and ``parts`` of the seconds.
+            for none) and step that were loaded, seconds to the next loss, lost_steps, survivors (ranks that have stayed), and
+            ``parts`` of the seconds.
         slowest: ranks that others waited for, worst first; at most 8.
         events: at most 1000 events in order of time, else the first and last of each name: at, name, attempt, rank, step, and
             ``fields``.

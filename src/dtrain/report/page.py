@@ -170,10 +170,11 @@ def list_deaths(run: RunReport) -> list[list[str]]:
     """Return a row for each death."""
     rows = []
     for death in run.deaths[:_MAX_ROWS]:
-        numbers = ["" if death[key] is None else f"{death[key]:.0f}" for key in ("rank", "step", "lost_steps")]
+        keys = ("rank", "step", "lost_steps", "survivors")
+        numbers = ["" if death[key] is None else f"{death[key]:.0f}" for key in keys]
         seconds = "" if death["seconds"] is None else f"{death['seconds']:.2f} s"
         parts = ", ".join(f"{name} {value:.2f}" for name, value in death["parts"].items() if value is not None)
-        facts = [death["cause"], death["tier"] or "nothing", numbers[1], seconds, numbers[2], parts[:_MAX_TEXT]]
+        facts = [death["cause"], death["tier"] or "nothing", numbers[1], seconds, *numbers[2:], parts[:_MAX_TEXT]]
         rows.append([format_duration(death["at"]), numbers[0], *facts])
     return rows
 

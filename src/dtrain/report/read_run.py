@@ -453,7 +453,7 @@ class LiveRun:
 def _describe_last_death(ledger: RankLedger) -> str:
     for lines in reversed(ledger.attempts.values()):
         if deaths := [event for event in lines.events if event["name"] == "recovered"]:
-            return describe_death(death_row(deaths[-1], next((e for e in lines.events if e["name"] == "resumed"), {})))
+            return describe_death(death_row(deaths[-1], lines.events))
     return ""
 
 

@@ -28,6 +28,7 @@ from dtrain.device import counts_memory, device_name, started_accelerator
 from dtrain.dist.collectives import all_gather_json
 from dtrain.dist.context import current_context, exit_exception, register_shutdown_hook
 from dtrain.dist.init import DistInfo, get_dist_info
+from dtrain.dist.reconfigure import is_joining
 from dtrain.errors import ConfigError
 from dtrain.run import run_files
 from dtrain.run.metadata import Redactor, attempt_metadata, make_redactor, settings_to_plain, to_plain_data
@@ -152,11 +153,11 @@ def open_run(
         _check_ranks_agree(all_ranks)
         assert setup is not None, "an error of this rank has been raised"
     except ConfigError:
-        if setup is not None and info.rank == 0:
+        if setup is not None and info.rank == 0 and not is_joining():
             _attempt_path(setup.folder, setup.attempt).unlink(missing_ok=True)
         raise
     run = Run(path=setup.folder, attempt=all_ranks[0]["attempt"], rank=info.rank, settings=setup.settings)
-    if info.rank == 0:
+    if info.rank == 0 and not is_joining():
         if info.run_dir is not None:
             # The launcher names the folder at the end of the job, and may run without the file.
             with suppress(OSError):
@@ -222,7 +223,10 @@ def _prepare_folder(
     ledger_path = folder / run_files.LEDGER / run_files.ledger_name(info.rank)
     handle = os.open(ledger_path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     os.close(handle)
-    attempt = _claim_attempt(folder, started_at) if info.rank == 0 else 0
+    attempt = 0
+    if info.rank == 0:
+        # A rank that takes the place of a dead one goes on with the attempt of the others.
+        attempt = max(run_files.attempt_files(folder)) if is_joining() else _claim_attempt(folder, started_at)
     return _RunSetup(
         folder=folder,
         attempt=attempt,
@@ -282,6 +286,7 @@ def _start_ledger(run: Run, setup: _RunSetup) -> None:
         version=__version__,
         setup_s=round(_seconds_since_process_start(), 3),
         step=spans.position()[0],
+        **({"joins": True} if is_joining() else {}),
     )
     _OPEN_RUN.has_opened = True
     register_shutdown_hook("run", _close_run, last=True)

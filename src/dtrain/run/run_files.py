@@ -26,14 +26,14 @@ The file of an attempt is one JSON object::
 A line of a ledger is a JSON object with ``kind``, ``attempt``, and ``at`` (end time in seconds since 1970):
 
     open   rank, host, pid, version; setup_s: seconds since the start of the process (0 in a notebook, and for further runs of
-           one process); step: first step
+           one process); step: first step; joins: true if the rank takes the place of a dead one of this attempt
     sum    changes since the previous line: seconds (wall time), step, samples, tokens (after the last step, of all ranks),
            spans: {name: [count, seconds]}, causes: {name: category} of names that are not dtrain's own spans, and
            gauges: {name: number}, such as rss_bytes
     event  name, and its own fields: resumed (step, path, tier: memory or disk), started (step, seconds, parts) at the first
-           step, recovered (step, rank_died, cause, last_step, lost_steps, seconds, parts) at the first step after a death,
-           save (step, blocked_s), committed (step, seconds, bytes), evaluated (step, seconds), stop (step), out_of_memory
-           (step, size), dropped (logger, error), desync (step, tensor, ranks), ...
+           step, recovered (step, rank_died, cause, last_step, lost_steps, seconds, survivors: ranks that have stayed, parts)
+           at the first step after a death, save (step, blocked_s), committed (step, seconds, bytes), evaluated (step,
+           seconds), stop (step), out_of_memory (step, size), dropped (logger, error), desync (step, tensor, ranks), ...
     close  reason: done, stopped (on request, also by Ctrl-C), or failed; error: its text. A killed rank writes no close line
 """
 

@@ -307,6 +307,10 @@ class BufferSync:
         starts = [old if old.shape == new.shape else new * 0 for old, new in zip(starts, buffers, strict=True)]
         _reduce_(buffers, starts, counts=self._counts)
 
+    def compare_again(self) -> None:
+        """Compare the buffers of the ranks again, as in the first steps."""
+        self._compared_steps = 0
+
     def sync_(self, owners: Sequence[str], *, ranks_differ: bool = False, has_samples: bool | None = None) -> None:
         """Synchronize the buffers of the modules ``owners``.
 

@@ -25,6 +25,7 @@ from dtrain.dist.collectives import all_gather_json, raise_if_any_failed
 from dtrain.dist.dtensor import is_dtensor
 from dtrain.dist.init import get_dist_info
 from dtrain.dist.mesh import axis_size, data_rank, data_shape, get_mesh, tp_rank
+from dtrain.dist.reconfigure import is_joining
 from dtrain.errors import ConfigError
 from dtrain.fqn import buffers_by_fqn, modules_by_fqn, parameters_by_fqn
 from dtrain.init_checks import check_kinds
@@ -433,6 +434,8 @@ def broadcast_params_and_buffers(model: nn.Module, device: torch.device, *, sync
 
     Mutates: parameters and buffers. Collective: with ``sync``, one broadcast per tensor.
     """
+    # A rank that takes the place of a dead one loads the values of the others.
+    sync = sync and not is_joining()
     for tensor in [*parameters_by_fqn(model)[0].values(), *buffers_by_fqn(model).values()]:
         if tensor.is_meta:
             continue
