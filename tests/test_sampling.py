@@ -41,6 +41,12 @@ def test_costly_test_is_one_of_a_group_of_which_a_third_runs(request):
     )
 
 
+@pytest.mark.costly(by="shared")
+@pytest.mark.parametrize(("shared", "other"), [("run", 1), ("run", 2)])
+def test_costly_tests_that_share_a_fixture_run_in_one_turn(request, shared, other):
+    assert row_of(request.node).name == "tests/test_sampling.py run"
+
+
 def test_folder_begins_with_its_costly_files(request):
     paths = ["tests/data/test_a.py", "tests/data/test_b.py", "tests/step/test_c.py"]
     items = [copied_to(request.node, ROOT / path) for path in paths]

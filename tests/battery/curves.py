@@ -204,6 +204,7 @@ PLOTS: dict[str, Callable[[], Plot]] = {
     "Muon": singular_values,
     "label_smoothing": smoothed,
 }
+NAMES = (*SCHEDULES, *PLOTS, *effects.PLOTS)
 
 
 @cache

@@ -86,7 +86,11 @@ def dry_run(tmp_path_factory: pytest.TempPathFactory) -> DryRun:
     return run
 
 
-@pytest.mark.costly
+# One dry run for all tests of a benchmark.
+of_dry_run = pytest.mark.costly(by="name")
+
+
+@of_dry_run
 @pytest.mark.parametrize("name", NAMES)
 def test_dry_run_of_each_benchmark_fills_all_tables(dry_run, name):
     content = dry_run(name)
@@ -97,30 +101,36 @@ def test_dry_run_of_each_benchmark_fills_all_tables(dry_run, name):
         assert {len(row) for row in table["rows"]} == {len(table["columns"])}
 
 
-@pytest.mark.costly
-@pytest.mark.parametrize("figure", FIGURES)
-def test_each_figure_has_a_column_and_its_rows(dry_run, figure):
-    name, number, column, expected = FIGURES[figure]
+@of_dry_run
+@pytest.mark.parametrize(("name", "figure"), [pytest.param(row[0], figure, id=figure) for figure, row in FIGURES.items()])
+def test_each_figure_has_a_column_and_its_rows(dry_run, name, figure):
+    _, number, column, expected = FIGURES[figure]
     table = dry_run(name)["tables"][number]
     assert column in table["columns"]
     names = [str(row[0]) + str(row[1]) for row in table["rows"]]
     assert [text for text in expected if not any(text in name for name in names)] == []
 
 
-def test_both_sides_of_train_reach_the_same_loss(dry_run):
-    for table in dry_run("train")["tables"]:
+@of_dry_run
+@pytest.mark.parametrize("name", ["train"])
+def test_both_sides_of_train_reach_the_same_loss(dry_run, name):
+    for table in dry_run(name)["tables"]:
         ours, *_, theirs = (row[table["columns"].index("last loss")] for row in table["rows"])
         assert ours == pytest.approx(theirs, rel=1e-3)
         assert "the losses in bf16 agree" in table["note"]
 
 
-def test_induced_failures_leave_equal_bits_and_no_memory(dry_run):
-    steps, failed, equal, left, _ = dry_run("auto_microbatch")["tables"][2]["rows"][0]
+@of_dry_run
+@pytest.mark.parametrize("name", ["auto_microbatch"])
+def test_induced_failures_leave_equal_bits_and_no_memory(dry_run, name):
+    steps, failed, equal, left, _ = dry_run(name)["tables"][2]["rows"][0]
     assert (failed, equal, left) == (steps, steps, 0)
 
 
-def test_plan_matches_the_measured_peak_of_a_dry_run(dry_run):
-    assert {row[-1] for row in dry_run("memory")["tables"][0]["rows"]} == {"met"}
+@of_dry_run
+@pytest.mark.parametrize("name", ["memory"])
+def test_plan_matches_the_measured_peak_of_a_dry_run(dry_run, name):
+    assert {row[-1] for row in dry_run(name)["tables"][0]["rows"]} == {"met"}
 
 
 def test_dry_run_is_refused_among_the_results(tmp_path, monkeypatch, capsys):

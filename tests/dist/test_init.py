@@ -364,16 +364,20 @@ def test_interrupted_rank_does_not_count_as_arrived(forked):
 
 
 def test_two_processes_of_one_rank_are_refused(forked):
+    together = fork.Barrier(3)
+
     def body(rank: int) -> str:
         os.environ["RANK"] = str(min(rank, 1))
-        with init_dist(device="cpu", init_timeout_s=10):
+        # On a busy machine the timeout of a rank would begin long before that of the others.
+        together.wait(LONG_S)
+        with init_dist(device="cpu", init_timeout_s=3):
             return "opened"
 
     answers = sorted(forked.run(body, 3, results_of=[0, 1, 2]).values())
     same_rank = "ConfigError: init_dist: each process must have its own RANK, but two processes have RANK=1 of 3. "
     assert answers[0].startswith(same_rank)
     # The last one may have begun to wait so much later that rank 0 has given up, and is gone.
-    said = ["1 of 3 ranks did not arrive within 10 s: missing [2]", "rank 0, which serves the store of 3 ranks, has ended"]
+    said = ["1 of 3 ranks did not arrive within 3 s: missing [2]", "rank 0, which serves the store of 3 ranks, has ended"]
     assert [any(text in answer for text in said) for answer in answers[1:]] == [True, True], answers
     assert said[0] in answers[1] + answers[2]
 

@@ -35,7 +35,7 @@ SHORT = {
     "pretrain_bert.py": ["--until", "4ba"],
     "pretrain_gpt.py": ["--steps", "4"],
     "tensor_parallel.py": ["--steps", "4", "--tp", "1"],
-    "finetune_bert.py": ["--until", "10ba"],
+    "finetune_bert.py": ["--until", "10ba", "--batch", "16", "--seq", "32"],
 }
 # Those that no other test in the quick set runs, and the template.
 QUICK = (
