@@ -113,6 +113,14 @@ def test_rollout_before_the_first_step_of_a_sharded_model_is_no_difference(tmp_p
 
 
 @pytest.mark.costly
+def test_loop_of_rank_0_alone_that_the_proof_has_to_end_shows_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    report = dt.prove.prove(STYLES / "codec.py", ["--long"], fast=True, world_sizes=(2,), steps=2, timeout_s=600.0)
+    assert [row.verdict for row in report.rows] == ["ran", "nothing"], report.text()
+    assert "a loop that only rank 0 runs was ended after 2 updates; raise --steps" in report.text()
+
+
+@pytest.mark.costly
 def test_loop_over_rollouts_ends_after_its_steps_and_agrees(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     report = dt.prove.prove(STYLES / "minibatches.py", fast=True, steps=3, timeout_s=600.0)

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from dtrain.arguments import check_int
+from dtrain.arguments import check_int, format_count
 from dtrain.errors import ConfigError
 from dtrain.prove.causes import EXPERIMENTS, OF_REACH, OF_SEEDS, OF_SLOPE, OF_WIDTH, Cause, cause
 from dtrain.prove.checks import (
@@ -235,6 +235,10 @@ class _Proof:
         if outcome.failed and run.optional and outcome.error and not waited and not any(map(self._failed, whole_names)):
             text = f"the script does not run this way: {outcome.error}"
             self._rows.append(RunRow(name=name, against=run.against, verdict="not run", text=text))
+            return
+        if outcome.failed and (count := record.updates_of_rank_0_alone()):
+            text = f"a loop that only rank 0 runs was ended after {format_count(count, 'update')}; raise --steps"
+            self._rows.append(RunRow(name=name, against=run.against, verdict="nothing", text=text))
             return
         if problem := self._problem(name):
             self._rows.append(RunRow(name=name, against=run.against, verdict="failed", text=problem))

@@ -186,6 +186,11 @@ class RunRecord:
         facts = {key: fact for key, fact in self.facts.items() if is_before(fact.step, fact.kind)}
         return RunRecord(name=self.name, ranks=ranks, facts=facts, notes=self.notes, numbers=self.numbers)
 
+    def updates_of_rank_0_alone(self) -> int:
+        """Return the updates after which the proof has ended a loop on rank 0, if other ranks have none; 0 if not so."""
+        is_alone = len(self.ranks) > 1 and not any(self.rows("step", rank) for rank in range(1, len(self.ranks)))
+        return len(self.rows("step")) if is_alone and self.note("loop_cut") is not None else 0
+
     def loop_of_saves(self) -> set[int]:
         """Return the optimizers of the loop that saves: those with an update after the first save, or the last one of all."""
         rows = [row for row in self.ranks[0] if row["kind"] in ("step", "saved")]

@@ -1,6 +1,7 @@
 """Rank 0 fits a codec by hand, all ranks get it, and train a model on its codes: ``--fsdp``, ``--loader`` of both loops.
 
-``--checkpoint`` saves the training, and a resume fits the codec again; with ``--file``, a resume reads it.
+``--long`` fits it longer than a proof lasts. ``--checkpoint`` saves the training, and a resume fits the codec again; with
+``--file``, a resume reads it.
 """
 
 import sys
@@ -27,7 +28,8 @@ class Codec(nn.Module):
 
 def fit(codec, data):
     optimizer = torch.optim.Adam(codec.parameters(), lr=1e-2)
-    for rows in DataLoader(data, 16) if "--loader" in sys.argv else data.split(16):
+    batches = data.split(16) * (40 if "--long" in sys.argv else 1)
+    for rows in DataLoader(data, 16) if "--loader" in sys.argv else batches:
         loss = (codec(rows) - rows).square().mean()
         optimizer.zero_grad()
         loss.backward()
