@@ -527,7 +527,8 @@ class Checkpointer:
         state = checkpoints.retry(train, state)
 
         Args:
-            train: function that trains from the state that it is given. It must begin each loop over the loader anew.
+            train: function that trains from the state that it is given. It must begin each loop over the loader anew, and keep
+                values that change in ``stateful``: others are not set back on the ranks that stay.
             state: state to start from.
 
         Collective: none without a death. After a death as ``init_dist`` and ``load``, on all ranks.
