@@ -60,7 +60,7 @@ from dtrain.launch import heartbeats
 from dtrain.run_objects import unwrap
 from dtrain.schedules.durations import Duration
 from dtrain.shard.replica_check import raise_if_params_differ, replica_check_of
-from dtrain.state import TrainState
+from dtrain.state import TrainState, check_state
 from dtrain.step.optimizer_state import check_saved_state
 from dtrain.storage import AnyPath
 
@@ -533,7 +533,8 @@ class Checkpointer:
         state = checkpoints.retry(train, state)
 
         Args:
-            train: function that trains from the state that it is given. It must begin each loop over the loader anew.
+            train: function that trains from the state that it is given. It must begin each loop over the loader anew, and keep
+                values that change in ``stateful``: others are not set back on the ranks that stay.
             state: state to start from.
 
         Collective: none without a death. After a death as ``init_dist`` and ``load``, on all ranks.
@@ -542,12 +543,13 @@ class Checkpointer:
             CheckpointError: a rank has died before the first step was committed.
             DistError: the new rank did not arrive, or its setup differs.
         """
+        check_state(state, "retry", "state = checkpoints.retry(train, state)")
         membership = current_context().membership
         if membership is None or state.spec.strategy != "replicate" or reconfigure.has_other_groups():
             return train(state)
         if membership.is_joining:
+            membership.in_setup = False
             state = self._rejoin(state, heartbeats.followed(), None)
-            membership.exchanges = None
         stays = reconfigure.end_setup(membership)
         while True:
             if stays:

@@ -22,7 +22,7 @@ import selectors
 import socket
 import struct
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -88,7 +88,7 @@ class Channel:
         waits: if True, the last exchange has not ended.
         failed: if True, an exception has left an exchange.
         lost_peer: rank whose connection was closed; None after a timeout.
-        record: list that gets the caller and the result of each ``all_gather``; None records nothing.
+        record: function that gets the caller and the result of each ``all_gather``; None records nothing.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Channel:
         self.count, self.num_records, self.op, self.size, self.waits = 0, 0, "", 0, False
         self.failed, self._closed = False, False
         self.lost_peer: int | None = None
-        self.record: list[tuple[str, list[bytes]]] | None = None
+        self.record: Callable[[str, list[bytes]], None] | None = None
         self._interruption: BaseException | None = None
 
     def all_gather(self, payload: bytes, *, caller: str, timeout_s: float | None = None) -> list[bytes]:
@@ -115,7 +115,7 @@ class Channel:
         protocol = all_gather(self.layout, payload)
         payloads = self._run(protocol, "all_gather", caller, len(payload), self.timeout_s if timeout_s is None else timeout_s)
         if self.record is not None:
-            self.record.append((caller, payloads))
+            self.record(caller, payloads)
         self._notify("all_gather", sum(map(len, payloads)))
         return payloads
 

@@ -256,7 +256,7 @@ def _connect(info: DistInfo, init_method: str | None, init_timeout_s: float) -> 
             if not dist.is_initialized():
                 reconfigure.open_group(info, _open_store(info, init_method, init_timeout_s)[1])
             reconfigure.connect_group(info, plane, init_timeout_s)
-            reconfigure.record_exchanges(plane, context.membership)
+            plane["control"].record = context.membership.record if context.membership.in_setup else None
         elif info._opened_group:
             open_default_group(info, store)
 

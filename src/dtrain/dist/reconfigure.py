@@ -53,12 +53,25 @@ class Membership:
     Args:
         is_joining: if True, this rank takes the place of a dead one, and is not connected with the others yet.
         connect_timeout_s: time to wait for the other ranks, in seconds.
-        exchanges: exchanges of the setup, with the payload of each rank; None after the setup.
+        in_setup: if True, ``Checkpointer.retry`` has not begun on this rank.
+        exchanges: exchanges of the setup, with the payload of each rank; None if they are too large.
     """
 
     is_joining: bool
     connect_timeout_s: float
+    in_setup: bool = True
     exchanges: list[tuple[str, list[bytes]]] | None = field(default_factory=list)
+    _recorded_bytes: int = 0
+
+    def record(self, caller: str, payloads: list[bytes]) -> None:
+        """Record an exchange of the setup, except those of a load: a rank that joins loads in ``retry``."""
+        if self.exchanges is None or caller == "load_sharded":
+            return
+        self._recorded_bytes += sum(map(len, payloads))
+        if self._recorded_bytes > _MAX_RECORD_BYTES:
+            self.exchanges = None
+        else:
+            self.exchanges.append((caller, payloads))
 
 
 def is_joining() -> bool:
@@ -139,13 +152,12 @@ def leave_group(info: DistInfo, error: BaseException) -> None:
 
     Mutates: the frames of ``error``, whose variables are deleted.
     """
-    seen: set[int] = set()
-    link: BaseException | None = error
-    while link is not None and id(link) not in seen:
-        seen.add(id(link))
+    chain = [error]
+    # The list grows during the loop.
+    for link in chain:
         traceback.clear_frames(link.__traceback__)
         link.__traceback__ = None
-        link = link.__cause__ or link.__context__
+        chain += [other for other in (link.__cause__, link.__context__) if other is not None and other not in chain]
     gc.collect()
     number = _number(info) * (info.world_size + 1) + 1 + info.rank
     _reconfigure(number, [_c10d()._get_reconfigure_handle()], info.timeout_s)
@@ -165,7 +177,7 @@ def await_replacement(error: BaseException, *, is_collective: bool) -> int | Non
         is_collective: if True, the launcher may be about to see the death that is the cause, so wait for its word.
     """
     membership = current_context().membership
-    if membership is None or membership.exchanges is not None or not isinstance(error, Exception):
+    if membership is None or membership.in_setup or not isinstance(error, Exception):
         return None
     deadline = time.monotonic() + (_ANNOUNCEMENT_S if is_collective else 0.0)
     while (restarts := heartbeats.replacement()) is None and time.monotonic() < deadline:
@@ -186,31 +198,29 @@ def _reconfigure(number: int, handles: Sequence[str], timeout_s: float) -> None:
     _c10d()._reconfigure(uuid=number, handles=list(handles), timeout=timedelta(seconds=timeout_s)).wait()
 
 
-def record_exchanges(plane: ControlPlane, membership: Membership) -> None:
-    """Record the exchanges of the control channel from now on, until ``end_setup``."""
-    plane["control"].record = membership.exchanges
-
-
 def end_setup(membership: Membership) -> bool:
-    """End the record of the setup, and write it for ranks that join. Return False if it cannot be written."""
-    exchanges, membership.exchanges = membership.exchanges, None
-    file, plane = setup_file(), current_context().control_plane
+    """End the record of the setup, and write it for ranks that join. Return False if there is none, so that no rank may join.
+
+    A rank that has joined itself writes nothing.
+    """
+    plane, exchanges, file = current_context().control_plane, membership.exchanges, setup_file()
     assert plane is not None, "the groups are open"
     plane["control"].record = None
+    was_in_setup, membership.in_setup = membership.in_setup, False
+    if not was_in_setup:
+        return True
     if file is None or exchanges is None:
-        return file is not None
-    # A rank that joins loads in ``retry``.
-    kept = [(caller, payloads) for caller, payloads in exchanges if caller != "load_sharded"]
-    if sum(len(payload) for _, payloads in kept for payload in payloads) > _MAX_RECORD_BYTES:
         return False
-    rows = [[caller, [base64.b64encode(payload).decode() for payload in payloads]] for caller, payloads in kept]
-    if plane.layout.rank == 0:
-        try:
-            partial = file.with_suffix(".partial")
-            partial.write_text(json.dumps(rows), encoding="utf-8")
-            partial.replace(file)
-        except OSError:
-            return False
+    membership.exchanges = []
+    if plane.layout.rank != 0:
+        return True
+    rows = [[caller, [base64.b64encode(payload).decode() for payload in payloads]] for caller, payloads in exchanges]
+    try:
+        partial = file.with_suffix(".partial")
+        partial.write_text(json.dumps(rows), encoding="utf-8")
+        partial.replace(file)
+    except OSError:
+        return False
     return True
 
 
