@@ -19,7 +19,7 @@ from dtrain.launch.heartbeats import ProgressKind, ProgressRecord
 from dtrain.launch.launch_plan import LaunchPlan, NodeLayout, OutputPlan, Target
 from dtrain.launch.processes import descendants
 from dtrain.launch.recovery import Death, StepBoard, add_killed
-from dtrain.launch.worker_group import WorkerGroup
+from dtrain.launch.worker_group import RestartPolicy, WorkerGroup
 from dtrain.launch_protocol import RankFailure
 from old_torch import torch_before
 
@@ -127,8 +127,7 @@ def test_the_other_ranks_keep_their_process_and_the_run_is_equal(run, tmp_path):
     ids=["no step", "barrier"],
 )
 def test_ranks_that_cannot_stay_all_start_again(run, tmp_path, setup, memory):
-    options = ["--max-restarts", "3"]
-    result = run(LOOP, "[[3, 1]]", setup, memory, options=options)
+    result = run(LOOP, "[[3, 1]]", setup, memory, options=["--max-restarts", "1"])
     assert result.code == 0, result.err
     assert "starting all ranks again" in result.err
     losses, weights = outcome(tmp_path, 2)
@@ -199,6 +198,16 @@ def test_a_rank_that_exits_by_itself_is_not_replaced(attempt):
     attempt.advance(10.0)
     attempt.advance(20.0)
     assert (attempt.dead_ranks, attempt.stopping) == ((), True)
+
+
+def test_a_replacement_that_fails_does_not_count_but_several_without_a_checkpoint_do():
+    policy = RestartPolicy(max_fruitless=1).after_replacement()
+    assert (policy.total, policy.delay_s) == (1, 0.0)
+    assert policy.after_replacement().delay_s is None
+    everyone = policy.after_restart()
+    assert (everyone.total, everyone.delay_s) == (2, None)
+    assert everyone.after_commit(7).delay_s == 0.0
+    assert policy.after_commit(7) == RestartPolicy(max_fruitless=1, total=1, last_committed_step=7)
 
 
 def test_several_deaths_at_once_have_one_last_step():

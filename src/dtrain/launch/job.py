@@ -250,7 +250,7 @@ class Job:
         self.watchdog.forget(dead_ranks)
         self.output.write_line(f"dtrain: launch: {self.restart_policy.describe_next(group.exits)}")
         group.forget_dead_ranks()
-        self.restart_policy = self.restart_policy.after_restart()
+        self.restart_policy = self.restart_policy.after_replacement()
         total, survivors = self.restart_policy.total, len(group.running_pids())
         self._start_processes(dead_ranks, self.steps.announce(total, self.plan.run_dir, self.deaths, survivors))
 

@@ -397,12 +397,15 @@ class RestartPolicy:
         total: restarts so far.
         fruitless: fruitless restarts in a row.
         last_committed_step: newest step that a rank has committed.
+        in_replacement: if True, the last restart was the replacement of dead ranks, and no new checkpoint has followed. It may
+            fail because the ranks cannot stay, so a restart of all ranks is allowed as if nothing had been tried.
     """
 
     max_fruitless: int
     total: int = 0
     fruitless: int = 0
     last_committed_step: int | None = None
+    in_replacement: bool = False
 
     @property
     def delay_s(self) -> float | None:
@@ -410,25 +413,33 @@ class RestartPolicy:
 
         Zero before the first restart, then doubled by each fruitless restart, because an early retry seldom helps.
         """
-        if self.fruitless >= self.max_fruitless:
+        if self._counted >= self.max_fruitless:
             return None
-        return 0.0 if self.fruitless == 0 else min(_MAX_DELAY_S, _FIRST_DELAY_S * 2.0 ** (self.fruitless - 1))
+        return 0.0 if self._counted == 0 else min(_MAX_DELAY_S, _FIRST_DELAY_S * 2.0 ** (self._counted - 1))
 
     def after_restart(self) -> RestartPolicy:
-        """Return the policy after one more restart."""
-        return replace(self, total=self.total + 1, fruitless=self.fruitless + 1)
+        """Return the policy after one more restart of all ranks."""
+        return replace(self, total=self.total + 1, fruitless=self._counted + 1, in_replacement=False)
+
+    def after_replacement(self) -> RestartPolicy:
+        """Return the policy after a restart of dead ranks only."""
+        return replace(self, total=self.total + 1, fruitless=self.fruitless + 1, in_replacement=True)
 
     def after_commit(self, step: int) -> RestartPolicy:
         """Return the policy after a rank committed ``step``; a step that is saved again after a restart is not new."""
         if self.last_committed_step is not None and step <= self.last_committed_step:
             return self
-        return replace(self, last_committed_step=step, fruitless=0)
+        return replace(self, last_committed_step=step, fruitless=0, in_replacement=False)
 
     def describe_next(self, killed: Mapping[int, RankExit] | None = None) -> str:
         """Describe the next attempt for the user: of all ranks, or only of those that were ``killed``."""
         wait = f" in {self.delay_s:g} s" if self.delay_s else ""
-        count = f"restart {self.fruitless + 1} of at most {self.max_fruitless} without a new checkpoint"
+        count = f"restart {self._counted + 1} of at most {self.max_fruitless} without a new checkpoint"
         if killed:
             dead = ", ".join(f"rank {rank} was {failure.describe_exit(exit_.code)}" for rank, exit_ in sorted(killed.items()))
             return f"{dead}; the other ranks stay, starting {'it' if len(killed) == 1 else 'them'} again ({count})"
         return f"starting all ranks again{wait} ({count})"
+
+    @property
+    def _counted(self) -> int:
+        return self.fruitless - self.in_replacement
