@@ -175,6 +175,11 @@ class Coordinator:
         elif rank != 0 and (self._phase == "joining" or (self._config.max_restarts and rank in self._members)):
             self._challengers.append(arrival)
         elif self._phase == "running" and self._may_wait_for_restart(rank):
+            hellos = self._hellos()
+            # At the restart it would end the whole job.
+            if reason := find_rank_conflict(hellos, arrival.hello) or find_fact_mismatch({**hellos, rank: arrival.hello}):
+                self._reject(arrival.number, reason)
+                return
             self._waiting.append(arrival)
             self._watched[arrival.number] = arrival
             text = f"launch: {arrival.hello.display_name} came after the start; it joins at the next restart"

@@ -348,6 +348,21 @@ def test_a_node_that_waits_ends_with_a_job_that_does_not_restart(nodes):
     assert end == JoinRefused(line=f"launch: node 2 ({socket.gethostname()}): failed", code=3)
 
 
+@pytest.mark.parametrize(
+    ("nodes_count", "facts", "line"),
+    [(3, {"torch": "2.11"}, "nodes differ in torch: node 1 "), (4, {}, "was started for --nnodes 2:4, node 0 ")],
+    ids=["versions", "number"],
+)
+def test_a_node_that_does_not_fit_is_turned_away_without_harm(nodes, nodes_count, facts, line):
+    first, third = restarted(nodes, 0, 2)
+    nodes.wait_for(JoinAccepted, first, third)
+    (refusal,) = nodes.wait_for(JoinRefused, nodes.start(1, nodes_count, facts=facts, **ELASTIC))
+    assert line in refusal.line
+    nodes.read(0.5)
+    assert not first.only(NodeFailed)
+    assert not first.only(JoinRefused)
+
+
 def test_a_node_that_left_is_not_awaited_any_more(nodes):
     first, _, late = waiting(nodes)
     late.agent.close()
