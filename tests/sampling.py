@@ -2,8 +2,8 @@
 
 A parametrized test that runs on real ranks keeps a fifth of its rows, and at least two. ``@pytest.mark.sample(3)`` says another
 number. ``sample(3, by="name")`` groups the tests of a file by the value of a parameter instead of by the function, and keeps
-three tests of each value. Of the tests of a file that start jobs of the launcher (fixture ``start``) a quarter runs, and of the
-files that train an example a quarter. Of all tests with ``@pytest.mark.costly``, which take seconds of a core, a fifth runs.
+three tests of each value. Of the tests of a file that start jobs of the launcher (fixture ``start``) a sixth runs, and of the
+files that train an example a quarter. Of all tests with ``@pytest.mark.costly``, which take seconds of a core, an eighth runs.
 ``costly(by="name")``: the tests of a file with one value of the parameter run in the same turn, as they share a costly fixture.
 
 The rows rotate with the number of commits, so that a few changes run all of them. A row with ``source("transforms/ema.py")``
@@ -122,13 +122,13 @@ def row_of(item: pytest.Item) -> Row | None:
     sources = (path, *(f"src/dtrain/{source}" for mark in item.iter_markers("source") for source in mark.args))
     if (costly := item.get_closest_marker("costly")) is not None:
         shared = callspec.params[costly.kwargs["by"]] if costly.kwargs else None
-        return Row(name=f"{path} {shared}" if costly.kwargs else item.nodeid, group="costly", keep=1 / 5, sources=sources)
+        return Row(name=f"{path} {shared}" if costly.kwargs else item.nodeid, group="costly", keep=1 / 8, sources=sources)
     if mark is not None and callspec is not None:
         by = mark.kwargs.get("by")
         group = item.originalname if by is None else callspec.params.get(by)
         return Row(name=item.nodeid, group=f"{path} {group}", keep=mark.args[0], sources=sources)
     if "start" in fixtures and room_of(item) == "launch":
-        return Row(name=item.nodeid, group=f"{path} jobs", keep=1 / 4, sources=sources)
+        return Row(name=item.nodeid, group=f"{path} jobs", keep=1 / 6, sources=sources)
     if "ranks" in fixtures and callspec is not None:
         return Row(name=item.nodeid, group=f"{path} {item.originalname}", keep=1 / 5, sources=sources)
     return None

@@ -33,11 +33,11 @@ def test_consecutive_turns_run_all_rows(count, keep):
     assert choose(rows(count, keep), Turn(0)) == turns[0]
 
 
-def test_costly_test_is_one_of_a_group_of_which_a_third_runs(request):
+def test_costly_test_is_one_of_a_group_of_which_an_eighth_runs(request):
     assert row_of(request.node) is None
     request.node.add_marker(pytest.mark.costly)
     assert row_of(request.node) == Row(
-        name=request.node.nodeid, group="costly", keep=1 / 5, sources=("tests/test_sampling.py",)
+        name=request.node.nodeid, group="costly", keep=1 / 8, sources=("tests/test_sampling.py",)
     )
 
 
