@@ -71,8 +71,10 @@ CHANGES = {
     "sum in bfloat16": (SUM, "sum_rounded"),
 }
 # The right forms of an average, a teacher and a sum. An average that begins late and moves in every second step is right, too.
+# Objects that ranks exchange are pickled, and are no checkpoint.
 RIGHT = {
     "CHANGE": "; ".join((AVERAGE, TEACHER.replace("0.5))", "0.5)).eval()"), SUM.replace("bfloat16", "float32"))),
+    "BEFORE": "dist.all_gather_object([None] * info.world_size, model.state_dict())",
     "AFTER": f"number in (3, 5) and {MOVE}",
 }
 
@@ -104,3 +106,4 @@ def test_loop_without_such_a_fact_agrees(changes, resumes, tmp_path, monkeypatch
     monkeypatch.chdir(tmp_path)
     report = report_of(tmp_path, changes, resumes=resumes)
     assert report.passed, report.text()
+    assert resumes == any("resumed" in row.name for row in report.rows)

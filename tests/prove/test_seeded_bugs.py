@@ -93,7 +93,7 @@ def test_each_repaired_script_agrees_with_itself(row, tmp_path):
     assert answer["passed"], answer["text"]
 
 
-HELD_OUT = sorted((Path(__file__).parent / "held_out").glob("*.py"))
+HELD_OUT = sorted(path for path in (Path(__file__).parent / "held_out").glob("*.py") if path.stem != "index")
 """Bugs that were written after the tool, and for which nothing in the tool was changed."""
 
 

@@ -435,6 +435,9 @@ def _observe_files(recorder: RankRecorder, kept: KeptWeights) -> None:
 
     @functools.wraps(save)
     def saved(obj: Any, file: Any, *args: Any, **kwargs: Any) -> Any:
+        # Ranks exchange a pickled object, and a pickled tensor saves its storage: no checkpoint.
+        if isinstance(obj, torch.UntypedStorage | torch.TypedStorage) and called_from("torch.distributed.distributed_c10d"):
+            return save(obj, file, *args, **kwargs)
         note_overwrite(file)
         kept.used(obj, os.path.basename(str(file)))
         result = save(obj, file, *args, **kwargs)
