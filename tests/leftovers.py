@@ -153,7 +153,9 @@ def functions_of_libraries() -> dict[tuple[str, str], tuple[Any, Any]]:
         (name, key): (owner, value)
         for name, owner in _owners()
         for key, value in vars(owner).items()
-        if issubclass(type(value), _FUNCTIONS)  # isinstance would ask the value, and some warn that they are deprecated
+        # torch's compiler puts functions into modules, and removes them.
+        if not key.startswith(("__compiled_fn", "__resume_at"))
+        and issubclass(type(value), _FUNCTIONS)  # isinstance would ask the value, and some warn that they are deprecated
     }
 
 

@@ -238,10 +238,6 @@ FOREIGN_ARGUMENTS: dict[str, dict[str, str]] = {
         "Use timeout_s.": "timeout",
     },
     "mean_loss": {"Use weight, a function of the batch.": "weight_fn weights count"},
-    "LossSum": {
-        "Use total, the summed loss.": "loss sum value",
-        "Use weight, the number of items in the sum.": "count num_items num_samples num_tokens n",
-    },
     "batch_spec": {"Use weight, a function of the batch.": "weight_fn weights"},
     "evaluate": {
         "Use loader, the batches to evaluate.": "dataloader data dataset",

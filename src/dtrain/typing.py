@@ -9,7 +9,6 @@ from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from dtrain.arguments import explain_fields
 from dtrain.device import is_accelerator
 from dtrain.errors import ConfigTypeError
 
@@ -80,7 +79,6 @@ def is_tensordict(value: Any) -> bool:
     return type(value).__module__.startswith("tensordict")
 
 
-@explain_fields
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class LossSum:
     """Loss of one microbatch: a sum, and the weight to divide the sum by.

@@ -208,11 +208,6 @@ LINES: dict[str, tuple[Callable[[], object], str]] = {
     "dt.ConfigError": (lambda: dt.ConfigError, "Use dt.errors.ConfigError."),
     "dt.Batch": (lambda: dt.Batch, "Use dt.typing.Batch."),
     "dt.cosine(1.0)": (lambda: dt.cosine, "has no attribute 'cosine'. Use dt.schedules.cosine."),
-    "dt.LossSum(loss=)": (
-        lambda: dt.LossSum(loss=1, weight=1),
-        "LossSum: has no argument loss, needs total. Use total",
-    ),
-    "dt.LossSum(num_tokens=)": (lambda: dt.LossSum(total=1, num_tokens=1), "Use weight, the number of items in the sum."),
     "dt.AdamW(params)": (lambda: dt.AdamW, "such as torch.optim.AdamW(model.parameters())."),
     "dt.seed_everything(0)": (lambda: dt.seed_everything, "Use dt.seed_all(seed)."),
     "dt.shard_modle(model)": (lambda: dt.shard_modle, "has no attribute 'shard_modle'. Use dt.shard_model."),
@@ -260,7 +255,7 @@ def test_first_line_gets_one_line_that_helps(typed: str) -> None:
 
 # The records that a user makes.
 RECORDS = (
-    "LossSum Precision Transform data.BlockShuffle data.ElasticSampler optim.ParamGroup planning.Accelerator planning.Network "
+    "Precision Transform data.BlockShuffle data.ElasticSampler optim.ParamGroup planning.Accelerator planning.Network "
     "planning.ParallelismConfig planning.Workload schedules.RunLength shard.CommConfig"
 )
 

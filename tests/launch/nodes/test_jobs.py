@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Iterator
@@ -157,7 +158,13 @@ with dt.init_dist(device="cpu") as dist:
 
 
 def lines_of(job: Job) -> list[str]:
-    return sorted(line for launcher in job.launchers for line in launcher.communicate(timeout=LONG_S)[0].splitlines())
+    """The output of all ranks. A job that hangs is ended, so that its launchers say how far they came."""
+    watchdog = threading.Timer(LONG_S, lambda: [os.kill(pid, signal.SIGKILL) for pid in job.processes()])
+    watchdog.start()
+    outputs = [launcher.communicate(timeout=2 * LONG_S) for launcher in job.launchers]
+    watchdog.cancel()
+    assert not any(launcher.returncode for launcher in job.launchers), "\n".join(err for _, err in outputs)
+    return sorted(line for out, _ in outputs for line in out.splitlines())
 
 
 @pytest.mark.costly
