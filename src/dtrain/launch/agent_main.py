@@ -51,7 +51,8 @@ POLL_S = 0.2
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 0.05, 1.0
 # Node 0 marks its store at once.
 _WELCOME_TIMEOUT_S = 3.0
-# An earlier job may be about to release the port.
+# An earlier job may be about to release the port. With restarts it may be the agent of a lost launcher, which listens until the
+# other nodes know, and for ``silence_s`` at most.
 _PORT_RETRY_S = 2.0
 # seconds for the job that uses the port to identify itself
 _PORT_QUERY_S = 3.0
@@ -218,7 +219,8 @@ class AgentLoop:
         """Try again to listen if the port may become free. Otherwise ask the program that uses the port for its name."""
         config = self._config
         self._retry((error.strerror or str(error)).lower())
-        retry_s = {errno.EADDRINUSE: _PORT_RETRY_S, errno.ENOENT: config.timeout_s}.get(error.errno or 0, 0.0)
+        in_use_s = _PORT_RETRY_S + (config.silence_s if config.max_restarts else 0.0)
+        retry_s = {errno.EADDRINUSE: in_use_s, errno.ENOENT: config.timeout_s}.get(error.errno or 0, 0.0)
         now = time.monotonic()
         if now - self._started_at >= min(retry_s, config.timeout_s):
             self._listen_problem = f"node 0 cannot listen at {config.addr}:{config.port}: {self._last_error}"

@@ -167,6 +167,14 @@ def test_second_node_0_at_same_endpoint_is_refused_by_name(nodes):
     assert not first.only(NodeFailed)
 
 
+def test_node_0_in_the_place_of_a_lost_one_waits_for_its_port(nodes):
+    # The agent of the lost launcher may listen until the other nodes know.
+    with socket.create_server(("127.0.0.1", nodes.port)):
+        first = nodes.start(0, max_restarts=1)
+        nodes.read(3.0)
+    nodes.wait_for(JoinAccepted, first, nodes.start(1, max_restarts=1, restarts=1))
+
+
 def test_foreign_master_address_makes_node_0_listen_on_all_interfaces(nodes):
     (notice,) = nodes.wait_for(Notice, nodes.start(0, addr="192.0.2.77"))
     assert "192.0.2.77" in notice.line
