@@ -172,7 +172,7 @@ def _make_split(
             problem = "not be in batch_seq_dims" if documents in seq_dims else "be None with buffer_seq_dims"
             raise ConfigError(
                 f"context_parallel: documents must {problem}, got {documents!r}. Attention needs the documents of whole rows. "
-                "Positions that restart in each document must come with the batch."
+                "Give positions that restart in each document with the batch."
             )
         return _Ulysses(axis, ranks, seq_dims, buffer_dims, documents)
     if documents is not None:
