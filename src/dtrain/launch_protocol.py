@@ -138,11 +138,9 @@ class RankFailure:
         Raises:
             OSError: the folder is gone, or the disk is full.
         """
-        partial = path.with_suffix(".partial")
         # The user may have removed the folder.
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(json.dumps(asdict(self)), encoding="utf-8")
-        os.replace(partial, path)
+        replace_text(path, json.dumps(asdict(self)))
 
     @classmethod
     def read(cls, path: Path) -> RankFailure | None:
@@ -262,3 +260,14 @@ def rank_environment(
         MASTER_ADDR: addr,
         MASTER_PORT: str(port),
     }
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a file atomically, so that no reader sees half of it.
+
+    Raises:
+        OSError: the folder is gone, or the disk is full.
+    """
+    partial = path.with_suffix(".partial")
+    partial.write_text(text, encoding="utf-8")
+    os.replace(partial, path)

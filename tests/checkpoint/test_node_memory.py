@@ -1,4 +1,4 @@
-"""Which step in the memory of several nodes is complete, and which files move where."""
+"""Find the newest complete step in the memory of several nodes, and plan which files move where."""
 
 from __future__ import annotations
 

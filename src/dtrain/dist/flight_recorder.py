@@ -166,9 +166,7 @@ def write_flight_record(path: Path, info: DistInfo, plane: ControlPlane | None =
     count, activity = heartbeats.last_progress()
     groups = [*_describe_groups(ignore_before_ns), *_describe_channels(plane)]
     record = {"rank": info.rank, "passed": count, "doing": activity, "groups": groups}
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(record), encoding="utf-8")
-    os.replace(partial, path)
+    launch_protocol.replace_text(path, json.dumps(record))
 
 
 def _describe_groups(ignore_before_ns: int) -> Iterator[dict[str, Any]]:

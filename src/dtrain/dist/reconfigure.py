@@ -140,7 +140,7 @@ def connect_group(info: DistInfo, plane: ControlPlane, timeout_s: float) -> None
     handles = channel.all_gather(_c10d()._get_reconfigure_handle().encode(), caller="init_dist")
     # Reports count the exchanges from the first one after init_dist.
     channel.count = 0
-    _reconfigure(_number(info) * (info.world_size + 1), [handle.decode() for handle in handles], timeout_s)
+    _reconfigure(_number() * (info.world_size + 1), [handle.decode() for handle in handles], timeout_s)
 
 
 def leave_group(info: DistInfo, error: BaseException) -> None:
@@ -159,7 +159,7 @@ def leave_group(info: DistInfo, error: BaseException) -> None:
         link.__traceback__ = None
         chain += [other for other in (link.__cause__, link.__context__) if other is not None and other not in chain]
     gc.collect()
-    number = _number(info) * (info.world_size + 1) + 1 + info.rank
+    number = _number() * (info.world_size + 1) + 1 + info.rank
     _reconfigure(number, [_c10d()._get_reconfigure_handle()], info.timeout_s)
 
 
@@ -185,7 +185,7 @@ def await_replacement(error: BaseException, *, is_collective: bool) -> int | Non
     return restarts
 
 
-def _number(info: DistInfo) -> int:
+def _number() -> int:
     # A number must be new in each call. After a death all ranks have the number of the restart.
     return int(os.environ.get(launch_protocol.RESTART_COUNT, "0"))
 
@@ -216,9 +216,7 @@ def end_setup(membership: Membership) -> bool:
         return True
     rows = [[caller, [base64.b64encode(payload).decode() for payload in payloads]] for caller, payloads in exchanges]
     try:
-        partial = file.with_suffix(".partial")
-        partial.write_text(json.dumps(rows), encoding="utf-8")
-        partial.replace(file)
+        launch_protocol.replace_text(file, json.dumps(rows))
     except OSError:
         return False
     return True

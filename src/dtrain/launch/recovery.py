@@ -92,10 +92,8 @@ class StepBoard:
         file = launch_protocol.rejoin_file(run_dir)
         # A full disk costs the events of the ranks that stay.
         with contextlib.suppress(OSError):
-            partial = file.with_suffix(".partial")
             file.parent.mkdir(parents=True, exist_ok=True)
-            partial.write_text(start[launch_protocol.START], encoding="utf-8")
-            os.replace(partial, file)
+            launch_protocol.replace_text(file, start[launch_protocol.START])
         _RESTARTS.pack_into(self._slots, _MAX_RANKS * _SLOT.size, restarts)
         return {**start, launch_protocol.JOINS: "1"}
 
