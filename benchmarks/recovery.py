@@ -351,19 +351,24 @@ def kill_once(job: Job, name: str, chance: random.Random, args: argparse.Namespa
 
 
 def print_parts(folder: Path, timeline: Path | None) -> None:
-    """Print the median of each part, which the ledgers tell, and draw the recovery of median length into a file."""
+    """Print the parts of the recoveries, which the ledgers tell, and draw the recovery of median length into a file."""
     events = [
         json.loads(line)
         for path in folder.glob("dtrain-*/run/ledger/rank-00000.jsonl")
         for line in path.read_text().splitlines()
         if '"recovered"' in line
     ]
-    parts = {part: median([event["parts"][part] for event in events]) for part in events[0]["parts"]} if events else {}
-    print("parts (median): " + ", ".join(f"{part} {value:.3f}" for part, value in parts.items()))
+    if events:
+        print_line("parts (median)", {part: median([event["parts"][part] for event in events]) for part in events[0]["parts"]})
+        print_line("parts (the slowest)", max(events, key=lambda event: event["seconds"])["parts"])
     print(f"steps lost: {max((event['lost_steps'] for event in events), default=0)} at most", flush=True)
     if timeline is not None and events:
         middle = sorted(events, key=lambda event: event["seconds"])[len(events) // 2]
         timeline.write_text(draw_timeline(middle), encoding="utf-8")
+
+
+def print_line(title: str, parts: Mapping[str, float]) -> None:
+    print(f"{title}: " + ", ".join(f"{part} {value:.3f}" for part, value in parts.items()))
 
 
 def draw_timeline(event: Mapping[str, Any]) -> str:

@@ -34,7 +34,7 @@ class Job:
     launchers: list[subprocess.Popen[str]] = field(default_factory=list)
 
     def start(
-        self, place: int, *, nodes: int, source: str, options: tuple[str, ...] = (), launch: tuple[str, ...] = LAUNCH
+        self, place: int, *, nodes: int | str, source: str, options: tuple[str, ...] = (), launch: tuple[str, ...] = LAUNCH
     ) -> None:
         script = self.folder / "script.py"
         script.write_text(source)
@@ -184,6 +184,56 @@ def test_host_in_the_place_of_a_lost_one_ends_with_the_same_weights(built, job, 
     job.start(lost, nodes=2, source=TRAINS, launch=one_rank)
     assert lines_of(job) == expected
     killed.communicate(timeout=LONG_S)
+
+
+KEEPS = """
+import os, pathlib, time
+import torch, dtrain as dt
+
+torch.set_default_dtype(torch.float64)
+with dt.init_dist(device="cpu") as dist:
+    torch.manual_seed(0)
+    mesh = dt.build_mesh()
+    model = dt.shard_model(torch.nn.Linear(4, 4), mesh, strategy="full_shard")
+    loader = dt.build_loader(torch.randn(24, 4), mesh=mesh, global_batch_size=4, seed=0, collate=torch.stack)
+    step = dt.compose_step(lambda model, batch: dt.sum_loss(model(batch).square().sum(1)))
+    checkpoints = dt.Checkpointer("ckpt", memory_every=1)
+    state = step.init(model, torch.optim.Adam(model.parameters(), lr=0.1), loader=loader)
+    state = checkpoints.load(state, missing_ok=True)
+    begun_at = state.step
+    for batch in loader.until(6):
+        state, _ = step(state, batch)
+        checkpoints.keep(state)
+        if state.step == 3 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            pathlib.Path("up" + str(dist.rank)).touch()
+            time.sleep(1000)
+    print("from", begun_at, dist.world_size, *torch.cat([param.full_tensor().flatten() for param in model.parameters()]).tolist())
+"""
+
+
+def numbers(line: str) -> list[float]:
+    return [float(number) for number in line.partition("from ")[2].split()]
+
+
+@pytest.mark.costly
+def test_job_goes_on_smaller_from_the_memory_of_the_host_that_is_left(built, job, tmp_path):
+    plain = Job(network=built, folder=tmp_path / "plain", mark=job.mark)
+    plain.folder.mkdir()
+    plain.start(0, nodes=1, source=KEEPS.replace("== 3 and", "< 0 and"), launch=(*LAUNCH_TORCH, "-n", "2"))
+    _, _, *expected = numbers(lines_of(plain)[0])
+    for place in range(2):
+        job.start(place, nodes="1:2", source=KEEPS, launch=(*LAUNCH_TORCH, "-n", "1", "--replace-timeout", "2"))
+    job.wait_for_ranks(2)
+    built.plug(1, "down")
+    alone = job.launchers.pop()
+    (line,) = lines_of(job)
+    begun_at, world_size, *weights = numbers(line)
+    # The copy of step 3 on the other host may not have been complete. Nothing is on disk.
+    assert begun_at in (2, 3)
+    assert world_size == 1
+    assert weights == pytest.approx(expected, rel=0, abs=1e-12)
+    alone.communicate(timeout=LONG_S)
+    assert alone.returncode != 0
 
 
 @pytest.fixture(scope="module")
