@@ -326,7 +326,7 @@ CANNOT_SHRINK = """
 
 @pytest.mark.costly
 def test_a_mesh_that_fewer_nodes_cannot_fill_ends_the_job_with_one_error(start, port):
-    options = [*place(port, of="2:3"), "--max-restarts", "5", "--replace-timeout", "0", "--node-rank"]
+    options = [*place(port, of="2:3"), "--max-restarts", "5", "--replace-timeout", "1", "--grace", "0.5", "--node-rank"]
     jobs = [start(CANNOT_SHRINK, n=1, options=[*options, str(node)]) for node in range(3)]
     jobs[0].wait_for("0", "1", "2")
     os.kill(jobs[1].pid, signal.SIGKILL)
