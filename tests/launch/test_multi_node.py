@@ -312,6 +312,7 @@ def test_launcher_takes_the_place_of_a_lost_one(start, nodes, port, lost):
     results = [job.wait() for job in jobs]
     assert [result.code for result in results] == [0, 0], results
     assert sorted(path.name for path in jobs[0].folder.glob("?-1")) == ["0-1", "1-1", "2-1", "3-1"]
+    assert results[0].err.count(f"launch: waiting up to 300 s for node {lost}") == 1
 
 
 CANNOT_SHRINK = """

@@ -19,7 +19,7 @@ from datetime import datetime
 from dtrain import launch_protocol
 from dtrain.errors import ConfigError
 from dtrain.launch import processes
-from dtrain.launch.agent import Agent, OtherNodes, describe_smaller_job, start_agent
+from dtrain.launch.agent import Agent, OtherNodes, describe_smaller_job, describe_wait, start_agent
 from dtrain.launch.failure import HANG_EXIT_CODE, describe_exit
 from dtrain.launch.heartbeats import ProgressKind, SharedFiles
 from dtrain.launch.job_output import Events, JobOutput
@@ -406,6 +406,8 @@ class Job:
         Mutates: this job, whose plan is then complete; the run folder, whose name comes from node 0.
         """
         config = self.nodes.enter(config, self.restart_policy)
+        if line := describe_wait(config, self.nodes.lost):
+            self.output.write_line(f"dtrain: {line}")
         try:
             if config.node_rank == 0:
                 listener, notice = listen_for_nodes(config.addr, 0, fallback=config.fallback_addr)
@@ -438,6 +440,7 @@ class Job:
                     self._fail_join(message.line, message.code)
                 case NodeFailed():
                     self.nodes.failure_reported, self.nodes.is_job_over = True, message.is_final
+                    self.nodes.lost = message.node_rank if message.is_lost else None
                     self.worker_group.fail([f"dtrain: launch: {message.line}"], time.monotonic(), code=message.code)
                 case JobFinished():
                     self.nodes.finished = message
@@ -502,7 +505,7 @@ class Job:
         limit = time.monotonic() + _AGENT_EXIT_S
         self.run_loop(lambda: agent.pid not in self.worker_group.unclaimed and time.monotonic() < limit, wake_at=limit)
         self.worker_group.kill_service(agent.pid)
-        self.nodes = OtherNodes(members=self.nodes.members, waiting=self.nodes.waiting)
+        self.nodes = OtherNodes(members=self.nodes.members, waiting=self.nodes.waiting, lost=self.nodes.lost)
 
     def _close_agent(self, agent: Agent) -> None:
         if not agent.has_exited:
