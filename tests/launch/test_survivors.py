@@ -136,6 +136,81 @@ def test_ranks_that_cannot_stay_all_start_again(run, tmp_path, setup, memory):
     assert [len(pids(tmp_path, rank)) for rank in range(2)] == [2, 2]
 
 
+OBJECTS = """
+    import json, os, signal, subprocess, sys, time, warnings
+    from pathlib import Path
+    import torch
+    import dtrain as dt
+    from dtrain.checkpoint import commit
+    from dtrain.errors import CheckpointError
+
+    ENDS = sys.argv[1:]  # of each call of retry; rank 1 dies in the last one, at step 4
+
+    def check_free_memory(root, needed):
+        if Path("full").exists():
+            raise CheckpointError("save_sharded: no room")
+
+    commit.check_free_memory = check_free_memory
+    warnings.simplefilter("ignore")
+    with dt.init_dist(survive=True) as info:
+        helper = subprocess.Popen(["sh", "-c", "sleep 600 & wait"])
+        mesh = dt.build_mesh()
+        model = dt.shard_model(torch.nn.Linear(8, 1), mesh, strategy="replicate")
+        data = torch.utils.data.TensorDataset(torch.randn(48, 8, generator=torch.Generator().manual_seed(1)))
+        loader = dt.build_loader(data, mesh=mesh, global_batch_size=12, seed=0)
+        step = dt.compose_step(lambda model, batch: dt.sum_loss(model(batch[0]).square().sum(1)))
+        checkpoints = dt.Checkpointer("ckpt", memory_every="1ba")
+        state = step.init(model, torch.optim.SGD(model.parameters(), lr=0.01), loader=loader)
+        count = {"n": 0}
+        state = checkpoints.load(state, missing_ok=True, extra={"count": count})
+
+        def die():
+            Path("full").unlink()
+            Path("died").write_text(str(helper.pid))
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        def train_until(end):
+            def train(state):
+                for batch in loader.until(end):
+                    state, metrics = step(state, batch)
+                    count["n"] += 1
+                    with open(f"losses-{info.rank}.jsonl", "a") as file:
+                        file.write(json.dumps([os.getpid(), state.step, count["n"]]) + "\\n")
+                    kept = checkpoints.keep(state, extra={"count": count})
+                    assert kept == (state.step != 4)
+                    if state.step == 3 and info.rank == 1 and not Path("died").exists():
+                        Path("full").touch()
+                    if state.step == 4:
+                        checkpoints.save(state, extra={"count": count})
+                        if end == ENDS[-1] and info.rank == 1 and not Path("died").exists():
+                            die()
+                return state
+            return train
+
+        for number, end in enumerate(ENDS):
+            if number:
+                torch.distributed.all_reduce(torch.ones(1))
+            state = checkpoints.retry(train_until(end), state)
+        dead = Path(f"/proc/{Path('died').read_text()}/stat")
+        while dead.exists() and dead.read_text().split()[2] != "Z":
+            time.sleep(0.01)
+        helper.kill()
+"""
+
+
+@pytest.mark.costly
+@needs_reconfigure
+@pytest.mark.parametrize("ends", [["7ba"], ["2ba", "7ba"]], ids=["one call", "two calls"])
+def test_a_new_rank_and_the_others_go_on_alike(run, tmp_path, ends):
+    """Extra objects are loaded, memory is used again, children of the dead rank end, and no rank stays in a second call."""
+    result = run(OBJECTS, *ends, options=["--max-restarts", "2"])
+    assert result.code == 0, result.err
+    stays = len(ends) == 1
+    assert ("the other ranks stay" in result.err, "starting all ranks again" in result.err) == (stays, not stays)
+    assert [len(pids(tmp_path, rank)) for rank in range(2)] == [1 if stays else 2, 2]
+    assert all([(step, n) for _, step, n in rows(tmp_path, rank)] == [(n, n) for n in range(1, 8)] for rank in range(2))
+
+
 # The launcher.
 
 

@@ -54,12 +54,14 @@ class Membership:
         is_joining: if True, this rank takes the place of a dead one, and is not connected with the others yet.
         connect_timeout_s: time to wait for the other ranks, in seconds.
         in_setup: if True, ``Checkpointer.retry`` has not begun on this rank.
+        is_over: if True, it has ended on this rank.
         exchanges: exchanges of the setup, with the payload of each rank; None if they are too large.
     """
 
     is_joining: bool
     connect_timeout_s: float
     in_setup: bool = True
+    is_over: bool = False
     exchanges: list[tuple[str, list[bytes]]] | None = field(default_factory=list)
     _recorded_bytes: int = 0
 
@@ -177,7 +179,7 @@ def await_replacement(error: BaseException, *, is_collective: bool) -> int | Non
         is_collective: if True, the launcher may be about to see the death that is the cause, so wait for its word.
     """
     membership = current_context().membership
-    if membership is None or membership.in_setup or not isinstance(error, Exception):
+    if membership is None or membership.in_setup or membership.is_over or not isinstance(error, Exception):
         return None
     deadline = time.monotonic() + (_ANNOUNCEMENT_S if is_collective else 0.0)
     while (restarts := heartbeats.replacement()) is None and time.monotonic() < deadline:

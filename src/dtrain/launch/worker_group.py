@@ -322,7 +322,12 @@ class WorkerGroup:
         return self.may_replace and is_known and all(killed) and bool(self.alive) and not self.read_failures()
 
     def forget_dead_ranks(self) -> None:
-        """Forget the dead ranks, before their new processes start. The other ranks must say again that they stay."""
+        """Forget the dead ranks, before their new processes start. The other ranks must say again that they stay.
+
+        Processes that the dead ranks have left are killed: they may hold ports and files that the new ones need.
+        """
+        # Each rank leads a session.
+        processes.kill_sessions({pid for rank in self.dead_ranks if (pid := self.pids[rank]) is not None})
         for rank in self.dead_ranks:
             del self.exits[rank]
             self.pids[rank] = None
