@@ -137,7 +137,7 @@ def test_ranks_that_cannot_stay_all_start_again(run, tmp_path, setup, memory):
 
 
 OBJECTS = """
-    import json, os, signal, subprocess, sys, time, warnings
+    import json, os, signal, subprocess, sys, threading, time, warnings
     from pathlib import Path
     import torch
     import dtrain as dt
@@ -161,6 +161,11 @@ OBJECTS = """
         step = dt.compose_step(lambda model, batch: dt.sum_loss(model(batch[0]).square().sum(1)))
         checkpoints = dt.Checkpointer("ckpt", memory_every="1ba")
         state = step.init(model, torch.optim.SGD(model.parameters(), lr=0.01), loader=loader)
+        if ENDS[0] == "teacher":
+            other = torch.nn.Linear(8, 1)
+            teacher = step.init(other, torch.optim.SGD(other.parameters(), lr=0.01))
+            dt.load_sharded("teacher", teacher, missing_ok=True)
+            del ENDS[0]
         count = {"n": 0}
         state = checkpoints.load(state, missing_ok=True, extra={"count": count})
 
@@ -191,6 +196,8 @@ OBJECTS = """
             if number:
                 torch.distributed.all_reduce(torch.ones(1))
             state = checkpoints.retry(train_until(end), state)
+        # A thread that is in the store at the exit of the process would abort it.
+        assert not [thread for thread in threading.enumerate() if thread.name == "dtrain-store"]
         dead = Path(f"/proc/{Path('died').read_text()}/stat")
         while dead.exists() and dead.read_text().split()[2] != "Z":
             time.sleep(0.01)
@@ -200,7 +207,7 @@ OBJECTS = """
 
 @pytest.mark.costly
 @needs_reconfigure
-@pytest.mark.parametrize("ends", [["7ba"], ["2ba", "7ba"]], ids=["one call", "two calls"])
+@pytest.mark.parametrize("ends", [["7ba"], ["2ba", "7ba"], ["teacher", "7ba"]], ids=["one call", "two calls", "teacher"])
 def test_a_new_rank_and_the_others_go_on_alike(run, tmp_path, ends):
     """Extra objects are loaded, memory is used again, children of the dead rank end, and no rank stays in a second call."""
     result = run(OBJECTS, *ends, options=["--max-restarts", "2"])

@@ -555,6 +555,8 @@ class Checkpointer:
         check_state(state, "retry", "state = checkpoints.retry(train, state)")
         membership = current_context().membership
         can_stay = membership is not None and state.spec.strategy == "replicate" and not reconfigure.has_other_groups()
+        # A new rank would begin without what the setup has loaded into another run, such as a teacher.
+        can_stay = can_stay and membership is not None and all(run() is state._run_context for run in membership.loaded)
         if membership is None or membership.is_over or not can_stay:
             return train(state)
         if membership.is_joining:

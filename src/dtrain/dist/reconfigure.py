@@ -19,7 +19,8 @@ import os
 import time
 import traceback
 import warnings
-from collections.abc import Sequence
+import weakref
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -56,6 +57,7 @@ class Membership:
         in_setup: if True, ``Checkpointer.retry`` has not begun on this rank.
         is_over: if True, it has ended on this rank.
         exchanges: exchanges of the setup, with the payload of each rank; None if they are too large.
+        loaded: runs that the setup has loaded.
     """
 
     is_joining: bool
@@ -63,6 +65,7 @@ class Membership:
     in_setup: bool = True
     is_over: bool = False
     exchanges: list[tuple[str, list[bytes]]] | None = field(default_factory=list)
+    loaded: list[weakref.ref[Any]] = field(default_factory=list)
     _recorded_bytes: int = 0
 
     def record(self, caller: str, payloads: list[bytes]) -> None:
@@ -80,6 +83,16 @@ def is_joining() -> bool:
     """Return True if this rank takes the place of a dead one, and is not connected with the others yet."""
     membership = current_context().membership
     return membership is not None and membership.is_joining
+
+
+def note_load(runs: Iterable[Any]) -> None:
+    """Note the runs that a load fills. A new rank loads only the run that ``Checkpointer.retry`` trains.
+
+    Mutates: the current context.
+    """
+    membership = current_context().membership
+    if membership is not None and membership.in_setup:
+        membership.loaded += map(weakref.ref, runs)
 
 
 def why_no_rank_stays(info: DistInfo) -> str:
