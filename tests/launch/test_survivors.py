@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import threading
+import time
 from mmap import mmap
 from pathlib import Path
 
 import pytest
 
 from dtrain import launch_protocol
+from dtrain.dist import reconfigure
+from dtrain.dist.context import current_context
 from dtrain.dist.init import DistInfo
 from dtrain.dist.reconfigure import open_joining_plane, setup_file
 from dtrain.errors import DistError
@@ -308,7 +312,7 @@ def test_a_rank_sees_a_replacement_once(tmp_path, monkeypatch):
     board, read, write = StepBoard(), *os.pipe()
     heartbeats.connect(write, 0)
     assert not heartbeats.can_see_replacements()
-    heartbeats.watch_replacements(memoryview(mmap(board.fd, 0))[-8:].cast("q"), 1)
+    heartbeats.watch_replacements(memoryview(mmap(board.fd, 0))[-16:].cast("q"), 1)
     assert heartbeats.can_see_replacements()
     assert heartbeats.replacement() is None
     variables = board.announce(2, tmp_path, (), 3)
@@ -320,6 +324,34 @@ def test_a_rank_sees_a_replacement_once(tmp_path, monkeypatch):
     os.close(read)
     os.close(write)
     os.close(board.fd)
+
+
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="the board is in memory of Linux")
+@pytest.mark.parametrize("dies", [False, True])
+def test_a_failed_collective_waits_for_the_launchers_word(tmp_path, monkeypatch, dies):
+    monkeypatch.setattr(heartbeats, "_STATE", heartbeats._HeartbeatState())
+    # Without an answer the test would take forever.
+    monkeypatch.setattr(reconfigure, "_ANNOUNCEMENT_S", 1e6)
+    membership = reconfigure.Membership(is_joining=False, connect_timeout_s=1.0, in_setup=False)
+    monkeypatch.setattr(current_context(), "membership", membership)
+    board, files = StepBoard(), heartbeats.SharedFiles()
+    heartbeats.connect(files.pulse, 0)
+    heartbeats.watch_replacements(memoryview(mmap(board.fd, 0))[-16:].cast("q"), 1)
+
+    def launcher():
+        while not any(record.kind == ProgressKind.ASKS for record in files.read_progress()):
+            time.sleep(0.01)
+        board.announce(2, tmp_path, (), 1) if dies else board.answer()
+
+    # An earlier answer, to another rank.
+    board.answer()
+    thread = threading.Thread(target=launcher)
+    thread.start()
+    assert reconfigure.await_replacement(ValueError(), is_collective=True) == (2 if dies else None)
+    thread.join()
+    assert reconfigure.await_replacement(ValueError(), is_collective=False) == (2 if dies else None)
+    for fd in (board.fd, files.pulse, files.progress_fd, files.devnull):
+        os.close(fd)
 
 
 def test_a_new_rank_gets_the_exchanges_of_the_setup_in_order(tmp_path, monkeypatch):

@@ -40,8 +40,10 @@ if TYPE_CHECKING:
     from dtrain.dist.init import DistInfo
 
 _MIN_TORCH = "2.14"
-# Time for the launcher to see a death.
-_ANNOUNCEMENT_S = 3.0
+# Time for a busy launcher to see a death, or to answer that there is none.
+_ANNOUNCEMENT_S = 10.0
+# A process that dies closes its connections before the launcher can see its death.
+_DYING_S = 0.5
 _POLL_S = 0.002
 # Exchanges of a setup that are larger are not recorded, and the ranks do not stay.
 _MAX_RECORD_BYTES = 16 * 2**20
@@ -194,8 +196,17 @@ def await_replacement(error: BaseException, *, is_collective: bool) -> int | Non
     membership = current_context().membership
     if membership is None or membership.in_setup or membership.is_over or not isinstance(error, Exception):
         return None
-    deadline = time.monotonic() + (_ANNOUNCEMENT_S if is_collective else 0.0)
-    while (restarts := heartbeats.replacement()) is None and time.monotonic() < deadline:
+    began_at, answers = time.monotonic(), None
+    while (restarts := heartbeats.replacement()) is None and is_collective:
+        waited_s = time.monotonic() - began_at
+        if answers is not None and heartbeats.num_answers() > answers:
+            # The launcher may have replaced a rank since.
+            return heartbeats.replacement()
+        if waited_s >= _ANNOUNCEMENT_S:
+            break
+        if answers is None and waited_s >= _DYING_S:
+            answers = heartbeats.num_answers()
+            heartbeats.report(heartbeats.ProgressKind.ASKS)
         time.sleep(_POLL_S)
     return restarts
 

@@ -145,12 +145,16 @@ class Job:
         """Handle events until no process of the attempt runs and ``condition`` is false, or until the end is forced."""
         while True:
             now, group = time.monotonic(), self.worker_group
+            # A rank that asks later may know of a later death.
+            is_asked, group.is_asked = group.is_asked, False
             group.record_exits(processes.reap_children()[0], now)
             self._check_store(now)
             group.may_replace = self.plan.layout.nodes == 1 and self.restart_policy.delay_s == 0
             group.advance(now)
             if group.dead_ranks:
                 self._replace_dead_ranks()
+            elif is_asked:
+                self.steps.answer()
             self._check_hang(now)
             self._report_failure_to_nodes()
             if group.stopping and any(pid is None for pid in group.pids.values()):

@@ -226,6 +226,7 @@ def _multi_node_topology(args: LaunchArgs, resolved: _ResolvedArgs) -> Topology:
     if not 1 <= resolved.master_port <= 65_535:
         _raise_config_error(f"the master port must be from 1 to 65535, got {resolved.master_port}", "Pass --master-port")
     is_fixed = resolved.min_nodes is None
+    join_timeout_s, replace_timeout_s = _choose_timeouts(args, is_elastic=not is_fixed)
     rendezvous = NodeRendezvous(
         node_rank=node_rank,
         nodes=resolved.nodes,
@@ -238,7 +239,8 @@ def _multi_node_topology(args: LaunchArgs, resolved: _ResolvedArgs) -> Topology:
         token=args.rdzv_id or (scheduler.token if scheduler else ""),
         fallback_addr=scheduler.fallback_addr if scheduler and not args.master_addr else "",
         hosts=scheduler.hosts if scheduler else (),
-        **_choose_timeouts(args, is_elastic=not is_fixed),
+        timeout_s=join_timeout_s,
+        replace_timeout_s=replace_timeout_s,
         max_restarts=args.max_restarts,
     )
     notices: tuple[str, ...] = ()
@@ -249,8 +251,8 @@ def _multi_node_topology(args: LaunchArgs, resolved: _ResolvedArgs) -> Topology:
     return Topology(rendezvous=rendezvous, notices=notices)
 
 
-def _choose_timeouts(args: LaunchArgs, *, is_elastic: bool) -> dict[str, float]:
-    """Return the times to wait for other nodes, which are longer than the time that the ranks of a living node have to end."""
+def _choose_timeouts(args: LaunchArgs, *, is_elastic: bool) -> tuple[float, float]:
+    """Return the times to wait for all nodes and for a lost one, in seconds, which are longer than the time that the ranks of a living node have to end."""
     grace_s = DEFAULT_GRACE_S if args.grace is None else args.grace
     join_s = DEFAULT_JOIN_TIMEOUT_S if args.join_timeout is None else args.join_timeout
     replace_s = max(DEFAULT_REPLACE_TIMEOUT_S, grace_s + _START_S) if args.replace_timeout is None else args.replace_timeout
@@ -264,7 +266,7 @@ def _choose_timeouts(args: LaunchArgs, *, is_elastic: bool) -> dict[str, float]:
     if is_elastic and args.replace_timeout is not None and replace_s > join_s:
         conflict = f"--replace-timeout {replace_s:g} is above --join-timeout {join_s:g}, which ends every wait for nodes"
         _raise_config_error(conflict, f"Pass --join-timeout {replace_s:g}, too")
-    return {"timeout_s": join_s, "replace_timeout_s": replace_s}
+    return join_s, replace_s
 
 
 def _with_ranks(resolved: _ResolvedArgs) -> _ResolvedArgs:

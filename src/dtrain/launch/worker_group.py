@@ -115,6 +115,7 @@ class WorkerGroup:
         staying_ranks: ranks that stay when another rank dies.
         may_replace: if True, dead ranks may be replaced.
         dead_ranks: ranks to replace, while all others stay.
+        is_asked: if True, a rank waits for the word that no rank is replaced.
     """
 
     plan: LaunchPlan
@@ -132,6 +133,7 @@ class WorkerGroup:
     staying_ranks: set[int] = field(default_factory=set)
     may_replace: bool = False
     dead_ranks: tuple[int, ...] = ()
+    is_asked: bool = False
 
     @property
     def alive(self) -> list[int]:
@@ -224,6 +226,8 @@ class WorkerGroup:
             self.diagnosis.closed_ranks.add(record.rank)
         elif record.kind == ProgressKind.FAILED:
             self.record_script_exit(record.rank, record.value, now)
+        elif record.kind == ProgressKind.ASKS:
+            self.is_asked = True
         elif record.kind == ProgressKind.STAYS and record.value:
             self.staying_ranks.add(record.rank)
         elif record.kind == ProgressKind.STAYS:
