@@ -252,7 +252,10 @@ def _multi_node_topology(args: LaunchArgs, resolved: _ResolvedArgs) -> Topology:
 
 
 def _choose_timeouts(args: LaunchArgs, *, is_elastic: bool) -> tuple[float, float]:
-    """Return the times to wait for all nodes and for a lost one, in seconds, which are longer than the time that the ranks of a living node have to end."""
+    """Return the times to wait for all nodes, and for a lost one, in seconds.
+
+    They are longer than the time that the ranks of a living node have to end.
+    """
     grace_s = DEFAULT_GRACE_S if args.grace is None else args.grace
     join_s = DEFAULT_JOIN_TIMEOUT_S if args.join_timeout is None else args.join_timeout
     replace_s = max(DEFAULT_REPLACE_TIMEOUT_S, grace_s + _START_S) if args.replace_timeout is None else args.replace_timeout
