@@ -312,6 +312,7 @@ def test_launcher_takes_the_place_of_a_lost_one(start, nodes, port, lost):
     results = [job.wait() for job in jobs]
     assert [result.code for result in results] == [0, 0], results
     assert sorted(path.name for path in jobs[0].folder.glob("?-1")) == ["0-1", "1-1", "2-1", "3-1"]
+    assert results[0].err.count(f"launch: waiting up to 300 s for node {lost}") == 1
 
 
 CANNOT_SHRINK = """
@@ -326,7 +327,7 @@ CANNOT_SHRINK = """
 
 @pytest.mark.costly
 def test_a_mesh_that_fewer_nodes_cannot_fill_ends_the_job_with_one_error(start, port):
-    options = [*place(port, of="2:3"), "--max-restarts", "5", "--replace-timeout", "0", "--node-rank"]
+    options = [*place(port, of="2:3"), "--max-restarts", "5", "--replace-timeout", "1", "--grace", "0.5", "--node-rank"]
     jobs = [start(CANNOT_SHRINK, n=1, options=[*options, str(node)]) for node in range(3)]
     jobs[0].wait_for("0", "1", "2")
     os.kill(jobs[1].pid, signal.SIGKILL)

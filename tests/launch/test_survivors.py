@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import threading
+import time
 from mmap import mmap
 from pathlib import Path
 
 import pytest
 
 from dtrain import launch_protocol
+from dtrain.dist import reconfigure
+from dtrain.dist.context import current_context
 from dtrain.dist.init import DistInfo
 from dtrain.dist.reconfigure import open_joining_plane, setup_file
 from dtrain.errors import DistError
@@ -136,6 +140,88 @@ def test_ranks_that_cannot_stay_all_start_again(run, tmp_path, setup, memory):
     assert [len(pids(tmp_path, rank)) for rank in range(2)] == [2, 2]
 
 
+OBJECTS = """
+    import json, os, signal, subprocess, sys, threading, time, warnings
+    from pathlib import Path
+    import torch
+    import dtrain as dt
+    from dtrain.checkpoint import commit
+    from dtrain.errors import CheckpointError
+
+    ENDS = sys.argv[1:]  # of each call of retry; rank 1 dies in the last one, at step 4
+
+    def check_free_memory(root, needed):
+        if Path("full").exists():
+            raise CheckpointError("save_sharded: no room")
+
+    commit.check_free_memory = check_free_memory
+    warnings.simplefilter("ignore")
+    with dt.init_dist(survive=True) as info:
+        helper = subprocess.Popen(["sh", "-c", "sleep 600 & wait"])
+        mesh = dt.build_mesh()
+        model = dt.shard_model(torch.nn.Linear(8, 1), mesh, strategy="replicate")
+        data = torch.utils.data.TensorDataset(torch.randn(48, 8, generator=torch.Generator().manual_seed(1)))
+        loader = dt.build_loader(data, mesh=mesh, global_batch_size=12, seed=0)
+        step = dt.compose_step(lambda model, batch: dt.sum_loss(model(batch[0]).square().sum(1)))
+        checkpoints = dt.Checkpointer("ckpt", memory_every="1ba")
+        state = step.init(model, torch.optim.SGD(model.parameters(), lr=0.01), loader=loader)
+        if ENDS[0] == "teacher":
+            other = torch.nn.Linear(8, 1)
+            teacher = step.init(other, torch.optim.SGD(other.parameters(), lr=0.01))
+            dt.load_sharded("teacher", teacher, missing_ok=True)
+            del ENDS[0]
+        count = {"n": 0}
+        state = checkpoints.load(state, missing_ok=True, extra={"count": count})
+
+        def die():
+            Path("full").unlink()
+            Path("died").write_text(str(helper.pid))
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        def train_until(end):
+            def train(state):
+                for batch in loader.until(end):
+                    state, metrics = step(state, batch)
+                    count["n"] += 1
+                    with open(f"losses-{info.rank}.jsonl", "a") as file:
+                        file.write(json.dumps([os.getpid(), state.step, count["n"]]) + "\\n")
+                    kept = checkpoints.keep(state, extra={"count": count})
+                    assert kept == (state.step != 4)
+                    if state.step == 3 and info.rank == 1 and not Path("died").exists():
+                        Path("full").touch()
+                    if state.step == 4:
+                        checkpoints.save(state, extra={"count": count})
+                        if end == ENDS[-1] and info.rank == 1 and not Path("died").exists():
+                            die()
+                return state
+            return train
+
+        for number, end in enumerate(ENDS):
+            if number:
+                torch.distributed.all_reduce(torch.ones(1))
+            state = checkpoints.retry(train_until(end), state)
+        # A thread that is in the store at the exit of the process would abort it.
+        assert not [thread for thread in threading.enumerate() if thread.name == "dtrain-store"]
+        dead = Path(f"/proc/{Path('died').read_text()}/stat")
+        while dead.exists() and dead.read_text().split()[2] != "Z":
+            time.sleep(0.01)
+        helper.kill()
+"""
+
+
+@pytest.mark.costly
+@needs_reconfigure
+@pytest.mark.parametrize("ends", [["7ba"], ["2ba", "7ba"], ["teacher", "7ba"]], ids=["one call", "two calls", "teacher"])
+def test_a_new_rank_and_the_others_go_on_alike(run, tmp_path, ends):
+    """Extra objects are loaded, memory is used again, children of the dead rank end, and no rank stays in a second call."""
+    result = run(OBJECTS, *ends, options=["--max-restarts", "2"])
+    assert result.code == 0, result.err
+    stays = len(ends) == 1
+    assert ("the other ranks stay" in result.err, "starting all ranks again" in result.err) == (stays, not stays)
+    assert [len(pids(tmp_path, rank)) for rank in range(2)] == [1 if stays else 2, 2]
+    assert all([(step, n) for _, step, n in rows(tmp_path, rank)] == [(n, n) for n in range(1, 8)] for rank in range(2))
+
+
 # The launcher.
 
 
@@ -226,7 +312,7 @@ def test_a_rank_sees_a_replacement_once(tmp_path, monkeypatch):
     board, read, write = StepBoard(), *os.pipe()
     heartbeats.connect(write, 0)
     assert not heartbeats.can_see_replacements()
-    heartbeats.watch_replacements(memoryview(mmap(board.fd, 0))[-8:].cast("q"), 1)
+    heartbeats.watch_replacements(memoryview(mmap(board.fd, 0))[-16:].cast("q"), 1)
     assert heartbeats.can_see_replacements()
     assert heartbeats.replacement() is None
     variables = board.announce(2, tmp_path, (), 3)
@@ -238,6 +324,34 @@ def test_a_rank_sees_a_replacement_once(tmp_path, monkeypatch):
     os.close(read)
     os.close(write)
     os.close(board.fd)
+
+
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="the board is in memory of Linux")
+@pytest.mark.parametrize("dies", [False, True])
+def test_a_failed_collective_waits_for_the_launchers_word(tmp_path, monkeypatch, dies):
+    monkeypatch.setattr(heartbeats, "_STATE", heartbeats._HeartbeatState())
+    # Without an answer the test would take forever.
+    monkeypatch.setattr(reconfigure, "_ANNOUNCEMENT_S", 1e6)
+    membership = reconfigure.Membership(is_joining=False, connect_timeout_s=1.0, in_setup=False)
+    monkeypatch.setattr(current_context(), "membership", membership)
+    board, files = StepBoard(), heartbeats.SharedFiles()
+    heartbeats.connect(files.pulse, 0)
+    heartbeats.watch_replacements(memoryview(mmap(board.fd, 0))[-16:].cast("q"), 1)
+
+    def launcher():
+        while not any(record.kind == ProgressKind.ASKS for record in files.read_progress()):
+            time.sleep(0.01)
+        board.announce(2, tmp_path, (), 1) if dies else board.answer()
+
+    # An earlier answer, to another rank.
+    board.answer()
+    thread = threading.Thread(target=launcher)
+    thread.start()
+    assert reconfigure.await_replacement(ValueError(), is_collective=True) == (2 if dies else None)
+    thread.join()
+    assert reconfigure.await_replacement(ValueError(), is_collective=False) == (2 if dies else None)
+    for fd in (board.fd, files.pulse, files.progress_fd, files.devnull):
+        os.close(fd)
 
 
 def test_a_new_rank_gets_the_exchanges_of_the_setup_in_order(tmp_path, monkeypatch):

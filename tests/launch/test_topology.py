@@ -106,6 +106,14 @@ def test_a_changing_number_of_nodes_leaves_the_ranks_to_the_rendezvous(scheduler
     assert infer_topology(LaunchArgs(**{**asked, "nnodes": "2:2"}), scheduler, gpus=1).rendezvous.min_nodes is None
 
 
+def test_a_lost_node_is_awaited_longer_than_the_ranks_have_to_end():
+    asked = {"nproc": 4, "nnodes": "1:2", "node_rank": 1, "grace": 100.0, **AGAIN, **HERE}
+    assert infer_topology(LaunchArgs(**asked), None, gpus=1).rendezvous.replace_timeout_s == 130
+    # Without restarts nobody waits for the ranks of another node.
+    once = {"nproc": 4, "nnodes": "2", "node_rank": 1, "grace": 600.0, **HERE}
+    assert infer_topology(LaunchArgs(**once), None, gpus=1).rendezvous.timeout_s == 300
+
+
 def test_scheduler_sets_token_and_hosts_unless_rdzv_id_is_given():
     plain = infer_topology(LaunchArgs(nproc=1), SLURM, gpus=1).rendezvous
     named = infer_topology(LaunchArgs(nproc=1, rdzv_id="mine"), SLURM, gpus=1).rendezvous
@@ -198,6 +206,21 @@ def test_nproc_variable_out_of_range_is_refused():
             r"--nnodes 4, but Slurm started a launcher on 2 nodes\. Pass --nnodes 2",
         ),
         ({"nproc": 2, "nnodes": "2", "replace_timeout": 5.0}, None, r"--replace-timeout 5 is for --nnodes MIN:MAX\. Remove it"),
+        (
+            {"nproc": 2, "nnodes": "1:2", "node_rank": 0, "replace_timeout": 5.0, **AGAIN, **HERE},
+            None,
+            r"--replace-timeout 5 must be above --grace 5, the time that .*\. Pass --replace-timeout 35, or a smaller --grace",
+        ),
+        (
+            {"nproc": 2, "nnodes": "1:2", "node_rank": 0, "replace_timeout": 400.0, **AGAIN, **HERE},
+            None,
+            r"--replace-timeout 400 is above --join-timeout 300, .*\. Pass --join-timeout 400, too",
+        ),
+        (
+            {"nproc": 2, "nnodes": "2", "node_rank": 0, "grace": 600.0, **AGAIN, **HERE},
+            None,
+            r"--join-timeout 300 must be above --grace 600, the time that .*\. Pass --join-timeout 900, or a smaller --grace",
+        ),
         ({"nproc": 1, "nnodes": "1:2", "rdzv_endpoint": "a:1"}, None, r"torchrun --nnodes 1:2 .* --rdzv-endpoint a:1 "),
         ({"nproc": 1, "nnodes": "2", "rdzv_endpoint": "a:1"}, None, r"Pass --master-addr .*, or run torchrun --nnodes 2 "),
         ({"nproc": 1, "rdzv_endpoint": "a:1"}, None, r"--rdzv-endpoint a:1 is for torch's agents"),

@@ -64,7 +64,7 @@ from dtrain.dist.batch_info import LoaderHistory
 from dtrain.dist.collectives import raise_on_all_ranks
 from dtrain.dist.dtensor import to_local
 from dtrain.dist.init import get_dist_info
-from dtrain.dist.reconfigure import is_joining
+from dtrain.dist.reconfigure import is_joining, note_load
 from dtrain.dist.rng import check_rng_state, rng_state, seed_all, set_rng_state
 from dtrain.errors import CheckpointError, CheckpointMismatchError, ConfigError, CorruptCheckpointError
 from dtrain.fqn import buffers_by_fqn
@@ -177,10 +177,10 @@ def load_sharded(
         entries = _check_arguments(states, extra or {}, scope, on_corrupt)
         ignored = parse_ignore(ignore, caller=f"{_CALLER}: ignore")
         options = LoadOptions(model_only=scope == "weights", ignore=ignored, allow_cast=allow_cast)
+    note_load(state._run_context for state in states.values())
     with spans.span("load"):
         save_thread().wait_for_slot(1)
-        folder = storage.resolve_path(root)
-        choice = choose_on_all_ranks(folder)
+        choice = choose_on_all_ranks(folder := storage.resolve_path(root))
         if choice is None:
             if not missing_ok:
                 raise CheckpointError(f"{_CALLER}: no checkpoint found in {root}. Pass missing_ok=True to start without one.")

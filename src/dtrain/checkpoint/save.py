@@ -433,6 +433,10 @@ class Checkpointer:
         keep_steps: Collection[int] = (),
     ) -> None:
         self._memory_every = None if memory_every is None else Duration.parse(memory_every)
+        # True after a copy in memory has failed, which the ranks do not try again.
+        self._memory_failed = False
+        # Options of the last ``load``, with which ``retry`` loads.
+        self._load_options: dict[str, Any] = {}
         self.root = storage.resolve_path(root)
         self._options = SaveOptions(
             mode=mode, incremental=incremental, keep_last=keep_last, keep_every=keep_every, keep_steps=keep_steps
@@ -483,13 +487,15 @@ class Checkpointer:
         Collective: as ``save_sharded``, if it copies; every rank must call it.
         """
         first = state if isinstance(state, TrainState) else next(iter(state.values()))
-        if self._memory_every is None or find_memory_root(self.root) is None or not first.crossed(self._memory_every):
+        if self._memory_every is None or self._memory_failed or find_memory_root(self.root) is None:
+            return False
+        if not first.crossed(self._memory_every):
             return False
         try:
             start_save(self, state, extra or {}, "all", None, SaveOptions(mode="memory"))
         # A copy fails on all ranks or on none.
         except (CheckpointError, PeerError) as error:
-            self._memory_every = None
+            self._memory_failed = True
             if get_dist_info().rank == 0:
                 reason = str(error).removeprefix(f"{_CALLER}: ")
                 warnings.warn(f"Checkpointer.keep: going on without copies in memory: {reason}", RuntimeWarning, stacklevel=3)
@@ -512,6 +518,7 @@ class Checkpointer:
 
         state = checkpoints.load(state, missing_ok=True)
         """
+        self._load_options = {"extra": extra, "on_corrupt": on_corrupt}
         return load_sharded(
             self.root, state, extra=extra, scope=scope, ignore=ignore, allow_cast=allow_cast,
             missing_ok=missing_ok, on_corrupt=on_corrupt,
@@ -532,6 +539,8 @@ class Checkpointer:
 
         state = checkpoints.retry(train, state)
 
+        Only the first call in a process lets ranks stay, because a new process cannot know in which call the others are.
+
         Args:
             train: function that trains from the state that it is given. It must begin each loop over the loader anew, and keep
                 values that change in ``stateful``: others are not set back on the ranks that stay.
@@ -545,36 +554,48 @@ class Checkpointer:
         """
         check_state(state, "retry", "state = checkpoints.retry(train, state)")
         membership = current_context().membership
-        if membership is None or state.spec.strategy != "replicate" or reconfigure.has_other_groups():
+        can_stay = membership is not None and state.spec.strategy == "replicate" and not reconfigure.has_other_groups()
+        # A new rank would begin without what the setup has loaded into another run, such as a teacher.
+        can_stay = can_stay and membership is not None and all(run() is state._run_context for run in membership.loaded)
+        if membership is None or membership.is_over or not can_stay:
             return train(state)
         if membership.is_joining:
             membership.in_setup = False
             state = self._rejoin(state, heartbeats.followed(), None)
         stays = reconfigure.end_setup(membership)
-        while True:
-            if stays:
-                heartbeats.report(heartbeats.ProgressKind.STAYS, 1)
-            try:
-                result = train(state)
-            except Exception as error:
-                restarts = reconfigure.await_replacement(error, is_collective=is_collective_error(error))
-                if restarts is None:
-                    heartbeats.report(heartbeats.ProgressKind.STAYS, 0)
-                    raise
-                failure = error
-            else:
-                heartbeats.report(heartbeats.ProgressKind.STAYS, 0)
-                return result
-            state = self._rejoin(state, restarts, failure)
-            del failure
+        try:
+            while True:
+                if stays:
+                    heartbeats.report(heartbeats.ProgressKind.STAYS, 1)
+                try:
+                    return train(state)
+                except Exception as error:
+                    restarts = reconfigure.await_replacement(error, is_collective=is_collective_error(error))
+                    if restarts is None:
+                        raise
+                    failure = error
+                state = self._rejoin(state, restarts, failure)
+                del failure
+        finally:
+            membership.is_over = True
+            heartbeats.report(heartbeats.ProgressKind.STAYS, 0)
 
     def _rejoin(self, state: TrainState, restarts: int, error: Exception | None) -> TrainState:
         """Connect with the ranks of a restart, and return the newest step. ``error`` is None on a new rank."""
+        before = state.restored
         if error is not None:
             leave_saves()
             self._staging = MemoryPool()
         rejoin(restarts, error)
-        state = self.load(state._as_newest())
+        # A new rank has not seen a copy in memory fail.
+        self._memory_failed = False
+        state = self.load(state._as_newest(), **self._load_options)
+        after = state.restored
+        if before is not None and after is not None and before.ignored and before.path == after.path:
+            raise CheckpointError(
+                f"retry: the run must have committed a step of its own, got {after.path}, of which the first load ignored "
+                f"{before.ignored[0]}. Call keep more often; all ranks start again."
+            )
         state.drop_gradients()
         state._run_context.forget_first_steps()
         return state

@@ -266,8 +266,8 @@ def launch(
         float | None,
         _nodes(
             "--replace-timeout SECONDS",
-            f"With MIN:MAX, time that the others wait for a lost node.  [default: {DEFAULT_REPLACE_TIMEOUT_S:g}]",
-            number(minimum=0, maximum=_MAX_DURATION_S, advice="Use 60 seconds, for example."),
+            f"With MIN:MAX, time that others wait for a lost node; above --grace.  [default: {DEFAULT_REPLACE_TIMEOUT_S:g}]",
+            number(above=0, maximum=_MAX_DURATION_S, advice="Use 60 seconds, for example."),
         ),
     ] = None,
     check_path: Annotated[
@@ -315,6 +315,7 @@ def launch(
         join_timeout=join_timeout,
         replace_timeout=replace_timeout,
         max_restarts=max_restarts,
+        grace=grace,
     )
     nodes = resolve_rendezvous(nodes, standalone=standalone, backend=rdzv_backend)
     if module and command:

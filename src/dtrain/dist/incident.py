@@ -37,6 +37,7 @@ from dtrain.dist.incident_protocol import (
     TIMED_OUT,
     Add,
     ArrivalReport,
+    Read,
     Set,
     SetOnce,
     Sign,
@@ -76,6 +77,7 @@ _MAX_REPORT_GRACES = 8
 # Time that the rank that serves the store gives the other ranks to read the report.
 _READERS_S = 5.0
 _JOIN_TIMEOUT_S = 0.5
+_POLL_S = 0.1
 # Modules whose innermost frame waits for other ranks.
 _COLLECTIVE_MODULES = {
     "torch.distributed.distributed_c10d",
@@ -211,6 +213,8 @@ class Incidents:
     _over: dict[ChannelName, int] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _watch: _PeerWatch | None = None
+    _threads: list[threading.Thread] = field(default_factory=list)
+    _abandoned: bool = False
 
     def watch(self, plane: ControlPlane) -> None:
         """Watch the connections of ``plane``. Starts a thread, which ends in ``stop``."""
@@ -223,6 +227,16 @@ class Incidents:
         watch, self._watch = self._watch, None
         if watch is not None:
             watch.stop()
+
+    def abandon(self) -> None:
+        """Stop watching, and end the incidents, because dead ranks are replaced. Call ``join`` before the process may exit."""
+        self._abandoned = True
+        self.stop()
+
+    def join(self) -> None:
+        """Wait for the threads of abandoned incidents. A process that exits while one is in the store would abort."""
+        for thread in self._threads:
+            thread.join(_JOIN_TIMEOUT_S)
 
     def node_ranks(self) -> dict[int, range]:
         """Return the ranks of each node, if there are several nodes with several ranks each."""
@@ -312,7 +326,7 @@ class Incidents:
             if incident is not None:
                 return incident
             incident = self._open[name] = _Incident(f"{name}/{self._over.get(name, 0)}", sign)
-        start_thread(lambda: self._run(name, incident, settle_s))
+            self._threads.append(start_thread(lambda: self._run(name, incident, settle_s)))
         return incident
 
     def _run(self, name: ChannelName, incident: _Incident, settle_s: float) -> None:
@@ -341,11 +355,25 @@ class Incidents:
             if isinstance(request, Spread):
                 self._spread(name, incident)
                 return None
-            answer = ask_store(store, request)
+            # The ranks of a single node can poll, and end the wait early.
+            if isinstance(request, Read) and current_context().membership is not None:
+                answer = self._poll(store, request)
+            else:
+                answer = ask_store(store, request)
+            if self._abandoned:
+                raise dist.DistStoreError("the dead ranks are replaced")
             incident.store_answered = incident.store_answered or not isinstance(request, Sleep)
             return answer
 
         return run_protocol(protocol, ask)
+
+    def _poll(self, store: dist.Store, request: Read) -> StoreAnswer:
+        deadline = time.monotonic() + request.timeout_s
+        while (
+            (answer := ask_store(store, Read(request.key, 0))) is None and time.monotonic() < deadline and not self._abandoned
+        ):
+            time.sleep(_POLL_S)
+        return answer
 
     def _connect(self) -> dist.Store:
         return dist.PrefixStore(self.prefix, clone_store(self.store, self.grace_s))

@@ -280,8 +280,9 @@ def rejoin(restarts: int, error: BaseException | None) -> None:
     assert info is not None, "the groups are open"
     assert membership is not None, "the caller has looked"
     context.flight_recorder.stop()
-    if context.incidents is not None:
-        context.incidents.stop()
+    before = context.incidents
+    if before is not None:
+        before.abandon()
     if context.control_plane is not None:
         context.control_plane.close()
     context.control_plane = context.incidents = None
@@ -289,6 +290,8 @@ def rejoin(restarts: int, error: BaseException | None) -> None:
     if error is not None:
         reconfigure.leave_group(info, error)
     _connect(info, None, membership.connect_timeout_s)
+    if before is not None:
+        before.join()
     membership.is_joining = False
     heartbeats.follow(restarts)
     context.flight_recorder.start(os.environ, info, context.control_plane)

@@ -19,7 +19,8 @@ import os
 import time
 import traceback
 import warnings
-from collections.abc import Sequence
+import weakref
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -39,8 +40,10 @@ if TYPE_CHECKING:
     from dtrain.dist.init import DistInfo
 
 _MIN_TORCH = "2.14"
-# Time for the launcher to see a death.
-_ANNOUNCEMENT_S = 3.0
+# Time for a busy launcher to see a death, or to answer that there is none.
+_ANNOUNCEMENT_S = 10.0
+# A process that dies closes its connections before the launcher can see its death.
+_DYING_S = 0.5
 _POLL_S = 0.002
 # Exchanges of a setup that are larger are not recorded, and the ranks do not stay.
 _MAX_RECORD_BYTES = 16 * 2**20
@@ -54,13 +57,17 @@ class Membership:
         is_joining: if True, this rank takes the place of a dead one, and is not connected with the others yet.
         connect_timeout_s: time to wait for the other ranks, in seconds.
         in_setup: if True, ``Checkpointer.retry`` has not begun on this rank.
+        is_over: if True, it has ended on this rank.
         exchanges: exchanges of the setup, with the payload of each rank; None if they are too large.
+        loaded: runs that the setup has loaded.
     """
 
     is_joining: bool
     connect_timeout_s: float
     in_setup: bool = True
+    is_over: bool = False
     exchanges: list[tuple[str, list[bytes]]] | None = field(default_factory=list)
+    loaded: list[weakref.ref[Any]] = field(default_factory=list)
     _recorded_bytes: int = 0
 
     def record(self, caller: str, payloads: list[bytes]) -> None:
@@ -78,6 +85,16 @@ def is_joining() -> bool:
     """Return True if this rank takes the place of a dead one, and is not connected with the others yet."""
     membership = current_context().membership
     return membership is not None and membership.is_joining
+
+
+def note_load(runs: Iterable[Any]) -> None:
+    """Note the runs that a load fills. A new rank loads only the run that ``Checkpointer.retry`` trains.
+
+    Mutates: the current context.
+    """
+    membership = current_context().membership
+    if membership is not None and membership.in_setup:
+        membership.loaded += map(weakref.ref, runs)
 
 
 def why_no_rank_stays(info: DistInfo) -> str:
@@ -177,10 +194,19 @@ def await_replacement(error: BaseException, *, is_collective: bool) -> int | Non
         is_collective: if True, the launcher may be about to see the death that is the cause, so wait for its word.
     """
     membership = current_context().membership
-    if membership is None or membership.in_setup or not isinstance(error, Exception):
+    if membership is None or membership.in_setup or membership.is_over or not isinstance(error, Exception):
         return None
-    deadline = time.monotonic() + (_ANNOUNCEMENT_S if is_collective else 0.0)
-    while (restarts := heartbeats.replacement()) is None and time.monotonic() < deadline:
+    began_at, answers = time.monotonic(), None
+    while (restarts := heartbeats.replacement()) is None and is_collective:
+        waited_s = time.monotonic() - began_at
+        if answers is not None and heartbeats.num_answers() > answers:
+            # The launcher may have replaced a rank since.
+            return heartbeats.replacement()
+        if waited_s >= _ANNOUNCEMENT_S:
+            break
+        if answers is None and waited_s >= _DYING_S:
+            answers = heartbeats.num_answers()
+            heartbeats.report(heartbeats.ProgressKind.ASKS)
         time.sleep(_POLL_S)
     return restarts
 

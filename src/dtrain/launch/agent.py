@@ -110,6 +110,7 @@ class OtherNodes:
         finished: exits of the ranks of all nodes.
         members: nodes of the last attempt.
         waiting: on node 0, nodes that wait for the next attempt.
+        lost: node whose loss ended the last attempt; None for another failure.
     """
 
     agent: Agent | None = None
@@ -119,10 +120,11 @@ class OtherNodes:
     finished: JobFinished | None = None
     members: tuple[int, ...] = ()
     waiting: tuple[int, ...] = ()
+    lost: int | None = None
 
     def accept(self, joined: JoinAccepted) -> None:
         """Record the nodes of an attempt that begins."""
-        self.joined, self.members, self.waiting = True, joined.members, ()
+        self.joined, self.members, self.waiting, self.lost = True, joined.members, (), None
 
     def enter(self, config: NodeRendezvous, policy: RestartPolicy) -> NodeRendezvous:
         """Return the entry to the next rendezvous: with the restarts so far, and the nodes that are expected there."""
@@ -138,6 +140,30 @@ def describe_smaller_job(config: NodeRendezvous, joined: JoinAccepted) -> str:
     names, layout = ", ".join(f"node {node}" for node in missing), joined.layout
     ranks = format_count(layout.world_size, "rank")
     return f"launch: {layout.nodes} of {config.nodes} nodes run {ranks}, without {names}"
+
+
+def describe_wait(config: NodeRendezvous, lost: int | None) -> str:
+    """Describe the wait for a lost node at the begin of the next rendezvous; "" on nodes that do not know who else waits.
+
+    Args:
+        config: entry to the rendezvous, with the nodes that are expected there.
+        lost: node that is lost; None if all nodes of the last attempt live.
+    """
+    if lost == 0:
+        where = "where all meet. Start its line again, on a machine with its address"
+        return f"launch: waiting up to {config.timeout_s:g} s for node 0, {where}."
+    if lost is None or config.node_rank != 0:
+        return ""
+    left = len({*config.members} - {lost})
+    if config.min_nodes is None:
+        return f"launch: waiting up to {config.timeout_s:g} s for node {lost}. Start its line again."
+    if left < config.min_nodes:
+        few = f"{format_count(left, 'node')} {'is' if left == 1 else 'are'} left, fewer than {config.min_nodes}"
+        wait = f"waiting up to {config.timeout_s:g} s for another one. Start the line of node {lost} again"
+        return f"launch: {few}: {wait}."
+    wait_s = min(config.timeout_s, config.replace_timeout_s)
+    then = f"then going on with {format_count(left, 'node')}"
+    return f"launch: waiting up to {wait_s:g} s for node {lost}, {then}. Start its line again."
 
 
 def start_agent(config: NodeRendezvous, *, run: Callable[[socket.socket, int], int] | None = None) -> Agent:

@@ -241,7 +241,7 @@ class AgentLoop:
             self._refuse(f"launch: {line}")
             return
         self._decided, self._session = True, None
-        self._send(NodeFailed(line=line, code=LOST_NODE_EXIT_CODE, node_rank=0))
+        self._send(NodeFailed(line=line, code=LOST_NODE_EXIT_CODE, node_rank=0, is_lost=True))
 
     def _describe_unreachable(self) -> str:
         config = self._config
@@ -419,12 +419,13 @@ class NodeSession:
             self._exits_posted = True
         return message is not None
 
-    def _post_failure(self, reason: str, code: int, *, is_final: bool = False) -> None:
+    def _post_failure(self, reason: str, code: int, *, is_final: bool = False, is_lost: bool = False) -> None:
         """Post the failure of this node, unless another failure was first, which the next poll reads."""
         if not self._joined or self._failure_known:
             return
         line = f"{self._hello.display_name}{reason}"
-        failure = NodeFailed(line=line, code=code, node_rank=self._hello.node_rank, is_final=is_final)
+        rank = self._hello.node_rank
+        failure = NodeFailed(line=line, code=code, node_rank=rank, is_final=is_final, is_lost=is_lost)
         self._failure_known = self._store.post_first("failure", failure)
         self._mark_end_read(self._failure_known)
 
@@ -468,7 +469,7 @@ class NodeSession:
 
     def _leave(self) -> None:
         if not self._exits_posted:
-            self._post_failure(" is lost: its launcher has ended", LOST_NODE_EXIT_CODE)
+            self._post_failure(" is lost: its launcher has ended", LOST_NODE_EXIT_CODE, is_lost=True)
         self._store.set_counter(f"heartbeat/{self._number}", LEFT)
         self._mark_end_read()
         if self._coordinator is None or self._coordinator.is_joining:

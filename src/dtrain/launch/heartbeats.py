@@ -48,6 +48,8 @@ class ProgressKind(IntEnum):
     STARTED = 7
     # Value: 1 if the rank stays when another rank dies, 0 if it does so no longer.
     STAYS = 8
+    # A collective of the rank has failed, and the rank asks whether a rank has died. Value: 0.
+    ASKS = 9
 
 
 _PROGRESS_KINDS = frozenset(ProgressKind)
@@ -117,7 +119,8 @@ class _HeartbeatState:
     count: int = 0
     activity: str = ""
     written_at: float = 0.0
-    # Number that the launcher writes before it replaces a rank, and the last one that this rank has followed.
+    # Two numbers of the launcher: of restarts, before it replaces a rank, and of answers that it replaces none. And the last
+    # restart that this rank has followed.
     restarts: memoryview | None = None
     followed: int = 0
 
@@ -206,7 +209,7 @@ def watch_replacements(restarts: memoryview, current: int) -> None:
     """Read from now on whether the launcher replaces a dead rank.
 
     Args:
-        restarts: memory of one number, which the launcher writes.
+        restarts: memory of two numbers, which the launcher writes.
         current: number of restarts at the start of this rank.
 
     Mutates: this process's heartbeat state.
@@ -219,6 +222,11 @@ def replacement() -> int | None:
     state = _STATE
     announced = 0 if state.restarts is None or state.pid != os.getpid() else int(state.restarts[0])
     return announced if announced > state.followed else None
+
+
+def num_answers() -> int:
+    """Return how often the launcher has answered a rank that asks, after it has looked for dead ranks to replace."""
+    return 0 if _STATE.restarts is None else int(_STATE.restarts[1])
 
 
 def can_see_replacements() -> bool:

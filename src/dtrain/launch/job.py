@@ -19,7 +19,7 @@ from datetime import datetime
 from dtrain import launch_protocol
 from dtrain.errors import ConfigError
 from dtrain.launch import processes
-from dtrain.launch.agent import Agent, OtherNodes, describe_smaller_job, start_agent
+from dtrain.launch.agent import Agent, OtherNodes, describe_smaller_job, describe_wait, start_agent
 from dtrain.launch.failure import HANG_EXIT_CODE, describe_exit
 from dtrain.launch.heartbeats import ProgressKind, SharedFiles
 from dtrain.launch.job_output import Events, JobOutput
@@ -145,12 +145,16 @@ class Job:
         """Handle events until no process of the attempt runs and ``condition`` is false, or until the end is forced."""
         while True:
             now, group = time.monotonic(), self.worker_group
+            # A rank that asks later may know of a later death.
+            is_asked, group.is_asked = group.is_asked, False
             group.record_exits(processes.reap_children()[0], now)
             self._check_store(now)
             group.may_replace = self.plan.layout.nodes == 1 and self.restart_policy.delay_s == 0
             group.advance(now)
             if group.dead_ranks:
                 self._replace_dead_ranks()
+            elif is_asked:
+                self.steps.answer()
             self._check_hang(now)
             self._report_failure_to_nodes()
             if group.stopping and any(pid is None for pid in group.pids.values()):
@@ -406,6 +410,8 @@ class Job:
         Mutates: this job, whose plan is then complete; the run folder, whose name comes from node 0.
         """
         config = self.nodes.enter(config, self.restart_policy)
+        if line := describe_wait(config, self.nodes.lost):
+            self.output.write_line(f"dtrain: {line}")
         try:
             if config.node_rank == 0:
                 listener, notice = listen_for_nodes(config.addr, 0, fallback=config.fallback_addr)
@@ -438,6 +444,7 @@ class Job:
                     self._fail_join(message.line, message.code)
                 case NodeFailed():
                     self.nodes.failure_reported, self.nodes.is_job_over = True, message.is_final
+                    self.nodes.lost = message.node_rank if message.is_lost else None
                     self.worker_group.fail([f"dtrain: launch: {message.line}"], time.monotonic(), code=message.code)
                 case JobFinished():
                     self.nodes.finished = message
@@ -502,7 +509,7 @@ class Job:
         limit = time.monotonic() + _AGENT_EXIT_S
         self.run_loop(lambda: agent.pid not in self.worker_group.unclaimed and time.monotonic() < limit, wake_at=limit)
         self.worker_group.kill_service(agent.pid)
-        self.nodes = OtherNodes(members=self.nodes.members, waiting=self.nodes.waiting)
+        self.nodes = OtherNodes(members=self.nodes.members, waiting=self.nodes.waiting, lost=self.nodes.lost)
 
     def _close_agent(self, agent: Agent) -> None:
         if not agent.has_exited:

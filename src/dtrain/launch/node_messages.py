@@ -133,13 +133,14 @@ class RanksFailed:
 class NodeFailed:
     """The first failure of a node. Sent to the supervisors of the other nodes, whose ranks must end.
 
-    A node that is lost is not final, because a launcher may be started in its place.
+    A node that is lost is not final, because a launcher may be started in its place. The launcher of another node lives.
     """
 
     line: str
     code: int
     node_rank: int
     is_final: bool = False
+    is_lost: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,6 +31,7 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 # A process may fork while it is being killed. Its child is found in the next round.
 _KILL_RETRY_S = 0.02
+_KILL_ROUNDS = 3
 
 
 def _prctl(option: int, value: int) -> None:
@@ -213,6 +214,21 @@ def signal_descendants(number: int, leaders: Iterable[int], *, exclude: Collecti
     if not _LINUX:
         for pid in leaders:
             send_signal(-pid, number)
+
+
+def kill_sessions(sessions: Collection[int]) -> None:
+    """Kill all processes of ``sessions`` below this process, and all processes below them. Linux only."""
+    # A process may fork while it is being killed.
+    for _ in range(_KILL_ROUNDS):
+        found: set[int] = set()
+        for pid in descendants():
+            fields = process_fields(pid)
+            if fields and fields[0] != "Z" and (int(fields[3]) in sessions or int(fields[1]) in found):
+                found.add(pid)
+        if not found:
+            return
+        for pid in found:
+            send_signal(pid, signal.SIGKILL)
 
 
 def kill_descendants(*, timeout_s: float, exclude_sessions: Collection[int] = ()) -> list[int]:

@@ -28,9 +28,12 @@ from dtrain.launch.failure import RankExit, RootCause, describe_cause
 _SLOT = struct.Struct("<qd")
 # Pages that no rank writes take no memory.
 _MAX_RANKS = 4096
-# Behind the slots of the ranks: number of restarts, once a rank was replaced while the others stayed.
-_RESTARTS = struct.Struct("<q")
-_BOARD_BYTES = _MAX_RANKS * _SLOT.size + _RESTARTS.size
+# Behind the slots of the ranks: number of restarts, once a rank was replaced while the others stayed; and number of answers to
+# ranks that ask for such a replacement.
+_NUMBER = struct.Struct("<q")
+_RESTARTS_AT = _MAX_RANKS * _SLOT.size
+_ANSWERS_AT = _RESTARTS_AT + _NUMBER.size
+_BOARD_BYTES = _ANSWERS_AT + _NUMBER.size
 
 PARTS = ("ending", "start", "import", "rendezvous", "build", "shard", "load", "batch", "step")
 """Parts of the way to the next loss, in order of time. The launcher ends the other ranks and starts processes; a rank imports,
@@ -94,8 +97,14 @@ class StepBoard:
         with contextlib.suppress(OSError):
             file.parent.mkdir(parents=True, exist_ok=True)
             launch_protocol.replace_text(file, start[launch_protocol.START])
-        _RESTARTS.pack_into(self._slots, _MAX_RANKS * _SLOT.size, restarts)
+        _NUMBER.pack_into(self._slots, _RESTARTS_AT, restarts)
         return {**start, launch_protocol.JOINS: "1"}
+
+    def answer(self) -> None:
+        """Tell the ranks that asked before this call that no rank is replaced."""
+        if self._slots is not None:
+            (answers,) = _NUMBER.unpack_from(self._slots, _ANSWERS_AT)
+            _NUMBER.pack_into(self._slots, _ANSWERS_AT, answers + 1)
 
     def last_step(self, ranks: int) -> int | None:
         """Return the last step that any of the local ranks has completed since ``clear``; None for none."""
@@ -159,7 +168,7 @@ def watch_steps(environment: MutableMapping[str, str]) -> None:
         return
     slots = mmap.mmap(int(fd), 0)
     os.close(int(fd))
-    restarts = memoryview(slots)[_MAX_RANKS * _SLOT.size :].cast("q")
+    restarts = memoryview(slots)[_RESTARTS_AT:].cast("q")
     heartbeats.watch_replacements(restarts, int(environment.get(launch_protocol.RESTART_COUNT, "0")))
     spans.set_observer(_StepObserver(slots, int(environment[launch_protocol.LOCAL_RANK]), environment, json.loads(start)))
 

@@ -18,6 +18,7 @@ from typing import NoReturn
 from dtrain import launch_protocol
 from dtrain.errors import ConfigError
 from dtrain.launch.launch_plan import (
+    DEFAULT_GRACE_S,
     DEFAULT_JOIN_TIMEOUT_S,
     DEFAULT_REPLACE_TIMEOUT_S,
     LOOPBACK_ADDRESS,
@@ -28,6 +29,8 @@ from dtrain.launch.launch_plan import (
 )
 
 MAX_NODES = 4096
+# Time for the launcher of a node whose ranks have ended to arrive at the next start.
+_START_S = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +49,7 @@ class LaunchArgs:
     join_timeout: float | None = None
     replace_timeout: float | None = None
     max_restarts: int = 0
+    grace: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -222,6 +226,7 @@ def _multi_node_topology(args: LaunchArgs, resolved: _ResolvedArgs) -> Topology:
     if not 1 <= resolved.master_port <= 65_535:
         _raise_config_error(f"the master port must be from 1 to 65535, got {resolved.master_port}", "Pass --master-port")
     is_fixed = resolved.min_nodes is None
+    join_timeout_s, replace_timeout_s = _choose_timeouts(args, is_elastic=not is_fixed)
     rendezvous = NodeRendezvous(
         node_rank=node_rank,
         nodes=resolved.nodes,
@@ -234,8 +239,8 @@ def _multi_node_topology(args: LaunchArgs, resolved: _ResolvedArgs) -> Topology:
         token=args.rdzv_id or (scheduler.token if scheduler else ""),
         fallback_addr=scheduler.fallback_addr if scheduler and not args.master_addr else "",
         hosts=scheduler.hosts if scheduler else (),
-        timeout_s=DEFAULT_JOIN_TIMEOUT_S if args.join_timeout is None else args.join_timeout,
-        replace_timeout_s=DEFAULT_REPLACE_TIMEOUT_S if args.replace_timeout is None else args.replace_timeout,
+        timeout_s=join_timeout_s,
+        replace_timeout_s=replace_timeout_s,
         max_restarts=args.max_restarts,
     )
     notices: tuple[str, ...] = ()
@@ -244,6 +249,27 @@ def _multi_node_topology(args: LaunchArgs, resolved: _ResolvedArgs) -> Topology:
         *names, final = (name for name in scheduler.variables if name != launch_protocol.LOCAL_WORLD_SIZE)
         notices = (f"launch: node {node_rank} of several, as {', '.join(names)} and {final} say",)
     return Topology(rendezvous=rendezvous, notices=notices)
+
+
+def _choose_timeouts(args: LaunchArgs, *, is_elastic: bool) -> tuple[float, float]:
+    """Return the times to wait for all nodes, and for a lost one, in seconds.
+
+    They are longer than the time that the ranks of a living node have to end.
+    """
+    grace_s = DEFAULT_GRACE_S if args.grace is None else args.grace
+    join_s = DEFAULT_JOIN_TIMEOUT_S if args.join_timeout is None else args.join_timeout
+    replace_s = max(DEFAULT_REPLACE_TIMEOUT_S, grace_s + _START_S) if args.replace_timeout is None else args.replace_timeout
+    waits = (("--replace-timeout", replace_s, _START_S, is_elastic), ("--join-timeout", join_s, DEFAULT_JOIN_TIMEOUT_S, True))
+    for option, wait_s, margin_s, is_used in waits:
+        if is_used and args.max_restarts and wait_s <= grace_s:
+            _raise_config_error(
+                f"{option} {wait_s:g} must be above --grace {grace_s:g}, the time that the ranks of a living node have to end",
+                f"Pass {option} {grace_s + margin_s:g}, or a smaller --grace",
+            )
+    if is_elastic and args.replace_timeout is not None and replace_s > join_s:
+        conflict = f"--replace-timeout {replace_s:g} is above --join-timeout {join_s:g}, which ends every wait for nodes"
+        _raise_config_error(conflict, f"Pass --join-timeout {replace_s:g}, too")
+    return join_s, replace_s
 
 
 def _with_ranks(resolved: _ResolvedArgs) -> _ResolvedArgs:

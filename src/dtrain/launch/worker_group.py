@@ -115,6 +115,7 @@ class WorkerGroup:
         staying_ranks: ranks that stay when another rank dies.
         may_replace: if True, dead ranks may be replaced.
         dead_ranks: ranks to replace, while all others stay.
+        is_asked: if True, a rank waits for the word that no rank is replaced.
     """
 
     plan: LaunchPlan
@@ -132,6 +133,7 @@ class WorkerGroup:
     staying_ranks: set[int] = field(default_factory=set)
     may_replace: bool = False
     dead_ranks: tuple[int, ...] = ()
+    is_asked: bool = False
 
     @property
     def alive(self) -> list[int]:
@@ -224,6 +226,8 @@ class WorkerGroup:
             self.diagnosis.closed_ranks.add(record.rank)
         elif record.kind == ProgressKind.FAILED:
             self.record_script_exit(record.rank, record.value, now)
+        elif record.kind == ProgressKind.ASKS:
+            self.is_asked = True
         elif record.kind == ProgressKind.STAYS and record.value:
             self.staying_ranks.add(record.rank)
         elif record.kind == ProgressKind.STAYS:
@@ -322,7 +326,12 @@ class WorkerGroup:
         return self.may_replace and is_known and all(killed) and bool(self.alive) and not self.read_failures()
 
     def forget_dead_ranks(self) -> None:
-        """Forget the dead ranks, before their new processes start. The other ranks must say again that they stay."""
+        """Forget the dead ranks, before their new processes start. The other ranks must say again that they stay.
+
+        Processes that the dead ranks have left are killed: they may hold ports and files that the new ones need.
+        """
+        # Each rank leads a session.
+        processes.kill_sessions({pid for rank in self.dead_ranks if (pid := self.pids[rank]) is not None})
         for rank in self.dead_ranks:
             del self.exits[rank]
             self.pids[rank] = None

@@ -13,6 +13,7 @@ from dataclasses import replace
 import pytest
 from torch.distributed import TCPStore
 
+from dtrain.launch.agent import describe_wait
 from dtrain.launch.launch_plan import NodeLayout, NodeRendezvous
 from dtrain.launch.node_messages import (
     Hello,
@@ -27,6 +28,8 @@ from dtrain.launch.node_messages import (
 )
 from hosts.agents import LONG_S, Node, Nodes
 from jobs import wait_until
+
+FAILED_RANK = RanksFailed(rank=1, code=1, line="failed")
 
 
 def shout(port: int, data: bytes) -> socket.socket:
@@ -237,12 +240,59 @@ def test_node_in_the_place_of_a_lost_one_joins_the_next_attempt(nodes):
     # Before node 0 knows of the loss.
     third = nodes.start(1, max_restarts=2)
     (loss,) = nodes.wait_for(NodeFailed, first)
-    assert (loss.node_rank, loss.is_final) == (1, False)
+    assert (loss.node_rank, loss.is_final, loss.is_lost) == (1, False, True)
     assert not third.said
     first.agent.close()
     again = nodes.start(0, max_restarts=2, restarts=1, fruitless_restarts=1)
     places = nodes.wait_for(JoinAccepted, again, third)
     assert [(place.restarts, place.fruitless_restarts) for place in places] == [(1, 1)] * 2
+
+
+def test_the_others_know_a_launcher_that_has_ended_from_a_rank_that_has_failed(nodes):
+    for end, is_lost in ((lambda node: node.agent.close(), True), (lambda node: node.agent.send(FAILED_RANK), False)):
+        first, second = joined(nodes, 2, max_restarts=2)
+        end(second)
+        (failure,) = nodes.wait_for(NodeFailed, first)
+        assert (failure.node_rank, failure.is_lost) == (1, is_lost)
+        for node in (second, first):
+            node.agent.close()
+        nodes.wait_until_gone(first, second)
+    first, second = joined(nodes, 2, max_restarts=2)
+    os.kill(first.agent.pid, signal.SIGKILL)
+    (failure,) = nodes.wait_for(NodeFailed, second)
+    assert (failure.node_rank, failure.is_lost) == (0, True)
+
+
+ENTRY = NodeRendezvous(node_rank=0, nodes=4, nproc=1, addr="a", port=1, restarts=1, members=(0, 1, 2, 3))
+
+
+@pytest.mark.parametrize(
+    ("entry", "lost", "line"),
+    [
+        ({}, None, ""),
+        ({}, 1, "launch: waiting up to 300 s for node 1. Start its line again."),
+        ({"min_nodes": 3}, 1, "launch: waiting up to 60 s for node 1, then going on with 3 nodes. Start its line again."),
+        (
+            {"min_nodes": 3, "members": (0, 1, 3)},
+            1,
+            "launch: 2 nodes are left, fewer than 3: waiting up to 300 s for another one. Start the line of node 1 again.",
+        ),
+        (
+            {"min_nodes": 2, "members": (0, 1), "timeout_s": 30},
+            1,
+            "launch: 1 node is left, fewer than 2: waiting up to 30 s for another one. Start the line of node 1 again.",
+        ),
+        (
+            {"min_nodes": 2, "node_rank": 1},
+            0,
+            "launch: waiting up to 300 s for node 0, where all meet. Start its line again, on a machine with its address.",
+        ),
+        # Node 0 tells of the others.
+        ({"node_rank": 2}, 1, ""),
+    ],
+)
+def test_the_wait_for_a_lost_node_is_told_at_its_begin(entry, lost, line):
+    assert describe_wait(replace(ENTRY, **entry), lost) == line
 
 
 def test_lost_node_0_that_nobody_replaces_is_reported_with_what_to_do(nodes):
