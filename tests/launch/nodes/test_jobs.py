@@ -207,7 +207,8 @@ with dt.init_dist(device="cpu") as dist:
         if state.step == 3 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
             pathlib.Path("up" + str(dist.rank)).touch()
             time.sleep(1000)
-    print("from", begun_at, dist.world_size, *torch.cat([param.full_tensor().flatten() for param in model.parameters()]).tolist())
+    weights = [param.full_tensor().flatten() for param in model.parameters()]
+    print("from", begun_at, dist.world_size, *torch.cat(weights).tolist())
 """
 
 
