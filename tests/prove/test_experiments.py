@@ -240,6 +240,32 @@ def test_script_that_names_gpus_and_dtypes_computes_in_float64():
     assert run_alone(dtypes_on_cpu) == "([torch.float64, torch.float64, torch.float64], [torch.bfloat16, torch.float16])"
 
 
+def dtypes_of_recomputed_forwards():
+    """Return the dtypes in which a function that names float32 runs, in a forward and again in two kinds of backward."""
+    from torch.utils.checkpoint import checkpoint
+
+    from dtrain.prove.overrides import keep_on_cpu, use_one_dtype
+
+    use_one_dtype("fp64", lambda dtype: None)
+    keep_on_cpu(__file__, lambda: None)
+    seen = []
+
+    def square(value):
+        wide = value.to(torch.float32)
+        seen.append(wide.dtype)
+        return wide.square().to("cuda")
+
+    value = torch.ones(3, requires_grad=True)
+    checkpoint(square, value, use_reentrant=False).sum().backward()
+    torch.autograd.grad(checkpoint(square, value, use_reentrant=False).sum(), value)
+    return seen
+
+
+@pytest.mark.costly
+def test_checkpointed_forward_runs_again_in_the_dtype_of_the_run():
+    assert run_alone(dtypes_of_recomputed_forwards) == str([torch.float64] * 4)
+
+
 def clipped_and_recomputed():
     from torch.utils.checkpoint import checkpoint
 

@@ -25,7 +25,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.distributed import device_mesh
 from torch.nn.parallel import DistributedDataParallel
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils.weak import WeakIdKeyDictionary
 
 from dtrain.data.batch import _map_leaves
@@ -130,8 +130,26 @@ def use_one_dtype(name: Dtype, on_low: Callable[[torch.dtype], None]) -> torch.d
 
     torch.autocast.__init__ = disabled  # type: ignore[method-assign]
     _replace_mixed_precision(dtype, on_low)
-    OneDtype(dtype, on_low).__enter__()  # type: ignore[no-untyped-call]
+    enter_for_good(OneDtype(dtype, on_low))
     return dtype
+
+
+def enter_for_good(mode: TorchFunctionMode) -> None:
+    """Enter a mode until the process ends, also for what a backward calls.
+
+    torch calls a backward through the mode, and without the mode from then on. But activation checkpointing runs forwards there.
+
+    Mutates: the function of ``torch.autograd`` that runs a backward.
+    """
+    mode.__enter__()  # type: ignore[no-untyped-call]
+    run = torch.autograd._engine_run_backward
+
+    @functools.wraps(run)
+    def run_with_mode(*args: Any, **kwargs: Any) -> Any:
+        with contextlib.nullcontext() if mode in _get_current_function_mode_stack() else mode:  # type: ignore[no-untyped-call]
+            return run(*args, **kwargs)
+
+    torch.autograd._engine_run_backward = run_with_mode
 
 
 def _replace_mixed_precision(dtype: torch.dtype, on_low: Callable[[torch.dtype], None]) -> None:
@@ -501,7 +519,7 @@ def keep_on_cpu(script: str, on_gpu: Callable[[], None]) -> None:
     def scaled_on_cpu(self: Any, device: str = "cuda", *args: Any, **kwargs: Any) -> None:
         scaler(self, cpu_for(device), *args, **kwargs)
 
-    _CpuMode(cpu_for, gpu_named).__enter__()  # type: ignore[no-untyped-call]
+    enter_for_good(_CpuMode(cpu_for, gpu_named))
     for name, result in _WITHOUT_GPU.items():
         setattr(torch.cuda, name, without_gpu(result))
     dist.init_process_group = with_cpu(dist.init_process_group, device_id=None)

@@ -29,7 +29,7 @@ from dtrain.errors import ConfigError
 from dtrain.fqn import buffers_by_fqn, modules_by_fqn
 from dtrain.prove.evaluations import Evaluations, reshard
 from dtrain.prove.experiments import Padding, Replay, Slope
-from dtrain.prove.overrides import EvenRandom, FrozenStatistics, LowSums, cast_floats, use_one_dtype
+from dtrain.prove.overrides import EvenRandom, FrozenStatistics, LowSums, cast_floats, enter_for_good, use_one_dtype
 from dtrain.prove.run_config import RECORDED_LENGTHS, SAVE_INTERVAL, RunConfig
 from dtrain.prove.run_log import (
     RunLog,
@@ -122,7 +122,7 @@ class RankRecorder:
         self._lost_sums: set[str] = set()
         self.dtype = use_one_dtype(config.dtype, self._on_low)
         if self.dtype is None and config.ranks == 1:
-            LowSums(self._on_lost_sum).__enter__()  # type: ignore[no-untyped-call]
+            enter_for_good(LowSums(self._on_lost_sum))
         self.models = ScriptModels(self.dtype)
         self.random = EvenRandom(self._on_draw, active=config.even_random)
         self.replay = Replay(config, rank)

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.checkpoint import checkpoint
 
 MAX_ITERS, WARMUP, EVAL_INTERVAL, BLOCK, MICROBATCHES, ROWS = 12, 3, 2, 8, 6, 2
 
@@ -20,7 +21,8 @@ class Attention(nn.Module):
         self.qkv, self.proj = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
 
     def forward(self, x):
-        q, k, v = (part.unflatten(-1, (2, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        normal = nn.functional.rms_norm(x.float(), x.shape[-1:]).to(x.dtype)
+        q, k, v = (part.unflatten(-1, (2, -1)).transpose(1, 2) for part in self.qkv(normal).chunk(3, -1))
         y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         return x + self.proj(y.transpose(1, 2).flatten(2))
 
@@ -36,7 +38,7 @@ class GPT(nn.Module):
     def forward(self, tokens, targets):
         x = self.embed(tokens) + self.position(torch.arange(tokens.shape[1]))
         for block in self.blocks:
-            x = block(x)
+            x = checkpoint(block, x, use_reentrant=False) if "--checkpoint" in sys.argv else block(x)
         return cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
 
 
