@@ -425,7 +425,7 @@ class NodeSession:
             return
         line = f"{self._hello.display_name}{reason}"
         failure = NodeFailed(line=line, code=code, node_rank=self._hello.node_rank, is_final=is_final)
-        self._failure_known = self._store.post_first("failure", failure)
+        self._failure_known = self._store.post_failure(failure)
         self._mark_end_read(self._failure_known)
 
     def _poll(self, now: float) -> None:
