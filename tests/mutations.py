@@ -1,4 +1,4 @@
-"""Mutated copies of real files, each chosen by a seed: for tests that read invalid files.
+"""Mutated copies of real files, each chosen by a seed: for tests that read invalid files. ``flip_bits`` changes a file itself.
 
 ``mutate_bytes`` knows nothing of the format. ``mutate_json`` changes one value, key or container of a JSON text, so that the
 parser accepts the text and the reader has to refuse the content. Both are pure: the same data and seed give the same mutation.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 _RAW = "\ue000raw\ue000"  # stands in a tree for text that json.dumps would not write
@@ -35,6 +36,13 @@ class Mutation(NamedTuple):
 
     kind: str
     data: bytes
+
+
+def flip_bits(path: Path, at: int | float, bits: int = 1) -> None:
+    """Flip ``bits`` of the byte ``at`` of a file: its index, or its place as a share of the file from 0.0 to 1.0."""
+    data = bytearray(path.read_bytes())
+    data[int(at * (len(data) - 1)) if isinstance(at, float) else at] ^= bits
+    path.write_bytes(data)
 
 
 def mutate_bytes(data: bytes, seed: int) -> Mutation:

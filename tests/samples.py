@@ -8,12 +8,15 @@ import signal
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+
+import dtrain as dt
 
 
 class Numbers:
@@ -179,3 +182,10 @@ class Texts:
 def pad(samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
     tokens = torch.nn.utils.rnn.pad_sequence([sample["tokens"] for sample in samples], True, 0.0)
     return {"index": torch.tensor([sample["index"] for sample in samples]), "tokens": tokens}
+
+
+def build(dataset: Any, rank: int = 0, ranks: int = 1, **options: Any) -> dt.data.Loader:
+    """Build the loader of one rank of several, in a process without ranks."""
+    loader = dt.build_loader(dataset, **{"global_batch_size": 4, "seed": 0, "shuffle": False, **options})
+    loader._source.options = replace(loader._source.options, rank=rank, ranks=ranks)
+    return loader

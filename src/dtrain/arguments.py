@@ -227,6 +227,11 @@ def format_duration(seconds: float) -> str:
     return f"{whole // 86400} d {whole % 86400 // 3600:02d} h"
 
 
-def format_error_line(error: BaseException, limit: int = 2000) -> str:
-    """Format the class and message of an error on one line of at most ``limit`` characters."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:limit]
+def single_line(message: object) -> str:
+    """Return a message, such as an error, without line ends and repeated blanks."""
+    return " ".join(str(message).split())
+
+
+def format_error_line(error: BaseException) -> str:
+    """Format the class and message of an error on one line of at most 2,000 characters."""
+    return f"{type(error).__name__}: {single_line(error)}"[:2000]

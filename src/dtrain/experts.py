@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import ClassVar, Literal, NamedTuple
 
 import torch
@@ -542,14 +543,10 @@ def router_terms(
     terms = {}
     for name, factor, loss in (
         ("balance", balance, load_balancing_loss),
-        ("sequence", sequence, _sequence_loss),
+        ("sequence", sequence, partial(load_balancing_loss, scope="sequence")),
         ("z", z, router_z_loss),
     ):
         if check_number("router_terms", name, factor, minimum=0):
             pairs = [loss(routing) for routing in routings]
             terms[name] = torch.stack([total for total, _ in pairs]).sum() * factor, pairs[0][1]
     return terms
-
-
-def _sequence_loss(routing: Routing) -> tuple[Tensor, Tensor]:
-    return load_balancing_loss(routing, scope="sequence")

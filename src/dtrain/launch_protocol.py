@@ -263,11 +263,17 @@ def rank_environment(
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write a file atomically, so that no reader sees half of it.
+    """Write a file atomically, so that no reader sees half of it. A failed write leaves the file as it was.
 
     Raises:
         OSError: the folder is gone, or the disk is full.
     """
     partial = path.with_suffix(".partial")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, path)
+    try:
+        # Names of files and lines of output may have surrogates.
+        partial.write_text(text, encoding="utf-8", errors="backslashreplace")
+        os.replace(partial, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            partial.unlink()
+        raise

@@ -453,13 +453,9 @@ class NetworkInterface:
     up: bool
 
 
-def list_interfaces(root: Path = Path("/")) -> tuple[NetworkInterface, ...]:
-    """List all interfaces in the order of their numbers, with the first IPv4 address and all IPv6 addresses of each.
-
-    Args:
-        root: folder that contains ``proc``.
-    """
-    ipv6 = read_ipv6_addresses(root)
+def list_interfaces() -> tuple[NetworkInterface, ...]:
+    """List all interfaces in the order of their numbers, with the first IPv4 address and all IPv6 addresses of each."""
+    ipv6 = read_ipv6_addresses(Path("/"))
     interfaces = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():

@@ -224,14 +224,14 @@ def first_entry_ns(name: str) -> int | None:
     return _RECORDER.first_ns.get(name)
 
 
-def begin_once(name: str, times: int = 1) -> bool:
-    """Enter a span as ``begin`` does, unless the process is in it already; return True if ``end`` must follow.
+def begin_step_once() -> bool:
+    """Enter the span ``"step"`` uncounted, unless the process is in it already; return True if ``end`` must follow.
 
     A function of a step calls this, because a composed step is in the span, and a step by hand is not.
     """
-    if name in _RECORDER.totals and _RECORDER.top is _RECORDER.totals[name]:
+    if _RECORDER.top is _RECORDER.totals.get("step"):
         return False
-    begin(name, times)
+    begin("step", 0)
     return True
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 import dtrain as dt
 from battery.curves import IMAGES
+from draws import generator
 
 SIDE, GAP = 96, 8
 SIGNATURE = b"\x89PNG\r\n\x1a\n"
@@ -38,10 +39,6 @@ def drawn() -> Tensor:
         image = torch.where(inside, torch.tensor(color).reshape(3, 1, 1), torch.tensor(ground).reshape(3, 1, 1))
         images.append(image * shade)
     return torch.stack(images)
-
-
-def seeded(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 def blurred(images: Tensor) -> Tensor:
@@ -67,18 +64,21 @@ BATCHES: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
             {"x": x, "y": torch.arange(4)}, num_classes=4, box=(40, 30, 83, 73), order=torch.tensor([1, 2, 3, 0])
         )["x"],
     ),
-    "cutout": ("`cutout_batch` with `length=0.4`.", lambda x: dt.transforms.cutout_batch(x, length=0.4, generator=seeded(1))),
+    "cutout": (
+        "`cutout_batch` with `length=0.4`.",
+        lambda x: dt.transforms.cutout_batch(x, length=0.4, generator=generator(1)),
+    ),
     "colout": (
         "`colout_batch` with `p_row=0.3` and `p_col=0.3`: the images are smaller.",
-        lambda x: dt.transforms.colout_batch(x, p_row=0.3, p_col=0.3, generator=seeded(1)),
+        lambda x: dt.transforms.colout_batch(x, p_row=0.3, p_col=0.3, generator=generator(1)),
     ),
     "rand_augment": (
         "`rand_augment_batch` with `magnitude=9` and `depth=2`.",
-        lambda x: dt.transforms.rand_augment_batch(x, magnitude=9, generator=seeded(3)),
+        lambda x: dt.transforms.rand_augment_batch(x, magnitude=9, generator=generator(3)),
     ),
     "augmix": (
         "`augmix_batch` with `severity=6`.",
-        lambda x: dt.transforms.augmix_batch(x, severity=6, generator=seeded(3)),
+        lambda x: dt.transforms.augmix_batch(x, severity=6, generator=generator(3)),
     ),
     "progressive_resizing": (
         "`resize_batch` with `scale=0.5`: the images are smaller.",

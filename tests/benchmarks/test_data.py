@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -28,17 +27,10 @@ CLAIMS = {
 SLOW = ("loading", "streaming")  # they start workers and servers
 
 pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
     pytest.mark.filterwarnings("ignore:'set_vital' is deprecated"),  # torchdata
     pytest.mark.filterwarnings("ignore:The given NumPy array is not writable"),  # mosaicml-streaming
 ]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """The parts set torch's threads."""
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in PARTS])

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
 
 import pytest
-import torch
 
 import figures
 import peers
@@ -18,17 +16,10 @@ SLOW = ("2 ranks", "dtrain", "no_op", "MDS")  # they start ranks or processes
 EMPTY = {"value": [1.0, 1.0, 1.0], "ratio": [1.0, 1.0, 1.0]}
 
 pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
     pytest.mark.filterwarnings("ignore:'set_vital' is deprecated"),  # torchdata
     pytest.mark.filterwarnings("ignore:The given NumPy array is not writable"),  # mosaicml-streaming
 ]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Rows set torch's threads."""
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
 
 
 def is_slow(row: Row) -> bool:

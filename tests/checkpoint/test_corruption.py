@@ -16,6 +16,7 @@ from dtrain.checkpoint.load import load_sharded
 from dtrain.checkpoint.reader import verify
 from dtrain.checkpoint.save import save_sharded
 from dtrain.errors import CheckpointError, CorruptCheckpointError
+from mutations import flip_bits
 
 FILES = ["manifest.json", "rank-00000.json", "rank-00000.safetensors", "index.json"]
 Damage = Callable[[Path, Path, Path], None]
@@ -23,9 +24,7 @@ Damage = Callable[[Path, Path, Path], None]
 
 def flip(name: str, where: float) -> Damage:
     def damage(step: Path, older: Path, foreign: Path) -> None:
-        data = bytearray((step / name).read_bytes())
-        data[int(where * (len(data) - 1))] ^= 4
-        (step / name).write_bytes(data)
+        flip_bits(step / name, where, 4)
 
     return damage
 

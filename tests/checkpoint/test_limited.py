@@ -16,6 +16,7 @@ from dtrain.checkpoint.reader import open_checkpoint, verify
 from dtrain.checkpoint.save import save_sharded
 from dtrain.dist.context import Preemption
 from dtrain.errors import CheckpointError, CheckpointMismatchError, ConfigError
+from mutations import flip_bits
 
 
 def sections(folder):
@@ -207,9 +208,7 @@ def test_same_step_with_changed_states_is_rewritten(tmp_path):
 def test_incremental_save_does_not_link_corrupt_file(tmp_path, adapter):
     adapter = train(adapter, 1)
     path = save_sharded(tmp_path, adapter, incremental=True).path / "rank-00000-frozen.safetensors"
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
+    flip_bits(path, -1)
     save_sharded(tmp_path, train(adapter, 1), incremental=True)
     assert links(tmp_path) == [1, 1]
     assert verify(tmp_path).step == 2

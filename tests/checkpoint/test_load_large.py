@@ -14,6 +14,7 @@ from dtrain.checkpoint import data_file, layout, load
 from dtrain.checkpoint.load import load_sharded
 from dtrain.checkpoint.save import save_sharded
 from dtrain.errors import CheckpointError, CorruptCheckpointError, StaleStateError
+from mutations import flip_bits
 
 DATA = "rank-00000.safetensors"
 
@@ -24,12 +25,6 @@ def _large(monkeypatch):
         monkeypatch.setattr(module, "CHUNK_BYTES", 512)
     monkeypatch.setattr(load, "_HELD_BYTES", 0)
     monkeypatch.setattr(load, "_BATCH_BYTES", 300)
-
-
-def flip(path, byte):
-    data = bytearray(path.read_bytes())
-    data[byte] ^= 1
-    path.write_bytes(data)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
@@ -112,10 +107,10 @@ def test_damage_is_refused_before_anything_changes(tmp_path):
     before = digest(state)
     header = 8 + int.from_bytes(path.read_bytes()[:8], "little")
     for byte in range(header, path.stat().st_size, 100):
-        flip(path, byte)
+        flip_bits(path, byte)
         with pytest.raises(CorruptCheckpointError, match=f"{DATA}: bytes from {byte // 512 * 512} on do not match"):
             load_sharded(tmp_path, state, extra={"counter": Counter()})
-        flip(path, byte)
+        flip_bits(path, byte)
         assert digest(state) == before
         state._check_not_stale("here")
 
@@ -162,7 +157,7 @@ def test_file_that_changes_between_the_passes_is_named_with_the_loaded_tensors(t
     original = load._apply
 
     def damage_then_apply(*args):
-        flip(path, last)
+        flip_bits(path, last)
         return original(*args)
 
     monkeypatch.setattr(load, "_apply", damage_then_apply)
@@ -192,7 +187,7 @@ def test_step_removed_between_the_passes_loads(tmp_path, monkeypatch):
 
 def test_refused_load_closes_its_files(tmp_path):
     path = save_sharded(tmp_path, train(plain_state(), 2)).path / DATA
-    flip(path, -1)
+    flip_bits(path, -1)
     handles = len(os.listdir("/proc/self/fd"))
     for _ in range(3):
         with pytest.raises(CorruptCheckpointError):

@@ -23,6 +23,7 @@ from dtrain.dist.init import get_dist_info
 from dtrain.errors import CheckpointError, CheckpointMismatchError, ConfigError, CorruptCheckpointError, DtrainError
 from dtrain.shard.unshard import eval_mode
 from dtrain.state import init_state
+from mutations import flip_bits
 
 INDEX = "model.safetensors.index.json"
 NAMES = ["first.weight", "first.bias", "last.weight", "last.bias", "seen"]
@@ -435,9 +436,7 @@ def test_corrupt_step_is_refused_before_model_changes(saved, tmp_path):
     """The damage is in the file that is read last."""
     path = tmp_path / "step-00000004"
     shutil.copytree(saved[2, "full_shard"][0], path)
-    data = bytearray((path / "rank-00001.safetensors").read_bytes())
-    data[-1] ^= 1
-    (path / "rank-00001.safetensors").write_bytes(data)
+    flip_bits(path / "rank-00001.safetensors", -1)
     model = Model()
     before = values(model)
     with pytest.raises(CorruptCheckpointError, match=r"load_weights_: .*: rank-00001.safetensors: bytes from 0 on do"):

@@ -24,6 +24,7 @@ from dtrain.dist.rng import seed_all
 from dtrain.errors import CheckpointError, CorruptCheckpointError, DtrainError
 from dtrain.shard.unshard import reshard
 from dtrain.state import TrainState, init_state
+from mutations import flip_bits
 
 
 @pytest.mark.parametrize("strategy", SHARDED)
@@ -156,9 +157,7 @@ def test_read_corruption_on_one_rank_is_refused_on_all(saved, ranks, tmp_path):
 def test_corrupt_rank_file_is_refused_on_all(saved, ranks, tmp_path):
     path = tmp_path / "step-00000004"
     shutil.copytree(saved[2, "full_shard"][0], path)
-    data = bytearray((path / "rank-00001.safetensors").read_bytes())
-    data[-5] ^= 1
-    (path / "rank-00001.safetensors").write_bytes(data)
+    flip_bits(path / "rank-00001.safetensors", -5)
     for failed, unchanged, fresh in ranks(2).run(attempt_load, str(tmp_path), "full_shard", None, "previous"):
         assert failed.startswith(f"CorruptCheckpointError: load_sharded: {path} is corrupt: rank ")
         assert "rank-00001.safetensors: bytes from 0 on do not match" in failed

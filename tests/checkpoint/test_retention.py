@@ -29,6 +29,7 @@ from dtrain.checkpoint.retention import (
 )
 from dtrain.checkpoint.save import save_sharded
 from dtrain.errors import CheckpointError, ConfigError
+from mutations import flip_bits
 
 RUN, OTHER = "a" * 32, "b" * 32
 STEPS = st.lists(st.integers(0, 50), unique=True)
@@ -72,9 +73,7 @@ def names(root: Path) -> list[str]:
 
 def damage(folder: Path) -> None:
     path = folder / layout.data_name(0)
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
+    flip_bits(path, -1)
 
 
 def removals(steps, keep_last, *, protected=(), **keep) -> list[int]:

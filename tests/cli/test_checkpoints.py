@@ -21,15 +21,10 @@ from dtrain import storage
 from dtrain.checkpoint import layout
 from dtrain.checkpoint.conversion.convert import convert
 from dtrain.checkpoint.save import save_sharded
+from mutations import flip_bits
 
 VALID = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d +[0-9.]+ KiB +1 +all +[0-9a-f]{8} "
 CORRUPT = r"\*  2 +[-0-9]+ [0-9:]+  - +- +- +- +- +corrupt: manifest.json: .*"
-
-
-def flip(path, share=0.5):
-    data = bytearray(path.read_bytes())
-    data[int(share * (len(data) - 1))] ^= 4
-    path.write_bytes(data)
 
 
 def test_list_shows_steps_in_commit_order(checkpoints, root):
@@ -51,7 +46,7 @@ def test_list_marks_last_committed_step_after_going_back(checkpoints, root):
 
 
 def test_list_shows_corrupt_manifest(checkpoints, root):
-    flip(root / "step-00000002" / "manifest.json")
+    flip_bits(root / "step-00000002" / "manifest.json", 0.5, 4)
     code, out, err = checkpoints("list", "root")
     assert (code, err) == (0, "")
     assert re.fullmatch(rf"   1     {VALID} +- +valid", out.splitlines()[1])
@@ -84,21 +79,21 @@ def test_commands_find_the_checkpoints_of_a_run(checkpoints, root):
 
 
 def test_verify_checks_newest_step_of_root(checkpoints, root):
-    flip(root / "step-00000001" / "rank-00000.safetensors")
+    flip_bits(root / "step-00000001" / "rank-00000.safetensors", 0.5, 4)
     code, out, err = checkpoints("verify", "--deep", "root")
     assert (code, err) == (0, "")
     assert re.fullmatch(r"step-00000002: ok, [0-9.]+ KiB of 1 rank \(every byte read\)\n", out)
 
 
 def test_verify_checks_given_step(checkpoints, root):
-    flip(root / "step-00000002" / "manifest.json")
+    flip_bits(root / "step-00000002" / "manifest.json", 0.5, 4)
     code, out, _ = checkpoints("verify", "root/step-00000001")
     assert (code, out.startswith("step-00000001: ok, ")) == (0, True)
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "rank-00000.json", "rank-00000.safetensors"])
 def test_verify_finds_flipped_bit_and_names_file(checkpoints, root, name):
-    flip(root / "step-00000002" / name)
+    flip_bits(root / "step-00000002" / name, 0.5, 4)
     for options in (["--deep"], [] if name.endswith(".json") else ["--deep"]):
         code, out, err = checkpoints("verify", "root", *options)
         assert (code, err) == (1, "")
@@ -106,7 +101,7 @@ def test_verify_finds_flipped_bit_and_names_file(checkpoints, root, name):
 
 
 def test_verify_reads_no_tensor_data_by_default(checkpoints, root):
-    flip(root / "step-00000002" / "rank-00000.safetensors")
+    flip_bits(root / "step-00000002" / "rank-00000.safetensors", 0.5, 4)
     code, out, err = checkpoints("verify", "root")
     assert (code, err) == (0, "")
     assert re.fullmatch(r"step-00000002: ok, .* of 1 rank \(manifest, sizes and indexes; --deep reads every byte\)\n", out)
@@ -121,7 +116,7 @@ def test_verify_finds_truncated_or_missing_file(checkpoints, root):
 
 
 def test_verify_json_has_a_record_for_every_step(checkpoints, root):
-    flip(root / "step-00000001" / "rank-00000.safetensors")
+    flip_bits(root / "step-00000001" / "rank-00000.safetensors", 0.5, 4)
     code, out, err = checkpoints("verify", "root", "--all", "--deep", "--json")
     report = json.loads(out)
     first, second = report["steps"]
@@ -133,7 +128,7 @@ def test_verify_json_has_a_record_for_every_step(checkpoints, root):
 
 
 def test_list_json_has_stable_fields(checkpoints, root):
-    flip(root / "step-00000002" / "manifest.json")
+    flip_bits(root / "step-00000002" / "manifest.json", 0.5, 4)
     code, out, err = checkpoints("list", "root", "--json")
     report = json.loads(out)
     good, bad = report["steps"]
@@ -166,7 +161,7 @@ def test_list_shows_which_steps_hold_only_weights(checkpoints, root):
 
 
 def test_verify_all_has_a_line_for_every_step(checkpoints, root):
-    flip(root / "step-00000001" / "rank-00000.safetensors")
+    flip_bits(root / "step-00000001" / "rank-00000.safetensors", 0.5, 4)
     code, out, _ = checkpoints("verify", "root", "--all", "--deep")
     first, second = out.splitlines()
     assert code == 1
@@ -416,7 +411,7 @@ def test_diff_compares_weights_of_step_and_hf_folder(checkpoints, root):
 
 
 def test_diff_refuses_corrupt_data(checkpoints, root):
-    flip(root / "step-00000002" / "rank-00000.safetensors", share=1)
+    flip_bits(root / "step-00000002" / "rank-00000.safetensors", 1.0, 4)
     code, out, err = checkpoints("diff", "root/step-00000001", "root")
     assert (code, out, err.count("\n")) == (1, "", 1)
     assert err.startswith("dtrain: checkpoints: diff: rank-00000.safetensors: bytes from 0 on do not match")

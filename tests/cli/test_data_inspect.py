@@ -12,15 +12,10 @@ import pytest
 from dtrain import storage
 from dtrain.cli.data import format_sample_value
 from dtrain.data.stream.write_shards import write_shards
+from mutations import flip_bits
 
 ROWS = [{"text": f"row {i}", "tokens": np.arange(12, dtype=np.uint16)} for i in range(20)]
 COLUMNS = {"text": "str", "tokens": "ndarray:uint16:12"}
-
-
-def flip(path, share=0.5):
-    content = bytearray(path.read_bytes())
-    content[int(share * (len(content) - 1))] ^= 4
-    path.write_bytes(content)
 
 
 @pytest.fixture
@@ -108,7 +103,7 @@ def test_verify_reports_shards_without_digests(data, tmp_path, monkeypatch):
 
 DAMAGE = {
     "a flipped bit": (
-        lambda path: flip(path),
+        lambda path: flip_bits(path, 0.5, 4),
         r"(xxh64|sha1) is [0-9a-f]+, the index has [0-9a-f]+|zstd: cannot be unpacked: .*",
     ),
     "cut short": (lambda path: path.write_bytes(path.read_bytes()[:-1]), r"has \d+ bytes, the index has \d+"),

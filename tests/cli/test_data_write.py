@@ -250,4 +250,4 @@ def test_invalid_sample_prints_one_line(data, here, content, args, expected):
 
 
 def test_column_shape_can_contain_commas():
-    assert parse_columns("--columns", ["x:ndarray:uint8:2,3,y:int", "z"]) == {"x": "ndarray:uint8:2,3", "y": "int", "z": None}
+    assert parse_columns(["x:ndarray:uint8:2,3,y:int", "z"]) == {"x": "ndarray:uint8:2,3", "y": "int", "z": None}

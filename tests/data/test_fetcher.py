@@ -1,7 +1,6 @@
 """Samples to batches: default batches, errors of samples that do not fit, transforms, and skipped samples."""
 
 from collections import OrderedDict
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,13 +12,7 @@ import dtrain as dt
 from dtrain.data.batch import list_tensors
 from dtrain.data.dataset import ColumnDataset
 from dtrain.data.fetcher import collate
-from samples import Numbers, Troubled, fail
-
-
-def build(dataset, rank=0, ranks=1, **options) -> dt.data.Loader:
-    made = dt.build_loader(dataset, **{"global_batch_size": 4, "seed": 0, "shuffle": False, **options})
-    made._source.options = replace(made._source.options, rank=rank, ranks=ranks)
-    return made
+from samples import Numbers, Troubled, build, fail
 
 
 def test_mappings_of_tensors_become_a_tensordict():

@@ -2,7 +2,6 @@
 
 import contextlib
 import tempfile
-from dataclasses import replace
 from itertools import chain
 
 import datasets
@@ -12,12 +11,7 @@ from tensordict import TensorDict
 
 import dtrain as dt
 from places.mosaicml import MDSWriter, StreamingDataset, released
-
-
-def build(dataset, rank=0, ranks=1, **options) -> dt.data.Loader:
-    made = dt.build_loader(dataset, **{"global_batch_size": 4, "seed": 0, "shuffle": False, **options})
-    made._source.options = replace(made._source.options, rank=rank, ranks=ranks)
-    return made
+from samples import build
 
 
 def hugging_face(size: int = 10) -> datasets.Dataset:

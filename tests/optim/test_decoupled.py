@@ -10,6 +10,7 @@ from torch import nn
 import dtrain as dt
 from dtrain.errors import ConfigError
 from dtrain.optim.decoupled import DecoupledAdamW, DecoupledSGDW
+from optim.trained import trained
 
 LOSS = dt.mean_loss(lambda model, batch: model(batch).square().mean(), weight=len)
 KINDS = {"adamw": DecoupledAdamW, "sgdw": DecoupledSGDW}
@@ -26,16 +27,6 @@ def decayed(optimizer: torch.optim.Optimizer) -> float:
     before, param.grad = param.item(), torch.zeros_like(param)
     optimizer.step()
     return 1.0 - param.item() / before
-
-
-def trained(optimizer: torch.optim.Optimizer, params: list[nn.Parameter], steps: int = 5) -> list[torch.Tensor]:
-    """The parameters after steps with gradients that are drawn alike."""
-    generator = torch.Generator().manual_seed(1)
-    for _ in range(steps):
-        for param in params:
-            param.grad = torch.randn(param.shape, generator=generator, dtype=param.dtype)
-        optimizer.step()
-    return [param.detach().clone() for param in params]
 
 
 def matrices() -> list[nn.Parameter]:

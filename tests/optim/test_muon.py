@@ -10,6 +10,7 @@ from dtrain.errors import ConfigError
 from dtrain.optim.groups import muon_groups
 from dtrain.optim.muon import Muon, orthogonalize
 from dtrain.testing import count_collectives
+from optim.trained import trained
 
 # float64; five steps of the iteration magnify the rounding of small singular values by 500 and more
 TOLERANCE = 1e-11
@@ -19,15 +20,6 @@ SHAPES = ((4, 6), (7, 3), (5, 5), (1, 4))
 def matrices(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
     generator = torch.Generator().manual_seed(0)
     return [nn.Parameter(torch.randn(*shape, generator=generator, dtype=dtype)) for shape in SHAPES]
-
-
-def trained(optimizer: torch.optim.Optimizer, params: list[nn.Parameter], steps: int = 4) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    for _ in range(steps):
-        for param in params:
-            param.grad = torch.randn(param.shape, generator=generator, dtype=param.dtype)
-        optimizer.step()
-    return [param.detach().clone() for param in params]
 
 
 @pytest.mark.parametrize(("adjust_lr_fn", "theirs"), [("original", "original"), ("match_rms_adamw", "match_rms_adamw")])

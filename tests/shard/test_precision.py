@@ -14,12 +14,13 @@ from dtrain.errors import ConfigError
 from dtrain.shard.fsdp import shard_model
 from dtrain.shard.materialize import materialize
 from dtrain.shard.precision import Precision
-from dtrain.state import TrainState, init_state
+from dtrain.state import init_state
 from dtrain.step.compose import optimizer_in_backward
 from dtrain.step.grad_cache import grad_cache_step
 from dtrain.step.microbatch_step import microbatch_step
 from dtrain.testing import count_collectives
 from dtrain.typing import LossSum
+from step.states import state_of
 
 STRATEGIES = ["full_shard", "shard_grad_op", "hybrid_shard", "replicate"]
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -59,10 +60,6 @@ def sharded(strategy: str, precision: Precision, middle: nn.Module | None = None
 
 def loss(net: nn.Module, batch: torch.Tensor) -> LossSum:
     return LossSum(total=net(batch).float().square().sum(), weight=len(batch))
-
-
-def state_of(net: nn.Module) -> TrainState:
-    return init_state(net, torch.optim.SGD(net.parameters(), lr=0.1))
 
 
 def short(dtype: torch.dtype) -> str:

@@ -22,7 +22,7 @@ from dtrain.errors import ConfigError, PeerError
 from dtrain.monitors.reduce_metrics import reduce_metrics
 from dtrain.shard.fsdp import shard_model
 from dtrain.shard.precision import Precision
-from dtrain.state import TrainState, init_state
+from dtrain.state import TrainState
 from dtrain.step.auto_microbatch import auto_microbatch
 from dtrain.step.compose import compose_step
 from dtrain.step.grad_cache import grad_cache_step
@@ -30,6 +30,7 @@ from dtrain.step.microbatch_step import microbatch_step
 from dtrain.testing.checks import memory_budget
 from dtrain.testing.counters import count_collectives
 from dtrain.typing import LossSum
+from step.states import state_of
 
 SAMPLES, WIDTH, DIM = 11, 5, 3
 FLOAT64_REORDERING = 1e-12  # norm of the difference over norm of the gradient; rounding gives about 1e-16
@@ -96,10 +97,6 @@ def reference(dtype: torch.dtype = torch.float64) -> tuple[Tensor, float]:
     loss = (losses * batch["weight"]).sum() / batch["weight"].sum()
     loss.backward()
     return torch.cat([p.grad.flatten() for p in net.parameters()]), loss.item()
-
-
-def state_of(net: nn.Module) -> TrainState:
-    return init_state(net, torch.optim.SGD(net.parameters(), lr=0.1))
 
 
 def sharded(strategy: str, accumulate: str = "local", **options) -> TrainState:

@@ -12,10 +12,11 @@ from dtrain.dist.dtensor import full_tensor
 from dtrain.dist.init import get_dist_info
 from dtrain.dist.mesh import build_mesh
 from dtrain.shard.fsdp import shard_model
-from dtrain.state import TrainState, init_state
+from dtrain.state import TrainState
 from dtrain.step.microbatch_step import microbatch_step
 from dtrain.typing import LossSum
 from step.ragged import VOCAB, loss_fn, ragged_batch
+from step.states import state_of
 
 # Norm of the difference over norm of the gradient, over all parameters; rounding gives about 1e-15 and 1e-7.
 TOLERANCES = {"float64": 1e-12, "float32": 1e-5}
@@ -53,10 +54,6 @@ def reference(dtype: str) -> torch.Tensor:
     net, batch = model(dtype), ragged_batch()
     nn.functional.cross_entropy(net(batch["inputs"]).flatten(0, 1), batch["targets"].flatten(), ignore_index=-100).backward()
     return torch.cat([p.grad.flatten() for p in net.parameters()])
-
-
-def state_of(net: nn.Module) -> TrainState:
-    return init_state(net, torch.optim.SGD(net.parameters(), lr=0.1))
 
 
 def sharded(strategy: str, accumulate: str, dtype: str) -> TrainState:

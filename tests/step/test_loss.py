@@ -11,16 +11,12 @@ from dtrain.data.batch import batch_spec
 from dtrain.dist.mesh import build_mesh
 from dtrain.errors import ConfigError, StepError
 from dtrain.shard.fsdp import shard_model
-from dtrain.state import TrainState, init_state
 from dtrain.step.evaluate import evaluate
 from dtrain.step.microbatch_step import microbatch_step
 from dtrain.typing import LossSum
+from step.states import state_of
 
 X = torch.ones(4, 3)
-
-
-def state_of(net: nn.Module) -> TrainState:
-    return init_state(net, torch.optim.SGD(net.parameters(), lr=0.1))
 
 
 def loss_of(**options: Any) -> Callable[[nn.Module, torch.Tensor], Any]:

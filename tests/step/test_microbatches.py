@@ -10,10 +10,11 @@ from dtrain.dist.init import get_dist_info
 from dtrain.dist.mesh import build_mesh
 from dtrain.errors import ConfigError, DtrainError
 from dtrain.shard.fsdp import shard_model
-from dtrain.state import TrainState, init_state
+from dtrain.state import TrainState
 from dtrain.step.microbatch_step import microbatch_step
 from dtrain.step.optimizer import optimizer_step
 from dtrain.typing import LossSum
+from step.states import state_of
 
 
 class Graphs:
@@ -38,10 +39,6 @@ def count(batch: Graphs) -> tuple[int, int]:
 def loss_fn(net: nn.Module, batch: Graphs) -> LossSum:
     total = torch.stack([net(graph).mean(0).square().sum() for graph in batch.graphs]).sum()
     return LossSum(total=total, weight=len(batch.graphs))
-
-
-def state_of(net: nn.Module) -> TrainState:
-    return init_state(net, torch.optim.SGD(net.parameters(), lr=0.1))
 
 
 def plain() -> TrainState:

@@ -11,9 +11,10 @@ from dtrain.dist.mesh import build_mesh
 from dtrain.errors import ConfigError, StepError
 from dtrain.monitors.reduce_metrics import reduce_metrics
 from dtrain.shard.fsdp import shard_model
-from dtrain.state import TrainState, init_state
+from dtrain.state import TrainState
 from dtrain.step.microbatch_step import microbatch_step
 from dtrain.typing import LossSum
+from step.states import state_of
 
 TOLERANCE = 1e-12  # float64, relative norm over all parameters
 SAMPLES = 7
@@ -50,10 +51,6 @@ def reference() -> torch.Tensor:
     flat = (out[:, 1].abs() * whole["flat"]).sum() / whole["flat"].sum()
     (fit + flat).backward()
     return torch.cat([p.grad.flatten() for p in net.parameters()])
-
-
-def state_of(net: nn.Module) -> TrainState:
-    return init_state(net, torch.optim.SGD(net.parameters(), lr=0.1))
 
 
 def several_terms(counts: list, size: int | None) -> list:

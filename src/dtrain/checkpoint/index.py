@@ -17,6 +17,7 @@ import zlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache
 from math import prod
+from operator import sub
 from typing import Annotated, Any, NamedTuple
 
 import numpy as np
@@ -310,16 +311,12 @@ def _find_runs(parts: Sequence[_Part]) -> Iterator[PartRun]:
         rank, offset, size = parts[start]
         rank_step, step, end = 0, (0,) * len(offset), start + 1
         while end < len(parts) and parts[end][2] == size:
-            difference = parts[end][0] - parts[end - 1][0], _minus(parts[end][1], parts[end - 1][1])
+            difference = parts[end][0] - parts[end - 1][0], tuple(map(sub, parts[end][1], parts[end - 1][1]))
             if end > start + 1 and difference != (rank_step, step):
                 break
             (rank_step, step), end = difference, end + 1
         yield PartRun(rank, rank_step, end - start, offset, step, size)
         start = end
-
-
-def _minus(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(x - y for x, y in zip(a, b, strict=True))
 
 
 @layout.compile_schema

@@ -32,6 +32,7 @@ import msgspec
 import torch
 from msgspec import Meta, Struct
 
+from dtrain.arguments import single_line
 from dtrain.dist.mesh import MODEL_AXES
 from dtrain.errors import CheckpointError, CorruptCheckpointError
 
@@ -300,7 +301,7 @@ def parse_json(data: bytes, location: str) -> Any:
         raise CorruptCheckpointError(f"{location}: JSON is nested too deeply") from None
     # JSONDecodeError and UnicodeDecodeError are ValueErrors. An integer of 5,000 digits raises ValueError, too.
     except ValueError as error:
-        raise CorruptCheckpointError(f"{location}: not valid JSON ({' '.join(str(error).split())[:200]})") from None
+        raise CorruptCheckpointError(f"{location}: not valid JSON ({single_line(error)[:200]})") from None
 
 
 def _reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

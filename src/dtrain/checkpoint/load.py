@@ -174,7 +174,7 @@ def load_sharded(
         return state
     states: Mapping[str, TrainState] = {"": state} if isinstance(state, TrainState) else state
     with raise_on_all_ranks(_CALLER):
-        entries = _check_arguments(states, extra or {}, scope, on_corrupt)
+        entries = _check_loadable(states, extra or {}, scope, on_corrupt)
         ignored = parse_ignore(ignore, caller=f"{_CALLER}: ignore")
         options = LoadOptions(model_only=scope == "weights", ignore=ignored, allow_cast=allow_cast)
     note_load(state._run_context for state in states.values())
@@ -212,7 +212,7 @@ def _start_from_scratch(folder: AnyPath, states: Mapping[str, TrainState], state
     return state
 
 
-def _check_arguments(states: Any, extra: Mapping[str, Any], scope: str, on_corrupt: str) -> dict[str, Any]:
+def _check_loadable(states: Any, extra: Mapping[str, Any], scope: str, on_corrupt: str) -> dict[str, Any]:
     """Check the arguments before any file is read. Return the entries to load, by key."""
     items = list(states.items()) if isinstance(states, Mapping) else [("", states)]
     invalid = [value for name, value in items if type(name) is not str or not isinstance(value, TrainState)]

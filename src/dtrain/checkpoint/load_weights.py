@@ -310,9 +310,10 @@ def _base_names(model: nn.Module) -> _BaseNames:
                 adapters.add(full_name)
             else:
                 places.setdefault(f"{base_of[name]}.{tensor}".lstrip("."), []).append(full_name)
-    return _BaseNames(
-        places={base: sorted(names, key=_is_copy) for base, names in places.items()}, adapters=frozenset(adapters)
-    )
+    for names in places.values():
+        # Trained copies come last.
+        names.sort(key=lambda name: ".modules_to_save." in name)
+    return _BaseNames(places=places, adapters=frozenset(adapters))
 
 
 def _base_name(parent: nn.Module | None, base: str | None, key: str, *, is_copy: bool) -> str | None:
@@ -326,10 +327,6 @@ def _base_name(parent: nn.Module | None, base: str | None, key: str, *, is_copy:
     if is_of_peft(parent, "BaseTunerLayer", "AuxiliaryTrainingWrapper"):
         return base if key in ("base_layer", "original_module", "modules_to_save") else None
     return f"{base}.{key}".lstrip(".")
-
-
-def _is_copy(name: str) -> bool:
-    return ".modules_to_save." in name
 
 
 def _stored_region(tensor: Tensor, shape: Sequence[int]) -> Region:

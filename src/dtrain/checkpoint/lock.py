@@ -466,7 +466,7 @@ def acquire_file(path: AnyPath, our_owner: LockOwner) -> LockOwner:
     while True:
         now = time.time()
         our_owner = replace(our_owner, acquired_at=now, heartbeat_at=now)
-        if create_file(path, our_owner):
+        if create_lock_file(path, our_owner):
             return our_owner
         content = read_file(path)
         if content is None:
@@ -497,7 +497,7 @@ def write_again(path: AnyPath, our_owner: LockOwner) -> None:
     Waits: ``TORN_AFTER_S`` seconds for such bytes to change, because another process may be about to complete them.
     """
     watched, since = b"", time.monotonic()
-    while not create_file(path, our_owner):
+    while not create_lock_file(path, our_owner):
         content = read_file(path)
         if content is not None and parse_owner(content) is not None:
             return
@@ -533,7 +533,7 @@ def _in_use_error(path: AnyPath, owner: LockOwner) -> CheckpointError:
     )
 
 
-def create_file(path: AnyPath, our_owner: LockOwner) -> bool:
+def create_lock_file(path: AnyPath, our_owner: LockOwner) -> bool:
     """Create the lock file. Return False if the file exists."""
     data = our_owner.encode()
     try:

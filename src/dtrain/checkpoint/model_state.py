@@ -64,7 +64,7 @@ def get_extra_states(model: nn.Module) -> dict[str, Any]:
     for name, module in modules.items():
         if type(module).set_extra_state is nn.Module.set_extra_state:
             raise ConfigError(
-                f"save_sharded: {_describe(name, module)} must have set_extra_state, because it has get_extra_state. "
+                f"save_sharded: {_name_module(name, module)} must have set_extra_state, because it has get_extra_state. "
                 "Define set_extra_state(state)."
             )
     return {name: module.get_extra_state() for name, module in modules.items()}
@@ -127,7 +127,7 @@ def check_state_dicts(model: nn.Module) -> None:
         added = _added_entry(module)
         if added is not None:
             raise ConfigError(
-                f"save_sharded: {_describe(_join(name, added), module)} puts {added!r} into its state dict, "
+                f"save_sharded: {_name_module(_join(name, added), module)} puts {added!r} into its state dict, "
                 "which is no parameter or buffer. Register a buffer, or return the value from get_extra_state."
             )
 
@@ -153,7 +153,7 @@ def _added_entry(module: nn.Module) -> str | None:
     return added[0] if added and persistent <= entries.keys() else None
 
 
-def _describe(name: str, module: nn.Module) -> str:
+def _name_module(name: str, module: nn.Module) -> str:
     owner = name.rpartition(".")[0]
     return f"the module {owner!r} ({type(module).__name__})" if owner else f"the model ({type(module).__name__})"
 

@@ -197,7 +197,7 @@ def start_save(
     with spans.span("save"):
         with _on_all_ranks():
             states = _as_states(state)
-            _check_arguments(states, scope, options.mode, extra, dtype)
+            _check_savable(states, scope, options.mode, extra, dtype)
             options.check(_CALLER)
             if options.mode == "memory":
                 target = memory_root(target.root if isinstance(target, Checkpointer) else storage.resolve_path(target), _CALLER)
@@ -294,7 +294,7 @@ def _as_states(state: TrainState | Mapping[str, TrainState]) -> dict[str, TrainS
     return dict(state)
 
 
-def _check_arguments(states: States, scope: str, mode: str, extra: Mapping[str, Any], dtype: torch.dtype | None) -> None:
+def _check_savable(states: States, scope: str, mode: str, extra: Mapping[str, Any], dtype: torch.dtype | None) -> None:
     for state in states.values():
         state._check_not_stale(_CALLER)
         state._check_replicas_joined(_CALLER)

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dtrain import storage
-from dtrain.arguments import format_bytes, format_count
-from dtrain.cli.output import ByteProgressBar, prefix_errors, print_json, print_table, single_line
+from dtrain.arguments import format_bytes, format_count, single_line
+from dtrain.cli.output import ByteProgressBar, prefix_errors, print_json, print_table
 from dtrain.cli.parameters import OTHER_HEADING, AsJson, command_group, integer, option, size
 from dtrain.errors import CheckpointError, ConfigError, CorruptCheckpointError, escape_unprintable
 from dtrain.run import run_files

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dtrain import storage
-from dtrain.arguments import format_bytes, format_count
+from dtrain.arguments import format_bytes, format_count, single_line
 from dtrain.cli.data_inputs import INPUT_KINDS, DataInput, find_inputs, read_samples
-from dtrain.cli.output import ByteProgressBar, prefix_errors, print_json, print_table, single_line
+from dtrain.cli.output import ByteProgressBar, prefix_errors, print_json, print_table
 from dtrain.cli.parameters import choice, command_group, integer, option, size
 from dtrain.errors import ConfigError, DataError, escape_unprintable
 from dtrain.storage import AnyPath, Buffer, LockableFile, real_path
@@ -106,7 +106,7 @@ def write(
     with prefix_errors("data: write", DataError):
         options = {"format": form, "compression": compression, "hashes": hashes, "max_shard_bytes": max_shard_size}
         options["lengths"] = lengths
-        selected = parse_columns("--columns", columns or ())
+        selected = parse_columns(columns or ())
         loaded = _load_tokenizer(tokenizer, concat, end, text, selected, form)
         if loaded is not None and lengths is not None:
             raise ConfigError(
@@ -192,10 +192,10 @@ def _encode_windows(windows: TokenWindows, form: str) -> Iterator[Mapping[str, A
         yield {"tokens.npy": tokens} if form == "tar" else {"tokens": tokens.tolist()} if form == "jsonl" else window
 
 
-def parse_columns(option: str, texts: Sequence[str]) -> dict[str, str | None]:
+def parse_columns(texts: Sequence[str]) -> dict[str, str | None]:
     """Parse columns and their optional encodings: ``NAME`` or ``NAME:ENCODING``, separated by commas.
 
-    >>> parse_columns("--columns", ["text,label:int", "mask:ndarray:uint8:4,4,place"])
+    >>> parse_columns(["text,label:int", "mask:ndarray:uint8:4,4,place"])
     {'text': None, 'label': 'int', 'mask': 'ndarray:uint8:4,4', 'place': None}
 
     Raises:
@@ -208,7 +208,7 @@ def parse_columns(option: str, texts: Sequence[str]) -> dict[str, str | None]:
             name, colon, encoding = (part.strip() for part in piece.partition(":"))
             if not name or (colon and not encoding) or name in columns:
                 raise ConfigError(
-                    f"{option} must be NAME or NAME:ENCODING with commas between, got {text!r}. Name each column once."
+                    f"--columns must be NAME or NAME:ENCODING with commas between, got {text!r}. Name each column once."
                 )
             columns[name] = encoding or None
     return columns

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
 from dtrain import storage
-from dtrain.arguments import format_count
+from dtrain.arguments import format_count, single_line
 from dtrain.errors import ConfigError, DataError
 from dtrain.packages import missing_extra_error
 from dtrain.storage import AnyPath
@@ -237,7 +237,7 @@ def read_samples(data_input: DataInput, advance: ReportBytes, *, as_bytes: bool 
     except DataError as error:
         raise error if str(error).startswith(data_input.name) else DataError(f"{data_input.name}: {error}") from error
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise DataError(f"{data_input.name}: {' '.join(str(error).split())}") from error
+        raise DataError(f"{data_input.name}: {single_line(error)}") from error
 
 
 def _iter_lines(data_input: DataInput, advance: ReportBytes) -> Iterator[tuple[int, bytes]]:
@@ -257,7 +257,7 @@ def read_jsonl(data_input: DataInput, advance: ReportBytes) -> Iterator[InputSam
         try:
             sample = json.loads(line)
         except (ValueError, RecursionError) as error:
-            reason = " ".join(str(error).split())
+            reason = single_line(error)
             raise DataError(
                 f"{data_input.name}, line {number}: is not JSON: {reason}. Correct this line; each line is one JSON object."
             ) from error
@@ -345,7 +345,7 @@ def read_parquet(data_input: DataInput, advance: ReportBytes) -> Iterator[InputS
             for batch in pyarrow.parquet.ParquetFile(file).iter_batches(batch_size=1024):
                 yield from batch.to_pylist()
         except arrow.ArrowException as error:
-            raise DataError(f"{data_input.name}: {' '.join(str(error).split())}") from error
+            raise DataError(f"{data_input.name}: {single_line(error)}") from error
 
 
 def read_hugging_face(data_input: DataInput, advance: ReportBytes) -> Iterator[InputSample]:
@@ -365,7 +365,7 @@ def read_hugging_face(data_input: DataInput, advance: ReportBytes) -> Iterator[I
                 for batch in arrow.ipc.open_stream(file):
                     yield from batch.to_pylist()
             except arrow.ArrowException as error:
-                raise DataError(f"{data_input.name}: {name}: {' '.join(str(error).split())}") from error
+                raise DataError(f"{data_input.name}: {name}: {single_line(error)}") from error
 
 
 def read_shards(data_input: DataInput, advance: ReportBytes) -> Iterator[InputSample]:

@@ -17,11 +17,6 @@ from dtrain.errors import ConfigError, DtrainError, escape_unprintable
 _UNLIMITED_COLUMNS = 100_000
 
 
-def single_line(error: Exception) -> str:
-    """Return an error's message without line ends."""
-    return " ".join(str(error).split())
-
-
 def print_json(value: dict[str, Any]) -> None:
     """Print a JSON object to stdout."""
     typer.echo(json.dumps(value, indent=1))

@@ -172,7 +172,7 @@ class Dealer:
         samples = np.bincount(owners, minlength=ranks)
         ends = np.cumsum(samples).tolist()
         begins = [0, *ends[:-1]]
-        sums = _as_ints(np.bincount(owners, weights=tokens, minlength=ranks))
+        sums = tuple(np.bincount(owners, weights=tokens, minlength=ranks).astype(np.int64).tolist())
         groups, padded = [list[int]() for _ in range(ranks)], sums
         if self.max_tokens is None:
             offsets = np.argsort(owners, kind="stable")
@@ -425,7 +425,3 @@ def _owners_of(shares: Sequence[range], samples: int) -> IntArray:
 def _count_padded(lengths: Sequence[int], sizes: Sequence[int]) -> int:
     """Return the tokens of microbatches of ``sizes``, each padded to its first length."""
     return sum(size * lengths[end - size] for size, end in zip(sizes, accumulate(sizes), strict=True))
-
-
-def _as_ints(values: NDArray[Any]) -> tuple[int, ...]:
-    return tuple(values.astype(np.int64).tolist())

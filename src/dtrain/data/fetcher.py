@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import default_collate, get_worker_info
 
+from dtrain.arguments import single_line
 from dtrain.data.batch import MicrobatchList
 from dtrain.data.dataset import ColumnDataset, read_samples
 from dtrain.data.dataset_changes import differing_names, read_attributes
@@ -63,7 +64,7 @@ def collate(samples: Sequence[Any]) -> Batch:
     except DataError:
         raise
     except (RuntimeError, TypeError, ValueError, KeyError) as error:
-        reason = " ".join(str(error).split())
+        reason = single_line(error)
         raise DataError(f"collate: cannot stack samples of type {type(first).__name__} ({reason}). Pass collate=.") from error
 
 
@@ -389,5 +390,5 @@ def failed_payload(error: Exception) -> Payload:
 
 def describe_error(error: BaseException) -> str:
     """Describe an error in one line, with the sample if the error's notes name the sample."""
-    notes = ", ".join(" ".join(str(note).split()) for note in getattr(error, "__notes__", ()))
-    return f"{notes}: {type(error).__name__}: {' '.join(str(error).split())}".removeprefix(": ")
+    notes = ", ".join(single_line(note) for note in getattr(error, "__notes__", ()))
+    return f"{notes}: {type(error).__name__}: {single_line(error)}".removeprefix(": ")

@@ -149,8 +149,11 @@ class RolloutBuffer:
                 ``dt.dist.all_gather_ragged``.
         """
         if not self.is_finished:
+            batches, position = self._source.epoch_batches(), self._position
+            passes_left = self._last_pass - position.epoch - 1
+            left = batches.remaining_steps(position) + passes_left * batches.steps_per_epoch()
             raise ConfigError(
-                f"fill: the rollout must have no minibatch left, got {self._count_left()}. Iterate over the buffer first, or "
+                f"fill: the rollout must have no minibatch left, got {left}. Iterate over the buffer first, or "
                 "call discard() to leave them out."
             )
         gathered = all_gather_ragged(rows, order=order, mesh=self._mesh)
@@ -249,10 +252,6 @@ class RolloutBuffer:
     def _position(self) -> Position:
         """Position of the next minibatch: that of a minibatch whose step is not complete."""
         return self._loader._resume_point()[0]
-
-    def _count_left(self) -> int:
-        batches, position = self._source.epoch_batches(), self._position
-        return batches.remaining_steps(position) + (self._last_pass - position.epoch - 1) * batches.steps_per_epoch()
 
     @property
     def _last_batch_info(self) -> BatchInfo | None:

@@ -389,15 +389,12 @@ class CachedOrder:
         """Return the dataset indices at positions ``start`` to ``stop`` of ``epoch``, read-only: ``[stop - start]`` int64."""
         cached = self._cached
         if cached is None or epoch != cached.epoch or not cached.start <= start <= stop <= cached.stop:
-            end = min(start + self._next_length(cached, epoch, start, stop), self.order.size)
-            end = max(end, stop)
+            length = _MIN_LENGTH
+            if cached is not None and epoch == cached.epoch and cached.start <= start <= cached.stop + _MAX_GAP:
+                length = min(2 * max(len(cached.indices), stop - start), _MAX_LENGTH)
+            end = max(min(start + length, self.order.size), stop)
             cached = self._cached = _CachedRange(epoch, start, end, self.order.indices(epoch, start, end))
         return cached.indices[start - cached.start : stop - cached.start]
-
-    def _next_length(self, cached: _CachedRange | None, epoch: int, start: int, stop: int) -> int:
-        if cached is None or epoch != cached.epoch or not cached.start <= start <= cached.stop + _MAX_GAP:
-            return _MIN_LENGTH
-        return min(2 * max(len(cached.indices), stop - start), _MAX_LENGTH)
 
 
 _ROUNDS = 6

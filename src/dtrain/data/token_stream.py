@@ -14,7 +14,7 @@ from torch import Tensor
 from torchdata.nodes import BaseNode, IterableWrapper
 
 from dtrain import storage
-from dtrain.arguments import check_choice, check_int
+from dtrain.arguments import check_choice, check_int, single_line
 from dtrain.data.packed_tokens import LAST_BLOCK_MODES, TokenBlock, TokenDocument, as_document
 from dtrain.errors import CheckpointMismatchError, ConfigError, DataError
 from dtrain.packages import missing_extra_error
@@ -286,7 +286,7 @@ def load_tokenizer(name: str, *, eos_token: str | None = None) -> Tokenizer:
     except Exception as error:
         # The package raises exceptions of its own classes.
         raise ConfigError(
-            f"tokenizer: {str(file)!r} is not a tokenizer.json: {' '.join(str(error).split()).rstrip('.')}. "
+            f"tokenizer: {str(file)!r} is not a tokenizer.json: {single_line(error).rstrip('.')}. "
             "Save the tokenizer again with save_pretrained."
         ) from error
     return _FastTokenizer(
@@ -302,7 +302,7 @@ def _load_from_transformers(name: str, eos_token: str | None) -> Tokenizer:
         loaded = transformers.AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"tokenizer: {name!r} does not exist as a file or folder: {' '.join(str(error).split()).rstrip('.')}. "
+            f"tokenizer: {name!r} does not exist as a file or folder: {single_line(error).rstrip('.')}. "
             "Name a folder, a tokenizer.json, or a name on the hub."
         ) from error
     tokenizer = getattr(loaded, "backend_tokenizer", None)

@@ -40,6 +40,7 @@ from torch.utils.data import DataLoader, get_worker_info
 from torch.utils.data._utils import signal_handling
 
 from dtrain import launch_protocol, storage
+from dtrain.arguments import single_line
 from dtrain.data.balance import BatchBalance
 from dtrain.data.batch import pin_memory
 from dtrain.errors import ConfigError, DataError
@@ -186,7 +187,7 @@ def _start_workers(source: Any, requests: Any, workers: WorkerConfig) -> Any:
         if shortage is not None:
             raise ConfigError(f"loader: {shortage}") from error
         where = find_unpicklable(source, "")
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        reason = f"{type(error).__name__}: {single_line(error)}"
         if where is None:
             raise ConfigError(
                 f"loader: workers could not be started ({reason}). "
@@ -269,7 +270,7 @@ def _failure_message(dead: list[Any], workers: WorkerConfig, error: Exception) -
             f"loader: no batch from {workers.count} workers in {workers.timeout_s:g} s, because a sample hangs or is slow. "
             "Check the dataset, or raise timeout_s or num_workers of build_loader"
         )
-    return f"loader: {' '.join(str(error).split())}"
+    return f"loader: {single_line(error)}"
 
 
 class _DoneEvent:
@@ -365,7 +366,7 @@ class WorkerBatch:
             if shortage is not None:
                 return cls(None, _pickle_payload(Payload(failure=shortage)))
             where = find_unpicklable(payload, "")
-            reason = f"{where} cannot be pickled ({type(error).__name__}: {' '.join(str(error).split())}); return it as data"
+            reason = f"{where} cannot be pickled ({type(error).__name__}: {single_line(error)}); return it as data"
             return cls(None, _pickle_payload(Payload(failure=reason)))
 
     def unpack(self) -> Payload:
@@ -420,7 +421,7 @@ def describe_shared_memory_error(error: BaseException | None) -> str | None:
             "num_workers, prefetch_factor or the batch size, or enlarge it (docker run --shm-size=8g or --ipc=host)"
         )
     hint = ". Raise the limit (ulimit -n), or lower num_workers" if os.strerror(errno.EMFILE) in str(error) else ""
-    return f"a tensor cannot be put into shared memory ({' '.join(str(error).split())}){hint}"
+    return f"a tensor cannot be put into shared memory ({single_line(error)}){hint}"
 
 
 def _measure_shared_memory() -> str:

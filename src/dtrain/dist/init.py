@@ -199,7 +199,7 @@ def init_dist(
             or too few open files allowed for the number of ranks.
         DistError: ranks that did not arrive in time, by number.
     """
-    _check_arguments(backend, device, timeout_s, init_timeout_s)
+    _check_group_options(backend, device, timeout_s, init_timeout_s)
     context = current_context()
     if context.info is not None:
         return replace(context.info, _owner=False)
@@ -297,7 +297,7 @@ def rejoin(restarts: int, error: BaseException | None) -> None:
     context.flight_recorder.start(os.environ, info, context.control_plane)
 
 
-def _check_arguments(backend: str | None, device: str | None, timeout_s: float, init_timeout_s: float) -> None:
+def _check_group_options(backend: str | None, device: str | None, timeout_s: float, init_timeout_s: float) -> None:
     """Refuse invalid arguments, and arguments that differ from the open groups."""
     check_number("init_dist", "timeout_s", timeout_s, above=0)
     check_number("init_dist", "init_timeout_s", init_timeout_s, above=0)

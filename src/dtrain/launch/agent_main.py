@@ -70,7 +70,7 @@ def main(sock: socket.socket) -> None:
         AgentLoop(config, sock, lines, lambda: NodeStore(TCPStore)).run()
     except Exception as error:  # noqa: BLE001 - every error is reported to the supervisor
         with contextlib.suppress(OSError):
-            sock.sendall(encode(JoinRefused(line=f"launch: cannot join the other nodes: {_describe(error)}")))
+            sock.sendall(encode(JoinRefused(line=f"launch: cannot join the other nodes: {_format_error(error)}")))
 
 
 class AgentLoop:
@@ -189,7 +189,7 @@ class AgentLoop:
         elif isinstance(error, RuntimeError):
             self._lose_session("closed the connection")
         else:
-            self._fail(f"cannot join the other nodes: {_describe(error)}")
+            self._fail(f"cannot join the other nodes: {_format_error(error)}")
 
     def _lose_session(self, reason: str) -> None:
         """Handle the loss of the store: the end of a running job; otherwise try again."""
@@ -296,7 +296,7 @@ def make_hello(config: NodeRendezvous) -> Hello:
     )
 
 
-def _describe(error: Exception) -> str:
+def _format_error(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
@@ -426,7 +426,7 @@ class NodeSession:
         line = f"{self._hello.display_name}{reason}"
         rank = self._hello.node_rank
         failure = NodeFailed(line=line, code=code, node_rank=rank, is_final=is_final, is_lost=is_lost)
-        self._failure_known = self._store.post_first("failure", failure)
+        self._failure_known = self._store.post_failure(failure)
         self._mark_end_read(self._failure_known)
 
     def _poll(self, now: float) -> None:

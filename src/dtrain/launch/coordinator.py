@@ -328,7 +328,7 @@ class Coordinator:
             ranks = assign_layouts(self._hellos(), self._store.server_addr)[rank].ranks
             names = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]}-{ranks[-1]}"
             line = f"{arrival.hello.display_name} is gone ({names}): it {reason}"
-            self._store.post_first("failure", NodeFailed(line=line, code=LOST_NODE_EXIT_CODE, node_rank=rank, is_lost=True))
+            self._store.post_failure(NodeFailed(line=line, code=LOST_NODE_EXIT_CODE, node_rank=rank, is_lost=True))
 
     def _decide_challengers(self) -> None:
         """Admit a node whose rank became free, and turn away a node if the owner of its rank lives.

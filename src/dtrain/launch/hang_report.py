@@ -290,10 +290,8 @@ def write_hang_report(path: Path, lines: Collection[str], evidence: Collection[R
     text = "\n".join(
         (*lines, "", f"as of {format_time(queried_at)}", "", *_format_groups(evidence), *_format_ranks_section(evidence), "")
     )
-    partial = path.with_suffix(".partial")
     with contextlib.suppress(OSError):
-        partial.write_text(text, encoding="utf-8", errors="backslashreplace")
-        os.replace(partial, path)
+        launch_protocol.replace_text(path, text)
 
 
 def format_time(seconds: float) -> str:

@@ -223,14 +223,10 @@ def write_launch_record(plan: LaunchPlan, *, command: Sequence[str], variables: 
         A warning if the file cannot be written, because training can continue without the file.
     """
     path = plan.run_dir / RECORD_NAME if plan.layout.node_rank == 0 else plan.run_dir / f"launch-{plan.layout.node_rank}.json"
-    partial = path.with_suffix(".partial")
     text = json.dumps(_build_record(plan, command, variables, now), indent=2)
     try:
-        partial.write_text(text + "\n", encoding="utf-8")
-        os.replace(partial, path)
+        launch_protocol.replace_text(path, text + "\n")
     except OSError as error:
-        with suppress(OSError):
-            partial.unlink()
         return f"launch: cannot write {str(path)!r}: {error.strerror}; going on without a record of the launch"
     return None
 

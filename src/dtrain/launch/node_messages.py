@@ -259,10 +259,10 @@ class NodeStore:
         """Set a record."""
         self._ask(lambda: self._store.set(_PREFIX + key, encode(message)))
 
-    def post_first(self, key: str, message: Message) -> bool:
-        """Set a record unless another node was first. Return True if this record was set."""
+    def post_failure(self, message: Message) -> bool:
+        """Set the record of the first failure unless another node was first. Return True if this record was set."""
         record = encode(message).decode()
-        return bool(self._ask(lambda: self._store.compare_set(_PREFIX + key, "", record)) == record.encode())
+        return bool(self._ask(lambda: self._store.compare_set(f"{_PREFIX}failure", "", record)) == record.encode())
 
     def exists(self, key: str) -> bool:
         return bool(self._ask(lambda: self._store.check([_PREFIX + key])))

@@ -247,10 +247,7 @@ def write_launcher_record(folder: Path, record: LauncherRecord) -> None:
     Raises:
         OSError: the folder is gone, or the disk is full.
     """
-    path = folder / f"launcher-{record.node_rank:05d}.json"
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(asdict(record)), encoding="utf-8")
-    os.replace(partial, path)
+    launch_protocol.replace_text(folder / f"launcher-{record.node_rank:05d}.json", json.dumps(asdict(record)))
 
 
 def read_launcher_records(folder: Path) -> list[LauncherRecord]:

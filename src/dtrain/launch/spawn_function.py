@@ -61,7 +61,7 @@ def spawn(fn: Callable[..., Any], *args: Any, world_size: int, timeout_s: float 
         RankError: a rank could not be started, raised (its traceback follows), exited, was killed, or did not finish in time.
             All ranks are then ended, as on Ctrl-C and when this process dies.
     """
-    _check_arguments(world_size, timeout_s)
+    _check_spawnable(world_size, timeout_s)
     name, socket_prefix = getattr(fn, "__qualname__", repr(fn)), choose_socket_prefix()
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     # Unreferenced process groups must be freed in the process that has their threads.
@@ -85,7 +85,7 @@ def spawn(fn: Callable[..., Any], *args: Any, world_size: int, timeout_s: float 
             remove_socket_folders(socket_prefix)
 
 
-def _check_arguments(world_size: int, timeout_s: float | None) -> None:
+def _check_spawnable(world_size: int, timeout_s: float | None) -> None:
     check_int("spawn", "world_size", world_size, maximum=MAX_RANKS, advice="Use 2, for example.")
     if timeout_s is not None:
         check_number("spawn", "timeout_s", timeout_s, above=0, advice="Use 60 seconds, for example, or None.")

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from dtrain import spans
-from dtrain.arguments import check_number, format_count
+from dtrain.arguments import check_number, format_count, single_line
 from dtrain.dist.context import exit_exception, register_shutdown_hook
 from dtrain.dist.init import get_dist_info
 from dtrain.errors import ConfigError
@@ -256,7 +256,7 @@ def null_logger(step: int, numbers: Mapping[str, Any], /) -> None:
 
 def report_failure(name: str, step: int | None, error: BaseException, *, stacklevel: int = 3) -> None:
     """Record and warn that a logger is no longer used. Call in the main thread, so that the warning points to the loop."""
-    text = " ".join(str(error).split()) or type(error).__name__
+    text = single_line(error) or type(error).__name__
     _FAILED.append(FailedLogger(name=name, step=step, error=text))
     spans.record_event("dropped", logger=name, error=text)
     warnings.warn(f"{name}: {text}. Metrics are no longer logged there.", stacklevel=stacklevel)

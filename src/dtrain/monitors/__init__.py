@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     from dtrain.monitors.meters import throughput as throughput
     from dtrain.monitors.reduce_metrics import gather_metric_states as gather_metric_states
     from dtrain.monitors.reduce_metrics import perplexity as perplexity
+    from dtrain.monitors.reduce_metrics import rollout_mismatch as rollout_mismatch
     from dtrain.monitors.reduce_metrics import token_accuracy as token_accuracy
     from dtrain.monitors.reduce_metrics import tokens_per_second as tokens_per_second
-    from dtrain.monitors.rollouts import rollout_mismatch as rollout_mismatch
     from dtrain.monitors.tensor_norms import norms as norms
 
 __getattr__, __dir__ = attach(__name__, __file__)

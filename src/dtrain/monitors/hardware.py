@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from dtrain.arguments import single_line
 from dtrain.device import backend_function, counts_memory, is_accelerator
 from dtrain.dist.collectives import all_gather_numbers
 from dtrain.dist.init import get_dist_info
@@ -29,9 +30,9 @@ PROC, SYS = Path("/proc"), Path("/sys")
 _SECTOR = 512
 
 
-def process_memory(pid: int | str = "self") -> tuple[int, int] | None:
-    """Return the resident memory of a process in bytes, current and peak; None if unreadable."""
-    sizes = _read_sizes(f"{pid}/status", "VmRSS", "VmHWM")
+def process_memory() -> tuple[int, int] | None:
+    """Return the resident memory of this process in bytes, current and peak; None if unreadable."""
+    sizes = _read_sizes("self/status", "VmRSS", "VmHWM")
     if "VmRSS" not in sizes:
         return None
     return sizes["VmRSS"], max(sizes["VmRSS"], sizes.get("VmHWM", 0))
@@ -273,7 +274,7 @@ class _HostReader:
             }
         except Exception as error:  # noqa: BLE001 - NVML raises errors of any kind, and training continues
             self._reads_gpus = False
-            reason = " ".join(str(error).split())[:200]
+            reason = single_line(error)[:200]
             warnings.warn(
                 f"system_metrics: NVML must be readable for GPU metrics, got: {reason}. GPU metrics are left out. "
                 "Run pip install nvidia-ml-py.",

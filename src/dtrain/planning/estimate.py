@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any, TypedDict, TypeVar, Unpack
 
-from dtrain.arguments import check_int, check_number
+from dtrain.arguments import check_int, check_number, single_line
 from dtrain.dist.control_protocol import Layout, peers_of
 from dtrain.errors import ConfigError, DtrainError
 from dtrain.planning.device_facts import ASSUMED_FACTS, DeviceFacts
@@ -444,7 +444,7 @@ def fork_map(function: Callable[[Item], Result], items: Sequence[Item], *, proce
             answer = False, error
         # The parent raises it as its own error.
         except Exception as error:  # noqa: BLE001
-            text = " ".join(str(error).split())
+            text = single_line(error)
             answer = False, ConfigError(f"plan: {type(error).__name__}: {text}. Run with --processes 1 for the traceback.")
         sender.send(answer)
         sender.close()

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dtrain.monitors.flops import operation_flops
 
 
-class _Layout(NamedTuple):
+class _TensorLayout(NamedTuple):
     """Layout of a tensor, without its place in the storage."""
 
     shape: tuple[int, ...]
@@ -31,7 +31,7 @@ class _Layout(NamedTuple):
 class _NewTensor(NamedTuple):
     """Result with a storage of its own."""
 
-    layout: _Layout
+    layout: _TensorLayout
 
 
 class _View(NamedTuple):
@@ -39,7 +39,7 @@ class _View(NamedTuple):
 
     argument: int
     offset: int
-    layout: _Layout
+    layout: _TensorLayout
 
 
 class _Argument(NamedTuple):
@@ -76,7 +76,7 @@ class OperationCache:
             out, flops = self._compute(func, args, kwargs)
             # An operation that changes the layout of an argument is computed each time.
             is_pure = _layouts(arguments, [], func) == layouts
-            self._results[key] = _describe(out, tensors) if is_pure else _UNKNOWN, flops
+            self._results[key] = _describe_result(out, tensors) if is_pure else _UNKNOWN, flops
             return out, flops
         description, flops = result
         if description is _UNKNOWN:
@@ -205,10 +205,10 @@ def _has_layout(tensor: FakeTensor) -> bool:
     return tensor.constant is None and tensor.layout is torch.strided and not tensor.is_complex() and not tensor.is_neg()
 
 
-def _describe(out: Any, tensors: Sequence[FakeTensor]) -> Any:
+def _describe_result(out: Any, tensors: Sequence[FakeTensor]) -> Any:
     """Return ``out`` with a description in place of each tensor, ``_UNKNOWN`` if there is none."""
     if type(out) in (list, tuple):
-        results = [_describe(item, tensors) for item in out]
+        results = [_describe_result(item, tensors) for item in out]
         new = [id(item.untyped_storage()) for item, result in zip(out, results, strict=True) if type(result) is _NewTensor]
         is_known = _UNKNOWN not in results and len(set(new)) == len(new)
         return type(out)(results) if is_known else _UNKNOWN
@@ -216,7 +216,7 @@ def _describe(out: Any, tensors: Sequence[FakeTensor]) -> Any:
         return None
     if type(out) is not FakeTensor or not _has_layout(out):
         return _UNKNOWN
-    layout, storage = _Layout(tuple(out.shape), out.stride(), out.dtype, out.fake_device), out.untyped_storage()
+    layout, storage = _TensorLayout(tuple(out.shape), out.stride(), out.dtype, out.fake_device), out.untyped_storage()
     sharing = [number for number, tensor in enumerate(tensors) if tensor.untyped_storage() is storage]
     if len(sharing) > 1:
         # With other arguments of the same layouts, the result would belong to one of them.
@@ -228,7 +228,7 @@ def _describe(out: Any, tensors: Sequence[FakeTensor]) -> Any:
     return _NewTensor(layout) if is_plain else _UNKNOWN
 
 
-def _empty(layout: _Layout) -> Tensor:
+def _empty(layout: _TensorLayout) -> Tensor:
     """Return a tensor of ``layout`` on the meta device."""
     with torch._C._DisableTorchDispatch():
         return torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device="meta")

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dtrain.arguments import explain_fields
+from dtrain.arguments import explain_fields, single_line
 from dtrain.data.batch import BatchSpec
 from dtrain.errors import ConfigError, DtrainError, StepError
 from dtrain.shard.wrapping import Blocks
@@ -237,7 +237,7 @@ def summarize_user_errors(prefix: str, error_class: type[DtrainError]) -> Iterat
         files = [(frame, frame.filename) for frame in traceback.extract_tb(error.__traceback__)]
         frames = [frame for frame, file in files if not (file.startswith(library) or "site-packages" in file)]
         at = f" (in {os.path.basename(frames[-1].filename)}, line {frames[-1].lineno})" if frames else ""
-        text = " ".join(str(error).split())
+        text = single_line(error)
         raise error_class(f"{prefix}: {type(error).__name__}: {text}{at}. Fix the error there.") from error
 
 

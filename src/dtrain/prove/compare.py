@@ -135,9 +135,9 @@ def compare_records(
         ignored = {*ignored, *_of_process(reference, ignored)}
     pairs = _comparable_facts(reference, other, same_layout=same_layout, first_steps=first_steps)
     for fact, partner in pairs:
-        if fact.kind not in kinds or fact.key in ignored or (fact.kind == "metric" and metric_name(fact) in of_layout):
+        if fact.kind not in kinds or fact.key in ignored or fact.key in reduced:
             continue
-        if fact.key in reduced:
+        if fact.kind == "metric" and metric_name(fact) in of_layout:
             continue
         fact, partner = _after_changes(fact, partner)
         tolerance = max(TOLERANCE, rounding.get(fact.key, 0.0))
@@ -159,16 +159,7 @@ def compare_records(
         if result.text:
             differences.append(_difference(fact, partner, result))
     differences += _missing_steps(reference, other, first_steps)
-    # A loss may be weighted in another way, unless the gradients of its step differ, too.
-    gradients = {difference.step for difference in differences if difference.kind == "gradient"}
-    differences = [difference for difference in differences if difference.certain or difference.step in gradients]
-    # Without another effect, nothing read the value.
-    if all(difference.kind in _OVERWRITTEN for difference in differences):
-        differences = [
-            difference
-            for difference in differences
-            if not (_is_overwritten(difference, last) if first_steps else not same_layout and _is_scratch(difference))
-        ]
+    differences = _with_effect(differences, last if first_steps else None, same_layout=same_layout)
     return Comparison(
         verdict="differs" if differences else "bitwise" if is_bitwise else "tolerance",
         differences=tuple(differences),
@@ -178,6 +169,28 @@ def compare_records(
         coarse=tuple(coarse),
         not_seen=_describe_reduced(reduced) if "gradient" in kinds else (),
     )
+
+
+def _with_effect(
+    differences: Sequence[Difference], last: Mapping[tuple[int, str, str], bool] | None, *, same_layout: bool
+) -> list[Difference]:
+    """Return the differences without those that changed nothing.
+
+    Args:
+        differences: all differences.
+        last: for a resumed run, True for each value that differs in its last step, by optimizer, kind and name.
+        same_layout: as in ``compare_records``.
+    """
+    # A loss may be weighted in another way, unless the gradients of its step differ, too.
+    gradients = {difference.step for difference in differences if difference.kind == "gradient"}
+    relevant = [difference for difference in differences if difference.certain or difference.step in gradients]
+    # Without another effect, nothing read the value.
+    if all(difference.kind in _OVERWRITTEN for difference in relevant):
+        if last is not None:
+            return [difference for difference in relevant if not _is_overwritten(difference, last)]
+        if not same_layout:
+            return [difference for difference in relevant if not _is_scratch(difference)]
+    return relevant
 
 
 def _comparable_facts(
@@ -296,13 +309,9 @@ def unstable_keys(first: RunRecord, second: RunRecord) -> set[FactKey]:
     """
     kinds = ("metric", "variable", "generator")
     facts = [fact for fact in first.facts.values() if fact.kind in kinds]
-    unequal = [fact for fact in facts if _differs(fact, second.facts.get(fact.key))]
+    unequal = [fact for fact in facts if fact.key not in second.facts or _plain(second.facts[fact.key]) != _plain(fact)]
     names = {metric_name(fact) for fact in unequal if fact.kind == "metric"}
     return {fact.key for fact in unequal} | {fact.key for fact in facts if fact.kind == "metric" and metric_name(fact) in names}
-
-
-def _differs(fact: Fact, partner: Fact | None) -> bool:
-    return partner is None or _plain(partner) != _plain(fact)
 
 
 def _constant_numbers(record: RunRecord) -> set[str]:

@@ -24,7 +24,7 @@ _Rows = dict[tuple[int, int, str, str], dict[int, Row]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Layout:
+class _PartLayout:
     """Layout of the parts of a tensor in the whole.
 
     Args:
@@ -86,7 +86,7 @@ class Parts:
         unknown: tensors of which no layout has the values of one rank.
     """
 
-    layouts: Mapping[str, _Layout]
+    layouts: Mapping[str, _PartLayout]
     names: Sequence[Mapping[str, str]]
     unknown: tuple[str, ...] = ()
 
@@ -113,7 +113,7 @@ def find_parts(record: RunRecord, reference: RunRecord) -> Parts | None:
     rows = [_first_rows(record, rank) for rank in range(len(record.ranks))]
     names = [_other_names(own, wholes) for own in rows]
     by_name = _by_name(rows, names)
-    layouts: dict[str, _Layout] = {}
+    layouts: dict[str, _PartLayout] = {}
     unknown: list[str] = []
     missing = {_DIGITS.sub("#", name) for name in wholes if name not in by_name}
     for name, own in by_name.items():
@@ -179,7 +179,7 @@ def _by_name(rows: Sequence[Mapping[str, Row]], names: Sequence[Mapping[str, str
     return by_name
 
 
-def _fitting_layouts(record: RunRecord, whole: Fact, own: Mapping[int, Row]) -> list[_Layout]:
+def _fitting_layouts(record: RunRecord, whole: Fact, own: Mapping[int, Row]) -> list[_PartLayout]:
     """Return the layouts with which the parts have all bits of the whole. A tensor of zeros has several."""
     fitting = []
     for layout in (
@@ -191,7 +191,7 @@ def _fitting_layouts(record: RunRecord, whole: Fact, own: Mapping[int, Row]) -> 
     return fitting
 
 
-def _layouts(shape: tuple[int, ...], shapes: Sequence[tuple[int, ...]]) -> Iterator[_Layout]:
+def _layouts(shape: tuple[int, ...], shapes: Sequence[tuple[int, ...]]) -> Iterator[_PartLayout]:
     """Yield the layouts that parts of these shapes may have."""
     ranks, part = len(shapes), shapes[0]
     for count in range(ranks, 1, -1):
@@ -200,7 +200,7 @@ def _layouts(shape: tuple[int, ...], shapes: Sequence[tuple[int, ...]]) -> Itera
         for is_inner in (True, False) if count < ranks else (True,):
             if len(part) != len(shape):
                 if len(part) == 1:
-                    yield _Layout(shape=shape, axis=_FLAT, groups=1, count=count, is_inner=is_inner)
+                    yield _PartLayout(shape=shape, axis=_FLAT, groups=1, count=count, is_inner=is_inner)
                 continue
             axes = [axis for axis in range(len(shape)) if any(other[axis] != shape[axis] for other in shapes)]
             if len(axes) != 1:
@@ -208,10 +208,10 @@ def _layouts(shape: tuple[int, ...], shapes: Sequence[tuple[int, ...]]) -> Itera
             length = part[axes[0]]
             are_equal = len(set(shapes)) == 1
             for groups in (1, 0, *(number for number in range(2, length) if are_equal and length % number == 0)):
-                yield _Layout(shape=shape, axis=axes[0], groups=groups, count=count, is_inner=is_inner)
+                yield _PartLayout(shape=shape, axis=axes[0], groups=groups, count=count, is_inner=is_inner)
 
 
-def _copies(record: RunRecord, own: Mapping[int, Row], layout: _Layout) -> list[TensorFact | None]:
+def _copies(record: RunRecord, own: Mapping[int, Row], layout: _PartLayout) -> list[TensorFact | None]:
     """Return the whole of each copy, put together from the parts of its ranks; None where that does not fit."""
     return [
         _joined(record, [(rank, own.get(rank)) for rank in ranks], layout)
@@ -219,7 +219,7 @@ def _copies(record: RunRecord, own: Mapping[int, Row], layout: _Layout) -> list[
     ]
 
 
-def _joined(record: RunRecord, rows: Sequence[tuple[int, Row | None]], layout: _Layout) -> TensorFact | None:
+def _joined(record: RunRecord, rows: Sequence[tuple[int, Row | None]], layout: _PartLayout) -> TensorFact | None:
     parts = []
     for rank, row in rows:
         values = None if row is None or row["sketch"] is None else record.sketch(row, rank)
@@ -236,7 +236,7 @@ def _joined(record: RunRecord, rows: Sequence[tuple[int, Row | None]], layout: _
     return replace(tensor_fact(first, sketch(flat)), **values)
 
 
-def _distance(record: RunRecord, reference: RunRecord, name: str, rows: _Rows, layout: _Layout) -> float:
+def _distance(record: RunRecord, reference: RunRecord, name: str, rows: _Rows, layout: _PartLayout) -> float:
     """Return how far the first gradient and update of a tensor are from those of one rank, if its parts lie in this way."""
     total = 0.0
     for kind in ("gradient", "parameter"):

@@ -342,14 +342,14 @@ def trim_data(value: Any, depth: int = _MAX_DEPTH) -> Any:
     return value
 
 
-def slice_edges(merged: Sequence[MergedAttempt], most: int = MAX_SLICES) -> list[Column]:
-    """Divide each attempt into slices of about equal length, ``most`` in all, each with at least one ledger line.
+def slice_edges(merged: Sequence[MergedAttempt]) -> list[Column]:
+    """Divide each attempt into slices of about equal length, ``MAX_SLICES`` in all, each with at least one ledger line.
 
     A slice starts where a later attempt starts to repeat steps, and at the last line of a killed process.
     """
     total = sum(each.end - each.begin for each in merged) or 1.0
     # Each attempt needs a slice of its own, for lost time, for the time after the last line, and for the time before.
-    free = most - 4 * len(merged)
+    free = MAX_SLICES - 4 * len(merged)
     edges = []
     for each in merged:
         count = max(0, min(int(free * (each.end - each.begin) / total), len(each.first.points) - 2))

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from dtrain.arguments import format_count
+from dtrain.arguments import format_count, single_line
 from dtrain.errors import ConfigError
 from dtrain.report.attempts import (
     ALL_RANK_EVENTS,
@@ -283,7 +283,7 @@ def _read_attempt_files(folder: Path) -> tuple[dict[int, Row], list[str]]:
         try:
             about = read_attempt(path)
         except (OSError, ValueError) as error:
-            problems.append(f"{where}: cannot be read: {' '.join(str(error).split())[:200]}")
+            problems.append(f"{where}: cannot be read: {single_line(error)[:200]}")
             continue
         version = about.get("format")
         if isinstance(version, int) and version > FORMAT:

@@ -175,7 +175,7 @@ def shard_model(
     """
     error: Exception | None = None
     try:
-        resolved = _check_arguments(model, mesh, precision, strategy, accumulate)
+        resolved = _check_shardable(model, mesh, precision, strategy, accumulate)
         check_buffer_choices(model, buffers)
         check_kinds(parameters_by_fqn(model)[0], "shard_model")
         precision = precision or Precision()
@@ -232,7 +232,7 @@ def shard_model(
     return model
 
 
-def _check_arguments(model: object, mesh: object, precision: object, strategy: str, accumulate: str) -> Strategy:
+def _check_shardable(model: object, mesh: object, precision: object, strategy: str, accumulate: str) -> Strategy:
     """Return the strategy without an alias, if the arguments are valid for a model that is not sharded."""
     if not isinstance(model, nn.Module):
         raise ConfigError(f"shard_model: model must be a torch.nn.Module, got {type(model).__name__}. Pass the whole model.")

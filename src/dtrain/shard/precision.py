@@ -131,11 +131,9 @@ class Precision:
         from torch.distributed.fsdp import MixedPrecisionPolicy
 
         param, output = (_DTYPES[v] if v else None for v in (self.param, self.output))
-        return MixedPrecisionPolicy(param_dtype=param, reduce_dtype=self._reduce_dtype(param or stored), output_dtype=output)
-
-    def _reduce_dtype(self, computed: torch.dtype) -> torch.dtype:
         # For None, torch 2.15 uses the stored dtype and older versions use the compute dtype, so set the dtype explicitly.
-        return _DTYPES[self.reduce] if self.reduce else accumulation_dtype(computed)
+        reduce = _DTYPES[self.reduce] if self.reduce else accumulation_dtype(param or stored)
+        return MixedPrecisionPolicy(param_dtype=param, reduce_dtype=reduce, output_dtype=output)
 
 
 LOW_PRECISION_DTYPES = (torch.bfloat16, torch.float16)

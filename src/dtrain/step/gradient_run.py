@@ -97,7 +97,7 @@ def run_gradient(
     Raises:
         StepAborted: a guarded step failed on some rank, and is rolled back on all ranks.
     """
-    entered = spans.begin_once("step", 0)
+    entered = spans.begin_step_once()
     watch: BatchWatch | None = None
     try:
         run = _begin_run(state, batch, caller)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from dtrain import spans
+from dtrain.arguments import single_line
 from dtrain.data.batch import count_samples, counts_tokens
 from dtrain.device import backend_function, counts_memory, is_accelerator
 from dtrain.dist.collective_replay import CollectiveGuard, CollectivesChanged, PeerFailed, TraceCache, open_guard
@@ -195,7 +196,7 @@ class StepGuard:
             _free_frames(error)
         elif is_out_of_memory(error):
             self.status |= RankStatus.OUT_OF_MEMORY
-            self.oom_message = " ".join(str(error).split()) or type(error).__name__
+            self.oom_message = single_line(error) or type(error).__name__
             if self.prober is not None and self.prober.on_oom is not None:
                 self.prober.on_oom()
             _free_frames(error)

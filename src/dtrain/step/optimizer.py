@@ -168,7 +168,7 @@ def apply_gradients(
             between ranks.
     """
     # A step written by hand is counted here and in microbatch_step.
-    entered = spans.begin_once("step", 0)
+    entered = spans.begin_step_once()
     try:
         if not isinstance(state, TrainState):
             check_state(state, "apply_gradients", "state, metrics = dt.apply_gradients(state, metrics)")

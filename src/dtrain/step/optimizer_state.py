@@ -210,7 +210,7 @@ def check_update(state: TrainState, update: Callable[[], object], *, caller: str
     storable = _warn_if_not_storable(state)
     if log is None:
         return
-    texts, entries = (_describe([state]), _entries([state])) if storable else ([], [])
+    texts, entries = (_describe_leaves([state]), _entries([state])) if storable else ([], [])
     hashes = [_hash_of(log.numbers), _hash_of([f"{path} {text}" for path, text in texts])]
     rows = all_gather_numbers([*hashes, *_digest(entries, state.device)], caller=caller)
     if len({row[0] for row in rows}) > 1:
@@ -252,7 +252,7 @@ def check_saved_state(states: Sequence[TrainState], *, caller: str) -> None:
     """
     if get_dist_info().world_size == 1:
         return
-    texts = _describe(states)
+    texts = _describe_leaves(states)
     entries = _entries(states)
     row = [_hash_of([f"{path} {text}" for path, text in texts]), *_digest(entries, states[0].device)]
     _raise_if_different(states, all_gather_numbers(row, caller=caller), texts, entries, caller)
@@ -280,7 +280,7 @@ def _rows(states: Sequence[TrainState]) -> Iterator[tuple[str, Any]]:
             yield from ((f"{key!r} of {suffix}", value) for key, value in _leaves(content))
 
 
-def _describe(states: Sequence[TrainState]) -> list[tuple[str, str]]:
+def _describe_leaves(states: Sequence[TrainState]) -> list[tuple[str, str]]:
     """Return the path and a text of each leaf, equal on all ranks: plain data, and dtype, shape and placement of tensors."""
     rows = []
     for path, value in _rows(states):

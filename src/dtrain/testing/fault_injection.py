@@ -107,7 +107,7 @@ def inject_fault(
         ConfigError: there is no function at ``at``, an argument is invalid, or the fault never fired on its rank. If the block
             raises another error, that error is raised instead.
     """
-    _check_arguments(action, rank, call, when, error, seconds)
+    _check_fault(action, rank, call, when, error, seconds)
     point = FaultPoint(at=at)
     own_rank = get_dist_info().rank
     path = FAULT_POINTS.get(at, at)
@@ -137,7 +137,7 @@ def inject_fault(
         )
 
 
-def _check_arguments(
+def _check_fault(
     action: str, rank: int | None, call: int | None, when: str, error: BaseException | None, seconds: float
 ) -> None:
     check_choice("inject_fault", "action", action, get_args(FaultAction))

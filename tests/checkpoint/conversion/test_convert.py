@@ -14,6 +14,7 @@ from checkpoint.states import watching
 from dtrain import storage
 from dtrain.checkpoint.conversion.convert import convert
 from dtrain.errors import CheckpointError, ConfigError, CorruptCheckpointError
+from mutations import flip_bits
 
 WEIGHTS = {"a": torch.randn(4, 3), "b": torch.arange(3)}
 
@@ -67,9 +68,7 @@ def test_destination_created_during_conversion_is_refused_and_kept(source):
 def test_corrupt_source_is_refused_and_leaves_no_output(source):
     convert(source, source.parent / "root", to="dtrain")
     path = source.parent / "root" / "step-00000000" / "rank-00000.safetensors"
-    data = bytearray(path.read_bytes())
-    data[-3] ^= 1
-    path.write_bytes(data)
+    flip_bits(path, -3)
     with pytest.raises(CorruptCheckpointError, match=r"rank-00000.safetensors: bytes from 0 on do not match"):
         convert(source.parent / "root", source.parent / "out", to="hf")
     assert sorted(os.listdir(source.parent)) == ["root", "x.safetensors"]

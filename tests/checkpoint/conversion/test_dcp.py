@@ -13,6 +13,7 @@ from torch import nn
 from checkpoint.conversion.models import MODELS, TIED, logits, saved
 from dtrain.checkpoint.conversion.convert import convert
 from dtrain.errors import CorruptCheckpointError
+from mutations import flip_bits
 
 ALONE = "ignore:torch.distributed is disabled:UserWarning"
 
@@ -72,9 +73,7 @@ def test_convert_holds_one_tensor_in_memory(tmp_path, monkeypatch, width):
 def test_corrupt_source_raises_and_leaves_no_output(tmp_path):
     root = saved(nn.Linear(3, 3), tmp_path / "root")
     path = root / "step-00000000" / "rank-00000.safetensors"
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
+    flip_bits(path, -1)
     with pytest.raises(CorruptCheckpointError, match=r"rank-00000.safetensors: bytes from 0 on do not match"):
         convert(root, tmp_path / "out", to="dcp")
     assert os.listdir(tmp_path) == ["root"]

@@ -14,6 +14,7 @@ from dtrain.data.stream import shard_index
 from dtrain.data.stream.sharded_dataset import ShardedDataset
 from dtrain.errors import DataError
 from dtrain.testing.fault_injection import inject_fault
+from mutations import flip_bits
 from places.shards import written
 
 SAMPLES = 4  # of a shard
@@ -159,9 +160,7 @@ def test_new_index_is_read_again(tmp_path, shared, opened):
 
 
 def damage(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[-200] ^= 1
-    path.write_bytes(data)
+    flip_bits(path, -200)
 
 
 @pytest.mark.parametrize("harm", [damage, lambda path: path.write_bytes(b"dtrain"), Path.unlink], ids=["bit", "short", "none"])

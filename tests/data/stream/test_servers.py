@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from dtrain.data.stream.sharded_dataset import ShardedDataset
 from dtrain.errors import ConfigError, DataError
+from mutations import flip_bits
 from places.proxy import Fault
 from places.shards import Watch, samples, written
 from places.web import web
@@ -92,9 +93,7 @@ def test_damaged_cached_shard_is_fetched_again(served, tmp_path, opened):
     assert [dataset[index] for index in range(100)] == list(samples(100))
     dataset.close()
     cached = sorted((tmp_path / "cache").glob("?" * 32))
-    content = bytearray(cached[2].read_bytes())
-    content[-1] ^= 1
-    cached[2].write_bytes(content)
+    flip_bits(cached[2], -1)
     requests = len(there.shard_requests())
     again = opened(there.url, prefetch_shards=0)
     assert [again[index] for index in range(100)] == list(samples(100))

@@ -18,6 +18,7 @@ from dtrain.data.stream.sharded_dataset import ShardedDataset
 from dtrain.data.stream.write_shards import write_shards
 from dtrain.errors import ConfigError, DataError, ShardError
 from dtrain.testing import inject_fault
+from mutations import flip_bits
 from places.shards import samples, written
 
 
@@ -184,9 +185,7 @@ def broken(folder, what):
     elif what == "truncated":
         path.write_bytes(path.read_bytes()[:-1])
     elif what == "changed":
-        content = bytearray(path.read_bytes())
-        content[-1] ^= 1
-        path.write_bytes(content)
+        flip_bits(path, -1)
     return path
 
 

@@ -8,16 +8,13 @@ from tensordict import TensorDict
 from torch import nn
 
 import dtrain as dt
+from draws import generator
 from dtrain.data.fetcher import apply_transform
 from dtrain.errors import ConfigError
 from dtrain.transforms.batches.cutout import colout, colout_batch, cutout, cutout_batch
 from dtrain.transforms.batches.mixup import cutmix_batch, label_smoothing, mixup_batch
 from dtrain.transforms.batches.progressive_resizing import progressive_resizing, resize_batch
 from dtrain.transforms.batches.rand_augment import augmix, augmix_batch, rand_augment, rand_augment_batch
-
-
-def generator(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 def images(count: int, dtype: torch.dtype = torch.float32) -> dict:

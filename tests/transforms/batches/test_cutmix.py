@@ -1,13 +1,10 @@
 import pytest
 import torch
 
+from draws import generator
 from dtrain.errors import ConfigError
 from dtrain.transforms.batches.image_ops import box_area_fraction, box_mask, sample_boxes
 from dtrain.transforms.batches.mixup import cutmix, cutmix_batch, mixup_batch
-
-
-def generator(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 def zeros_and_ones(height: int = 4, width: int = 6) -> dict[str, torch.Tensor]:

@@ -1,12 +1,9 @@
 import pytest
 import torch
 
+from draws import generator
 from dtrain.errors import ConfigError
 from dtrain.transforms.batches.cutout import colout, colout_batch, cutout, cutout_batch
-
-
-def generator(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 def hidden(**options) -> torch.Tensor:

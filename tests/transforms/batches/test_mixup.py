@@ -4,14 +4,11 @@ import pytest
 import torch
 
 import dtrain as dt
+from draws import generator
 from dtrain.errors import ConfigError
 from dtrain.losses import soft_cross_entropy
 from dtrain.transforms.batches.batch_transform import as_probabilities, mix_rows
 from dtrain.transforms.batches.mixup import label_smoothing, mixup, mixup_batch, smooth_labels
-
-
-def generator(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 def batch(n: int = 6) -> dict[str, object]:

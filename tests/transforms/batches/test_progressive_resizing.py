@@ -2,14 +2,11 @@ import pytest
 import torch
 
 import dtrain as dt
+from draws import generator
 from dtrain.errors import ConfigError
 from dtrain.schedules.clock import Clock
 from dtrain.schedules.durations import Duration, RunLength
 from dtrain.transforms.batches.progressive_resizing import linear_growth, progressive_resizing, resize_batch
-
-
-def generator(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 def image(height: int, width: int) -> torch.Tensor:

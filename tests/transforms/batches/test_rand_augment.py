@@ -3,6 +3,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from draws import generator
 from dtrain.errors import ConfigError
 from dtrain.transforms.batches.rand_augment import (
     AUGMIX_OPERATIONS,
@@ -12,11 +13,6 @@ from dtrain.transforms.batches.rand_augment import (
     rand_augment,
     rand_augment_batch,
 )
-
-
-def generator(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
 
 IMAGES = torch.rand(8, 3, 9, 9, generator=generator(5))
 INVERT, SAME = [("solarize", 0.0)], [("solarize", 256.0)]

@@ -145,50 +145,60 @@ def convert(
     if not isinstance(folder, Path):
         raise ConfigError(f"{_CALLER}: destination must be on this machine, got {folder}. Copy the result there afterwards.")
     kind = detect_format(source, _CALLER) if format is None else format
-    _check_arguments(source, folder, kind, to, trust, max_shard_bytes, step)
+    _check_paths_and_options(source, folder, kind, to, trust, max_shard_bytes, step)
     companions = _read_companions(source, kind, to, merge, config)
     adapter_config = companions.pop(ADAPTER_CONFIG, b"")
-    inner = ""
     single = MODEL_FILE if to == "safetensors" and folder.suffix == SUFFIX else ""
+    named_step = layout.step_of(folder.name)
+    step_folder = layout.step_name(step) if to == "dtrain" and named_step is None else ""
+    source_key, target_key = (key, None) if kind in _UNTRUSTED_FORMATS else (None, key)
     with _staging_folder(folder, file_name=single) as (staging, result):
-        dict_path, scratch = key if kind in _UNTRUSTED_FORMATS else None, staging / "source.safetensors"
-        files = open_weights(source, kind, caller=_CALLER, state=state, key=dict_path, scratch=scratch)
-        stored = files = apply_ties(files, tie or {}, once=to == "dtrain")
-        files, updates = merge_adapter(files, adapter_config) if merge else (files, {})
-        files = select_adapter(files, adapter_config) if to == "peft" else files
-        weights = stream_weights(files, dtype=dtype, on_bytes_written=on_bytes_written)
-        if merge:
-            weights = MergedStream(
-                files=files, dtypes=weights.dtypes, on_bytes_written=on_bytes_written, stored=stored, updates=updates
-            )
+        scratch = staging / "source.safetensors"
+        files = open_weights(source, kind, caller=_CALLER, state=state, key=source_key, scratch=scratch)
+        files = apply_ties(files, tie or {}, once=to == "dtrain")
+        weights = _select_weights(files, adapter_config, to=to, merge=merge, dtype=dtype, on_bytes_written=on_bytes_written)
         if not weights.dtypes:
             raise CheckpointError(
                 f"{_CALLER}: path must hold weights, got {source}. "
                 "Save it with save_sharded first, or pass a .safetensors file."
             )
         on_start(weights.bytes)
-        if to == "safetensors":
-            write_safetensors(result / MODEL_FILE, weights, weights.dtypes)
-            storage.sync_folder(result)
-        elif to == "hf":
+        if to == "hf":
             formats.write_hugging_face(result, weights, max_shard_bytes=max_shard_bytes, companions=companions)
-        elif to == "peft":
-            write_safetensors(result / ADAPTER_FILE, weights, weights.dtypes)
-            storage.write_file(result / ADAPTER_CONFIG, adapter_config)
-            storage.sync_folder(result)
         elif to == "dcp":
-            formats.write_dcp(result, weights, key=None if kind in _UNTRUSTED_FORMATS else key)
+            formats.write_dcp(result, weights, key=target_key)
+        elif to == "dtrain":
+            storage.make_folders(result / step_folder)
+            formats.write_step(result / step_folder, weights, step=step if named_step is None else named_step, buffers=buffers)
         else:
-            named_step = layout.step_of(folder.name)
-            if named_step is None:
-                inner = layout.step_name(step)
-                storage.make_folder(result / inner)
-            formats.write_step(result / inner, weights, step=step if named_step is None else named_step, buffers=buffers)
-            storage.sync_folder(result)
-    return ConvertResult(path=folder / inner, tensors=len(weights.dtypes), bytes=weights.bytes)
+            write_safetensors(result / (ADAPTER_FILE if to == "peft" else MODEL_FILE), weights, weights.dtypes)
+            if to == "peft":
+                storage.write_file(result / ADAPTER_CONFIG, adapter_config)
+        storage.sync_folder(result)
+    return ConvertResult(path=folder / step_folder, tensors=len(weights.dtypes), bytes=weights.bytes)
 
 
-def _check_arguments(source: AnyPath, folder: Path, kind: str, to: str, trust: bool, max_shard_bytes: int, step: int) -> None:
+def _select_weights(
+    files: TensorFiles,
+    adapter_config: bytes,
+    *,
+    to: TargetFormat,
+    merge: bool,
+    dtype: str | None,
+    on_bytes_written: Callable[[int], None],
+) -> WeightStream:
+    """Stream all tensors of ``files``, the tensors of the adapter alone, or the base weights with the adapter merged."""
+    if not merge:
+        selected = select_adapter(files, adapter_config) if to == "peft" else files
+        return stream_weights(selected, dtype=dtype, on_bytes_written=on_bytes_written)
+    base, updates = merge_adapter(files, adapter_config)
+    dtypes = stream_weights(base, dtype=dtype, on_bytes_written=on_bytes_written).dtypes
+    return MergedStream(files=base, dtypes=dtypes, on_bytes_written=on_bytes_written, stored=files, updates=updates)
+
+
+def _check_paths_and_options(
+    source: AnyPath, folder: Path, kind: str, to: str, trust: bool, max_shard_bytes: int, step: int
+) -> None:
     if to not in TARGET_FORMATS:
         raise ConfigError(f"{_CALLER}: to must be one of {', '.join(TARGET_FORMATS)}, got {to!r}. Choose one of them.")
     if kind not in SOURCE_FORMATS:

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint import FileSystemReader, load
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from dtrain.arguments import single_line
 from dtrain.checkpoint.data_file import TensorSlot, as_bytes, plan_file_layout
 from dtrain.checkpoint.layout import DTYPE_NAMES
 from dtrain.checkpoint.plan import group_by_size
@@ -127,7 +128,7 @@ def main(kind: str, source: str, out: str, key: str | None = None) -> int:
         return 1
     except (Exception, CheckpointException) as error:  # noqa: BLE001  # the code of a pickle can raise any exception
         cause = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
-        print(f"CheckpointError: convert: {source}: {type(cause).__name__}: {' '.join(str(cause).split())}", file=sys.stderr)
+        print(f"CheckpointError: convert: {source}: {type(cause).__name__}: {single_line(cause)}", file=sys.stderr)
         return 1
     return 0
 

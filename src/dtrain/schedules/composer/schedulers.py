@@ -87,14 +87,14 @@ def check_covers_run(caller: str, run_length: RunLength, t_max: Length, alpha_i:
         )
 
 
-def name_each(caller: str, name: str, values: Sequence[Length]) -> dict[str, Length]:
-    """Return the durations of one argument by generated names: ``"milestones[0]"``, ``"milestones[1]"``.
+def name_milestones(caller: str, milestones: Sequence[Length]) -> dict[str, Length]:
+    """Return durations by generated names: ``"milestones[0]"``, ``"milestones[1]"``.
 
     Raises:
-        ConfigError: ``values`` is a single duration.
+        ConfigError: ``milestones`` is a single duration.
     """
-    check_sequence(caller, name, values)
-    return {f"{name}[{index}]": value for index, value in enumerate(values)}
+    check_sequence(caller, "milestones", milestones)
+    return {f"milestones[{index}]": value for index, value in enumerate(milestones)}
 
 
 def _to_absolute(length: Duration, run_length: RunLength) -> tuple[Fraction, str]:
@@ -307,7 +307,7 @@ def multi_step(run_length: RunLength, milestones: Sequence[Length], gamma: float
     Source: Composer, ``MultiStepScheduler``.
     """
     caller = "composer.multi_step"
-    times = parse_lengths(caller, run_length, name_each(caller, "milestones", milestones))
+    times = parse_lengths(caller, run_length, name_milestones(caller, milestones))
     return times.to_schedule(curves.multi_step(1.0, gamma, [times[name] for name in times.fractions]))
 
 
@@ -444,7 +444,7 @@ def multi_step_with_warmup(
     Source: Composer, ``MultiStepWithWarmupScheduler``. Composer only warns of a milestone during the warm-up.
     """
     caller = "composer.multi_step_with_warmup"
-    lengths = name_each(caller, "milestones", milestones)
+    lengths = name_milestones(caller, milestones)
     times = parse_lengths(caller, run_length, {"t_warmup": t_warmup, **lengths})
     stair = curves.multi_step(1.0, gamma, [times[name] for name in lengths])
     if times["t_warmup"] >= times["milestones[0]"]:

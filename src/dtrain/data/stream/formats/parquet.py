@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from dtrain.arguments import single_line
 from dtrain.data.stream.formats.compression import parse_compression
 from dtrain.data.stream.formats.shard_format import (
     ByteSource,
@@ -59,7 +60,7 @@ def _open_file(source: ByteSource, name: str) -> Any:
     try:
         return arrow.parquet.ParquetFile(arrow.PythonFile(ByteSourceFile(source), mode="r"), pre_buffer=False)
     except (arrow.ArrowException, OSError) as error:
-        raise DataError(f"{name}: is not a Parquet file, or truncated: {' '.join(str(error).split())}") from error
+        raise DataError(f"{name}: is not a Parquet file, or truncated: {single_line(error)}") from error
 
 
 class ParquetShard(Shard):

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 
+from dtrain.arguments import single_line
 from dtrain.errors import ConfigError, DataError, DtrainError, ShardError, escape_unprintable
 from dtrain.packages import missing_extra_error
 from dtrain.storage import exists, read_file, resolve_path
@@ -279,7 +280,7 @@ _MAX_MESSAGE = 500
 
 def one_line(message: object) -> str:
     """Format a message that quotes foreign data as one line of printable characters."""
-    text = " ".join(str(message).split()) or "no message"
+    text = single_line(message) or "no message"
     text = text if len(text) <= _MAX_MESSAGE else f"{text[:_MAX_MESSAGE]}..."
     return escape_unprintable(text)
 
@@ -360,7 +361,7 @@ def name_column(column: str, number: int | None = None) -> Iterator[None]:
         yield
     except (ConfigError, TypeError, ValueError, OverflowError, AttributeError, NotImplementedError) as error:
         where = "" if number is None else f"sample {number}, "
-        raise ConfigError(f"{where}column {column!r}: {' '.join(str(error).split())}") from error
+        raise ConfigError(f"{where}column {column!r}: {single_line(error)}") from error
 
 
 def check_sample(sample: Any, number: int) -> None:
