@@ -137,16 +137,16 @@ def use_one_dtype(name: Dtype, on_low: Callable[[torch.dtype], None]) -> torch.d
 def enter_for_good(mode: TorchFunctionMode) -> None:
     """Enter a mode until the process ends, also for what a backward calls.
 
-    torch calls a backward through the mode, and without the mode from then on. But activation checkpointing runs forwards there.
+    torch runs a backward without the modes through which it was called. But activation checkpointing runs forwards there.
 
     Mutates: the function of ``torch.autograd`` that runs a backward.
     """
-    mode.__enter__()  # type: ignore[no-untyped-call]
+    mode.__enter__()
     run = torch.autograd._engine_run_backward
 
     @functools.wraps(run)
     def run_with_mode(*args: Any, **kwargs: Any) -> Any:
-        with contextlib.nullcontext() if mode in _get_current_function_mode_stack() else mode:  # type: ignore[no-untyped-call]
+        with contextlib.nullcontext() if mode in _get_current_function_mode_stack() else mode:
             return run(*args, **kwargs)
 
     torch.autograd._engine_run_backward = run_with_mode
