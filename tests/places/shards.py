@@ -18,6 +18,11 @@ def written(folder, count=100, *, size=100, limit=2000, **options):
     return folder
 
 
+def ids(samples):
+    """Return the ids of samples. A loader's worker that is spawned can import this module, but no file of tests."""
+    return [sample["id"] for sample in samples]
+
+
 class Watch:
     """The most bytes that the files of a cache had together, by a thread that looks again and again. A context manager.
 

@@ -17,14 +17,10 @@ from dtrain.data.stream.sharded_dataset import ShardedDataset
 from dtrain.errors import ConfigError, DataError
 from mutations import flip_bits
 from places.proxy import Fault
-from places.shards import Watch, samples, written
+from places.shards import Watch, ids, samples, written
 from places.web import web
 
 LONG_S = 300
-
-
-def ids(samples):
-    return [sample["id"] for sample in samples]
 
 
 def wait_for(condition):

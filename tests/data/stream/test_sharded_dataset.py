@@ -19,16 +19,12 @@ from dtrain.data.stream.write_shards import write_shards
 from dtrain.errors import ConfigError, DataError, ShardError
 from dtrain.testing import inject_fault
 from mutations import flip_bits
-from places.shards import samples, written
+from places.shards import ids, samples, written
 
 
 @pytest.fixture
 def folder(tmp_path):
     return written(tmp_path / "data")
-
-
-def ids(samples):
-    return [sample["id"] for sample in samples]
 
 
 def test_sample_is_read_by_its_index(folder, opened):
