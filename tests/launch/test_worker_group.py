@@ -219,6 +219,13 @@ def test_first_signal_after_failure_keeps_grace_and_second_ends_it(attempt):
     assert attempt.ending.kill_at == 3.0
 
 
+@pytest.mark.parametrize(("grace_s", "expected"), [(None, 2.0), (9.0, 10.0)], ids=["default", "as asked"])
+def test_ranks_that_start_again_are_killed_soon(attempt, grace_s, expected):
+    attempt.plan = replace(attempt.plan, max_restarts=1, grace_s=grace_s)
+    ended(attempt, 1, -signal.SIGKILL, now=1.0)
+    assert (attempt.stopping, attempt.ending.kill_at) == (True, expected)
+
+
 def test_unstarted_ranks_are_dropped(attempt):
     attempt.pids[2] = None
     attempt.drop_ranks([2])

@@ -35,6 +35,7 @@ from dtrain.launch.launch_plan import (
     DEFAULT_REPLACE_TIMEOUT_S,
     MAX_GRACE_S,
     MAX_RANKS,
+    RESTART_GRACE_S,
     SAVING_GRACE_S,
     LaunchPlan,
     NodeLayout,
@@ -181,7 +182,7 @@ def launch(
         _ending(
             "--grace SECONDS",
             f"Time between SIGTERM and SIGKILL.  [default: {DEFAULT_GRACE_S:g} after a failure, "
-            f"{SAVING_GRACE_S:g} after a signal]",
+            f"{RESTART_GRACE_S:g} with --max-restarts, {SAVING_GRACE_S:g} after a signal]",
             number(minimum=0, maximum=MAX_GRACE_S, advice="Use 5 seconds, for example."),
         ),
     ] = None,
@@ -448,7 +449,7 @@ def _describe_plan(plan: LaunchPlan) -> str:
         f"{ranks} of {layout.world_size}: {shlex.join([*prefix, target.name, *target.args])}",
         f"run folder {str(plan.run_dir)!r}",
         "no preload" if plan.preload == () else "preload",
-        f"grace {plan.grace_after_failure_s:g} s after a failure, {plan.grace_after_signal_s:g} s after a signal",
+        f"grace {plan.grace_of_others_s:g} s after a failure, {plan.grace_after_signal_s:g} s after a signal",
         f"restarts {plan.max_restarts}",
         "no hang time-out" if plan.hang_timeout_s is None else f"hang time-out {plan.hang_timeout_s:g} s",
     ]

@@ -21,6 +21,8 @@ MAX_RANKS = 256  # per node
 MAX_GRACE_S = 86_400.0
 DEFAULT_GRACE_S = 5.0
 SAVING_GRACE_S = 30.0
+# A rank that waits for a dead rank in a collective cannot handle SIGTERM, as torch may not return, and delays the restart.
+RESTART_GRACE_S = 1.0
 # A step of a deep model has hundreds of collectives.
 FLIGHT_RECORDER_ENTRIES = "2000"
 DEFAULT_PREFIX = "[rank {rank}] "
@@ -140,8 +142,13 @@ class LaunchPlan:
 
     @property
     def grace_after_failure_s(self) -> float:
-        """Seconds between SIGTERM and SIGKILL for the other ranks after a failure, when they cannot continue."""
+        """Seconds for processes that go on after a failure of their script, or after all ranks."""
         return DEFAULT_GRACE_S if self.grace_s is None else self.grace_s
+
+    @property
+    def grace_of_others_s(self) -> float:
+        """Seconds between SIGTERM and SIGKILL for the other ranks after a failure; by default fewer if all may start again."""
+        return RESTART_GRACE_S if self.grace_s is None and self.max_restarts else self.grace_after_failure_s
 
     @property
     def grace_after_signal_s(self) -> float:

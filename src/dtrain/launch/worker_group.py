@@ -198,7 +198,7 @@ class WorkerGroup:
         if not self.stopping:
             self.launch_error = LaunchError(lines=tuple(lines), code=code)
             self._mark_as_failed()
-            self.stop(now, signal.SIGTERM, self.plan.grace_after_failure_s)
+            self.stop(now, signal.SIGTERM, self.plan.grace_of_others_s)
 
     def stop(self, now: float, number: int, grace_s: float) -> None:
         """Ask the ranks to end with signal ``number``, and kill the remaining processes after ``grace_s`` seconds."""
@@ -314,7 +314,7 @@ class WorkerGroup:
                 return
             self.root_cause = self._find_root_cause()
             self._mark_as_failed()
-            self.stop(now, signal.SIGTERM, self.plan.grace_after_failure_s)
+            self.stop(now, signal.SIGTERM, self.plan.grace_of_others_s)
         elif signs.decide_at is None and signs.preemption_deadline is not None and now >= signs.preemption_deadline and alive:
             self.stop(now, signal.SIGTERM, self.plan.grace_after_failure_s)
 
