@@ -553,11 +553,12 @@ class Checkpointer:
             DistError: the new rank did not arrive, or its setup differs.
         """
         check_state(state, "retry", "state = checkpoints.retry(train, state)")
-        membership = current_context().membership
-        can_stay = membership is not None and state.spec.strategy == "replicate" and not reconfigure.has_other_groups()
-        # A new rank would begin without what the setup has loaded into another run, such as a teacher.
-        can_stay = can_stay and membership is not None and all(run() is state._run_context for run in membership.loaded)
-        if membership is None or membership.is_over or not can_stay:
+        info, membership = current_context().info, current_context().membership
+        if info is None or membership is None:
+            return train(state)
+        if reason := _why_none_stays(state, membership):
+            if info.is_main:
+                warnings.warn(f"retry: {reason}. All ranks start again when one dies.", RuntimeWarning, stacklevel=2)
             return train(state)
         if membership.is_joining:
             membership.in_setup = False
@@ -631,6 +632,20 @@ class Checkpointer:
         if self._lock is not None:
             self._lock.release()
         self._lock, self._staging = None, MemoryPool()
+
+
+def _why_none_stays(state: TrainState, membership: reconfigure.Membership) -> str:
+    """Return the reason why no rank stays when another one dies; "" if they can."""
+    if membership.is_over:
+        return "only the first call in a process lets ranks stay"
+    if state.spec.strategy != "replicate":
+        return f"ranks stay with strategy 'replicate' only, got {state.spec.strategy!r}"
+    if reconfigure.has_other_groups():
+        return "there is a process group of several ranks beside the default group, which torch cannot connect anew"
+    # A new rank would begin without what the setup has loaded into another run, such as a teacher.
+    if any(run() is not state._run_context for run in membership.loaded):
+        return "the setup has loaded a checkpoint into another state, which a new rank would lack"
+    return ""
 
 
 def checkpointer_of(root: AnyPath | str, states: Iterable[TrainState]) -> Checkpointer:
