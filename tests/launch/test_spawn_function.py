@@ -331,7 +331,7 @@ def test_fork_deprecation_warning_does_not_leak_child(monkeypatch):
     def fork_of_python_3_12() -> int:
         pid = real()
         if pid:
-            warnings.warn(
+            warnings.warn(  # noqa: TID251
                 "This process is multi-threaded, use of fork() may lead to deadlocks", DeprecationWarning, stacklevel=2
             )
         return pid

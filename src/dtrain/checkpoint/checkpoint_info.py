@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
@@ -11,7 +10,7 @@ from typing import NamedTuple
 
 from dtrain import storage
 from dtrain.checkpoint import layout
-from dtrain.errors import CheckpointError, CorruptCheckpointError
+from dtrain.errors import CheckpointError, CorruptCheckpointError, warn
 from dtrain.run_context import Commit
 from dtrain.storage import AnyPath
 
@@ -195,10 +194,9 @@ def list_steps(root: Path | str) -> list[CheckpointInfo]:
     except OSError as error:
         raise CheckpointError(f"list_steps: {error}") from error
     for bad in scan.corrupt:
-        warnings.warn(
+        warn(
             f"list_steps: {bad.path} is corrupt and skipped: {bad.reason}. "
-            "Run `dtrain checkpoints verify` on its folder, then restore or remove this step.",
-            stacklevel=2,
+            "Run `dtrain checkpoints verify` on its folder, then restore or remove this step."
         )
     return scan.committed
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import secrets
 import time
-import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -40,7 +39,7 @@ from dtrain.checkpoint.write_plan import INLINE, RankWritePlan, link_frozen_file
 from dtrain.dist.collectives import broadcast_decision, broadcast_json, gather_json, raise_on_all_ranks
 from dtrain.dist.context import current_context
 from dtrain.dist.init import DistInfo, get_dist_info
-from dtrain.errors import CheckpointError, ConfigError
+from dtrain.errors import CheckpointError, ConfigError, warn
 from dtrain.launch import heartbeats
 from dtrain.run_context import Commit, Lineage
 from dtrain.storage import AnyPath
@@ -396,8 +395,7 @@ def _remove_old_steps(root: AnyPath, run_id: str, save: SaveRequest) -> None:
         rules = RetentionRules(keep_last=1) if is_memory else save.options
         apply_retention(root, run_id, rules, protected=protected, newest=history.newest)
     except (OSError, CheckpointError) as error:
-        warnings.warn(
+        warn(
             f"{_CALLER}: step {save.step} is committed, but older steps could not be removed: {error}. "
-            "Check the permissions of the folder.",
-            stacklevel=2,
+            "Check the permissions of the folder."
         )

@@ -10,7 +10,6 @@ of one of several states. An object that several states share is stored once.
 from __future__ import annotations
 
 import gc
-import warnings
 import weakref
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -25,7 +24,7 @@ from dtrain.checkpoint.tree_json import PER_RANK, SameAs, TensorPlaceholder, sta
 from dtrain.dist.collectives import raise_on_all_ranks
 from dtrain.dist.dtensor import is_dtensor
 from dtrain.dist.init import get_dist_info
-from dtrain.errors import CheckpointMismatchError, ConfigError, CorruptCheckpointError
+from dtrain.errors import CheckpointMismatchError, ConfigError, CorruptCheckpointError, warn
 from dtrain.run_objects import DICT_TYPES, LOADER, NotSaved, PerRank, check_entries, is_stateful, is_tracked_loader, unwrap
 from dtrain.state import TrainState
 from dtrain.typing import Stateful
@@ -383,11 +382,9 @@ def check_loaders(states: Mapping[str, TrainState]) -> None:
     if guessed and get_dist_info().rank == 0 and not any(run.warned_of_loader for run in runs):
         for run in runs:
             run.warned_of_loader = True
-        warnings.warn(
+        warn(
             f"{_SAVE}: the state should hold the position of {guessed[0]!r} if it trains on copies of its batches, or a resume "
-            f"repeats them. {_ADVICE}",
-            # Also past the check of the arguments, to the caller's line.
-            stacklevel=6,
+            f"repeats them. {_ADVICE}"
         )
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import time
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -66,7 +65,7 @@ from dtrain.dist.dtensor import to_local
 from dtrain.dist.init import get_dist_info
 from dtrain.dist.reconfigure import is_joining, note_load
 from dtrain.dist.rng import check_rng_state, rng_state, seed_all, set_rng_state
-from dtrain.errors import CheckpointError, CheckpointMismatchError, ConfigError, CorruptCheckpointError
+from dtrain.errors import CheckpointError, CheckpointMismatchError, ConfigError, CorruptCheckpointError, warn
 from dtrain.fqn import buffers_by_fqn
 from dtrain.run_context import Lineage
 from dtrain.shard.buffers import persistent_buffers
@@ -290,7 +289,7 @@ def _warn_if_low_space(root: AnyPath, needed_bytes: int) -> None:
         try:
             check_free_space(root, needed_bytes, caller=_CALLER)
         except (OSError, CheckpointError) as error:
-            warnings.warn(f"the next save will fail: {error}", stacklevel=4)
+            warn(f"the next save will fail: {error}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)

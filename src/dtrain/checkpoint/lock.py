@@ -26,7 +26,6 @@ import secrets
 import socket
 import threading
 import time
-import warnings
 import weakref
 from collections.abc import Collection
 from contextlib import suppress
@@ -40,7 +39,7 @@ from msgspec.structs import replace
 
 from dtrain import storage
 from dtrain.checkpoint.save_thread import process_instance
-from dtrain.errors import CheckpointError, ConfigError
+from dtrain.errors import CheckpointError, ConfigError, warn
 from dtrain.storage import AnyPath
 
 LOCK_FILE = "run.lock"
@@ -274,10 +273,9 @@ class Lock:
                 raise CheckpointError(f"{self.root}: the lock was released. Lock the root again before saving.")
             if not _still_ours(self._held) and self._held.lost_to is None:
                 if not storage.is_folder(self.root):
-                    warnings.warn(
+                    warn(
                         f"{self.root} was removed while this run was using it, and its steps with it. The folder is created "
-                        "again.",
-                        stacklevel=2,
+                        "again."
                     )
                     storage.make_folders(self.root)
                 self._held.owner = with_heartbeat(self._held.owner, now=time.time())

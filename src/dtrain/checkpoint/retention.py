@@ -8,7 +8,6 @@ failed save. On object stores, which have no rename, the manifest is removed fir
 from __future__ import annotations
 
 import secrets
-import warnings
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +19,7 @@ from dtrain.checkpoint.checkpoint_info import CheckpointInfo, has_manifest, newe
 from dtrain.checkpoint.lock import lock_root, protected_steps
 from dtrain.checkpoint.reader import read_run_index, verify_step
 from dtrain.checkpoint.save_thread import save_thread
-from dtrain.errors import CheckpointError, CorruptCheckpointError
+from dtrain.errors import CheckpointError, CorruptCheckpointError, warn
 from dtrain.run_context import Commit, Lineage
 from dtrain.storage import AnyPath
 
@@ -146,16 +145,14 @@ def _keep_newest_sound(run: Sequence[CheckpointInfo], to_remove: set[int]) -> li
         return removable
     newest = next((step for step in reversed(removable) if _is_sound(step)), None)
     if newest is None:
-        warnings.warn(
+        warn(
             f"{_CALLER}: no step of run {run[0].run_id} passes verification, so no step is removed. "
-            "Run `dtrain checkpoints verify`, and keep at least one step that passes.",
-            stacklevel=4,
+            "Run `dtrain checkpoints verify`, and keep at least one step that passes."
         )
         return []
-    warnings.warn(
+    warn(
         f"{_CALLER}: {newest.path} is kept, because no step to keep passes verification. "
-        "Run `dtrain checkpoints verify` on the newer steps.",
-        stacklevel=4,
+        "Run `dtrain checkpoints verify` on the newer steps."
     )
     return [step for step in removable if step is not newest]
 
@@ -289,10 +286,7 @@ def remove_or_warn(folder: AnyPath, caller: str) -> None:
         if storage.exists(folder):
             storage.remove_folder(folder, first=layout.MANIFEST)
     except OSError as error:
-        warnings.warn(
-            f"{caller}: could not remove {folder}: {error}. Remove the folder yourself, or change its permissions.",
-            stacklevel=4,
-        )
+        warn(f"{caller}: could not remove {folder}: {error}. Remove the folder yourself, or change its permissions.")
 
 
 def remove_step(folder: AnyPath, step: int, run_id: str) -> None:
@@ -329,10 +323,9 @@ def move_aside(folder: AnyPath, caller: str) -> None:
     if storage.supports_rename(folder):
         aside = folder.with_name(f"{folder.name}.aside-{secrets.token_hex(4)}")
         storage.rename(folder, aside)
-        warnings.warn(
+        warn(
             f"{caller}: {folder} is not a valid checkpoint and was renamed to {aside.name}. "
-            "Remove the renamed folder when nothing in it is needed.",
-            stacklevel=2,
+            "Remove the renamed folder when nothing in it is needed."
         )
     elif has_manifest(folder):
         raise CheckpointError(

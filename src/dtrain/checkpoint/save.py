@@ -14,7 +14,6 @@ import os
 import sys
 import time
 import traceback
-import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -55,7 +54,7 @@ from dtrain.dist.context import current_context, register_shutdown_hook
 from dtrain.dist.incident import is_collective_error
 from dtrain.dist.init import get_dist_info, rejoin
 from dtrain.dist.mesh import leader_group
-from dtrain.errors import CheckpointError, ConfigError, PeerError
+from dtrain.errors import CheckpointError, ConfigError, PeerError, warn
 from dtrain.launch import heartbeats
 from dtrain.run_objects import unwrap
 from dtrain.schedules.durations import Duration
@@ -498,7 +497,7 @@ class Checkpointer:
             self._memory_failed = True
             if get_dist_info().rank == 0:
                 reason = str(error).removeprefix(f"{_CALLER}: ")
-                warnings.warn(f"Checkpointer.keep: going on without copies in memory: {reason}", RuntimeWarning, stacklevel=3)
+                warn(f"Checkpointer.keep: going on without copies in memory: {reason}", RuntimeWarning)
             return False
         return True
 
@@ -558,7 +557,7 @@ class Checkpointer:
             return train(state)
         if reason := _why_none_stays(state, membership):
             if info.is_main:
-                warnings.warn(f"retry: {reason}. All ranks start again when one dies.", RuntimeWarning, stacklevel=2)
+                warn(f"retry: {reason}. All ranks start again when one dies.", RuntimeWarning)
             return train(state)
         if membership.is_joining:
             membership.in_setup = False

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import sys
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -39,7 +38,7 @@ from dtrain.checkpoint.reader import iter_sound_steps_before
 from dtrain.checkpoint.retention import remove_or_warn
 from dtrain.dist.collectives import all_gather_json, broadcast_decision, raise_on_all_ranks
 from dtrain.dist.init import get_dist_info
-from dtrain.errors import CheckpointError, CheckpointMismatchError, ConfigError, CorruptCheckpointError
+from dtrain.errors import CheckpointError, CheckpointMismatchError, ConfigError, CorruptCheckpointError, warn
 from dtrain.run_context import RootHistory
 from dtrain.storage import AnyPath
 
@@ -169,7 +168,7 @@ def bring_data(choice: StepChoice, path: AnyPath, names: Iterable[str]) -> StepC
 
 def _choose_disk(path: AnyPath, problem: str) -> StepChoice | None:
     if get_dist_info().rank == 0:
-        warnings.warn(f"{_CALLER}: a step in memory is not used: {problem}. Enlarge /dev/shm.", stacklevel=4)
+        warn(f"{_CALLER}: a step in memory is not used: {problem}. Enlarge /dev/shm.")
     return choose_on_all_ranks(path, memory=False)
 
 
@@ -258,7 +257,7 @@ def read_on_all_ranks(
                     f"{_CALLER}: {folder} in memory is corrupt: {bad}. {path} has no step. Save on disk, too, and start anew."
                 )
             if get_dist_info().rank == 0:
-                warnings.warn(f"{_CALLER}: {folder} in memory is corrupt: {bad}. Loading {again.folder} instead.", stacklevel=4)
+                warn(f"{_CALLER}: {folder} in memory is corrupt: {bad}. Loading {again.folder} instead.")
             choice, folder = again, again.folder
         elif bad is not None:
             refused[folder.name] = f"corrupt: {bad}"
@@ -352,5 +351,5 @@ def _previous_sound_step(folder: AnyPath, reason: str, on_corrupt: OnCorrupt) ->
             "on_corrupt='previous'."
         )
     if get_dist_info().rank == 0:
-        warnings.warn(f"{_CALLER}: {folder} is corrupt: {reason}. Loading {path} instead.", stacklevel=5)
+        warn(f"{_CALLER}: {folder} is corrupt: {reason}. Loading {path} instead.")
     return storage.resolve_path(path)

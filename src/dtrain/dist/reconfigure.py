@@ -18,7 +18,6 @@ import json
 import os
 import time
 import traceback
-import warnings
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -33,7 +32,7 @@ from dtrain import launch_protocol
 from dtrain.dist.context import current_context
 from dtrain.dist.control_plane import CHANNELS, Channel, ChannelName, ControlPlane
 from dtrain.dist.control_protocol import Layout, RowSpec, RowSummary
-from dtrain.errors import DistError
+from dtrain.errors import DistError, warn
 from dtrain.launch import heartbeats
 
 if TYPE_CHECKING:
@@ -121,7 +120,7 @@ def open_membership(info: DistInfo, connect_timeout_s: float) -> Membership | No
     if reason := why_no_rank_stays(info):
         if info.rank == 0:
             message = f"init_dist: survive has no effect: {reason}. All ranks start again when one dies."
-            warnings.warn(message, RuntimeWarning, stacklevel=4)
+            warn(message, RuntimeWarning)
         return None
     joins = os.environ.pop(launch_protocol.JOINS, "") == "1"
     return Membership(is_joining=joins, connect_timeout_s=connect_timeout_s)

@@ -15,7 +15,6 @@ import signal
 import socket
 import sys
 import time
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,7 +31,7 @@ from dtrain.device import find_accelerator, is_accelerator
 from dtrain.dist.context import current_context
 from dtrain.dist.incident import ask_store, call_with_timeout, clone_store, run_protocol
 from dtrain.dist.incident_protocol import Read, add_mark, format_ranks, mark_of, read_marks
-from dtrain.errors import ConfigError, DistError
+from dtrain.errors import ConfigError, DistError, warn
 from dtrain.launch_protocol import GLOO_INTERFACE
 
 if TYPE_CHECKING:
@@ -136,7 +135,7 @@ def select_device(device: str | None, rank_info: dict[str, int], *, share: bool 
         return torch.device("cpu")
     if gpus < ranks and not shared:
         if rank_info["local_rank"] == 0:
-            warnings.warn(f"init_dist: {ranks} ranks but {gpus} GPUs on this node: running on the CPU with gloo", stacklevel=3)
+            warn(f"init_dist: {ranks} ranks but {gpus} GPUs on this node: running on the CPU with gloo")
         return torch.device("cpu")
     chosen = torch.device(accelerator.type, rank_info["local_rank"] % gpus)
     torch.accelerator.set_device_index(chosen)

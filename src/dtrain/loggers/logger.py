@@ -13,7 +13,6 @@ import os
 import re
 import threading
 import time
-import warnings
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
@@ -25,7 +24,7 @@ from dtrain import spans
 from dtrain.arguments import check_number, format_count, single_line
 from dtrain.dist.context import exit_exception, register_shutdown_hook
 from dtrain.dist.init import get_dist_info
-from dtrain.errors import ConfigError
+from dtrain.errors import ConfigError, warn
 from dtrain.run.run_files import NON_FINITE
 
 # Further records are skipped while the queue is full.
@@ -254,12 +253,12 @@ def null_logger(step: int, numbers: Mapping[str, Any], /) -> None:
     """Ignore the record. Ranks that write nothing use this logger."""
 
 
-def report_failure(name: str, step: int | None, error: BaseException, *, stacklevel: int = 3) -> None:
+def report_failure(name: str, step: int | None, error: BaseException) -> None:
     """Record and warn that a logger is no longer used. Call in the main thread, so that the warning points to the loop."""
     text = single_line(error) or type(error).__name__
     _FAILED.append(FailedLogger(name=name, step=step, error=text))
     spans.record_event("dropped", logger=name, error=text)
-    warnings.warn(f"{name}: {text}. Metrics are no longer logged there.", stacklevel=stacklevel)
+    warn(f"{name}: {text}. Metrics are no longer logged there.")
 
 
 def register_open_logger(logger: _Closable) -> None:
@@ -376,10 +375,9 @@ class BackgroundLogger:
             self._fail(record.step, failure)
         elif full and not self._skipped:
             self._skipped = True
-            warnings.warn(
+            warn(
                 f"{self._name}: logger must be as fast as the loop, got {self._max_queued} queued records. "
-                "Further records are skipped. Log less often.",
-                stacklevel=2,
+                "Further records are skipped. Log less often."
             )
 
     def _find_failure(self) -> BaseException | None:
@@ -417,7 +415,7 @@ class BackgroundLogger:
             self._closing, self._failed = True, True
             self._records.clear()
             self._wake.notify()
-        report_failure(self._name, step, error, stacklevel=4)
+        report_failure(self._name, step, error)
 
     def _run(self, open_writer: Callable[[], RecordWriter]) -> None:
         try:
@@ -574,8 +572,5 @@ class UniqueNames:
         self._known[name] = unique
         self._used.add(unique)
         if unique != wanted:
-            warnings.warn(
-                f"{self._caller}: metric {name!r} is written as {unique!r}. Another metric is written as {wanted!r}.",
-                stacklevel=4,
-            )
+            warn(f"{self._caller}: metric {name!r} is written as {unique!r}. Another metric is written as {wanted!r}.")
         return unique

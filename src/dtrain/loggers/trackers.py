@@ -9,14 +9,13 @@ import math
 import os
 import re
 import uuid
-import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from dtrain import storage
 from dtrain.arguments import check_number
-from dtrain.errors import ConfigError
+from dtrain.errors import ConfigError, warn
 from dtrain.loggers.logger import (
     BackgroundLogger,
     Logger,
@@ -393,7 +392,7 @@ def _prepare(
     try:
         return folder, redacted, [importlib.import_module(name) for name in modules]
     except Exception as error:  # noqa: BLE001 - an installed package may fail to import
-        report_failure(caller, None, error, stacklevel=4)
+        report_failure(caller, None, error)
         return None
 
 
@@ -419,7 +418,5 @@ class NumericFilter:
             elif name not in self._warned:
                 self._warned.add(name)
                 text = number["unloggable"] if isinstance(number, dict) and "unloggable" in number else repr(number)[:40]
-                warnings.warn(
-                    f"{self._caller}: metric {str(name)!r} must be a number, got {text}. The metric is skipped.", stacklevel=3
-                )
+                warn(f"{self._caller}: metric {str(name)!r} must be a number, got {text}. The metric is skipped.")
         return floats

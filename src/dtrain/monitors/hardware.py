@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import time
-import warnings
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -21,6 +20,7 @@ from dtrain.arguments import single_line
 from dtrain.device import backend_function, counts_memory, is_accelerator
 from dtrain.dist.collectives import all_gather_numbers
 from dtrain.dist.init import get_dist_info
+from dtrain.errors import warn
 from dtrain.memory.device_memory import get_device_memory
 from dtrain.monitors.meters import Meter
 from dtrain.state import TrainState
@@ -275,9 +275,8 @@ class _HostReader:
         except Exception as error:  # noqa: BLE001 - NVML raises errors of any kind, and training continues
             self._reads_gpus = False
             reason = single_line(error)[:200]
-            warnings.warn(
+            warn(
                 f"system_metrics: NVML must be readable for GPU metrics, got: {reason}. GPU metrics are left out. "
-                "Run pip install nvidia-ml-py.",
-                stacklevel=4,
+                "Run pip install nvidia-ml-py."
             )
             return {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -17,7 +16,7 @@ from dtrain import spans
 from dtrain.arguments import check_choice, check_int, check_number
 from dtrain.dist.incident import report_missing_ranks
 from dtrain.dist.init import get_dist_info
-from dtrain.errors import ConfigError, NonFiniteError, StepError
+from dtrain.errors import ConfigError, NonFiniteError, StepError, warn
 from dtrain.run_context import AsyncScalar
 from dtrain.state import TrainState
 from dtrain.step.transform import Transform, UpdateFn
@@ -182,4 +181,4 @@ def _report_problem(step: int, loss: float, history: Sequence[float], factor: fl
     if action == "raise":
         raise (StepError if math.isfinite(loss) else NonFiniteError)(message)
     if get_dist_info().rank == 0:
-        warnings.warn(message, RuntimeWarning, stacklevel=2)
+        warn(message, RuntimeWarning)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import time
-import warnings
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,7 +22,7 @@ from dtrain.arguments import check_int, check_number
 from dtrain.data.loader import Loader
 from dtrain.device import device_name
 from dtrain.dist.init import get_dist_info
-from dtrain.errors import ConfigError
+from dtrain.errors import ConfigError, warn
 from dtrain.monitors.flops import ComputeDtype, peak_flops
 from dtrain.schedules.clock import Clock
 from dtrain.schedules.durations import Duration
@@ -376,10 +375,9 @@ def mfu(
     def find_peak(device: torch.device) -> float | None:
         rate = peak_flops(name := device_name(device), dtype)
         if rate is None and get_dist_info().rank == 0:
-            warnings.warn(
+            warn(
                 f"mfu: peak must be given for an unknown device, got {name!r} in {dtype}. speed/mfu is left out. "
-                "Pass mfu(peak=...), operations per second of one device.",
-                stacklevel=3,
+                "Pass mfu(peak=...), operations per second of one device."
             )
         return rate
 

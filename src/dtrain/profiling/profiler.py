@@ -11,7 +11,6 @@ import gzip
 import json
 import shutil
 import time
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -29,7 +28,7 @@ from dtrain.device import is_accelerator
 from dtrain.dist.collectives import all_gather_numbers, raise_if_any_failed
 from dtrain.dist.context import register_shutdown_hook
 from dtrain.dist.init import get_dist_info
-from dtrain.errors import ConfigError, OutOfMemoryError
+from dtrain.errors import ConfigError, OutOfMemoryError, warn
 from dtrain.memory.device_memory import is_out_of_memory, snapshot_suffix, write_snapshot
 from dtrain.state import TrainState
 from dtrain.step.transform import GradFn, Transform, UpdateFn
@@ -424,7 +423,7 @@ class ProfilerDriver:
             self._broken, self._recorder = True, None
             spans.record_event("dropped", logger="profile", error=f"{type(error).__name__}: {error}")
             _ACTIVE.discard(self)
-            warnings.warn(f"profile: {type(error).__name__}: {error}. This rank writes no more traces.", stacklevel=2)
+            warn(f"profile: {type(error).__name__}: {error}. This rank writes no more traces.")
 
 
 # The driver that owns the profiler, if any: a fact of the process, because torch allows one profiler per process. The reference
@@ -703,4 +702,4 @@ def _write_snapshot_if_oom(error: BaseException, folder: storage.AnyPath, step: 
         spans.record_event("out_of_memory", step=step, snapshot=path)
     except Exception as failure:  # noqa: BLE001 - for example a full disk, or no memory for the file
         spans.record_event("dropped", logger="snapshot_on_oom", error=f"{type(failure).__name__}: {failure}")
-        warnings.warn(f"snapshot_on_oom: {failure}. No snapshot is written.", stacklevel=2)
+        warn(f"snapshot_on_oom: {failure}. No snapshot is written.")

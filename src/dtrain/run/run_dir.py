@@ -12,7 +12,6 @@ import os
 import sys
 import threading
 import time
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -29,7 +28,7 @@ from dtrain.dist.collectives import all_gather_json
 from dtrain.dist.context import current_context, exit_exception, register_shutdown_hook
 from dtrain.dist.init import DistInfo, get_dist_info
 from dtrain.dist.reconfigure import is_joining
-from dtrain.errors import ConfigError
+from dtrain.errors import ConfigError, warn
 from dtrain.run import run_files
 from dtrain.run.metadata import Redactor, attempt_metadata, make_redactor, settings_to_plain, to_plain_data
 from dtrain.schedules.durations import Duration
@@ -386,9 +385,7 @@ def upload_run(run: Run, root: str | Path) -> int:
             count += 1
     except Exception as error:  # noqa: BLE001 - any error of a server's library must not stop training
         spans.record_event("dropped", logger="upload", error=str(error)[:500])
-        warnings.warn(
-            f"upload_run: cannot copy {run.path} to {target}: {error}. Training continues.", RuntimeWarning, stacklevel=2
-        )
+        warn(f"upload_run: cannot copy {run.path} to {target}: {error}. Training continues.", RuntimeWarning)
     return count
 
 
@@ -546,10 +543,9 @@ class LedgerWriter:
                 self._waiting.append(line)
             if not self._warned:
                 self._warned = True
-                warnings.warn(
+                warn(
                     f"open_run: cannot write {self.path}: {error}. Training continues, and the ledger is written later.",
                     RuntimeWarning,
-                    stacklevel=2,
                 )
             return False
         self._partial_line, self._missed = False, 0

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import math
 import operator
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from dtrain.arguments import check_choice
-from dtrain.errors import ConfigError
+from dtrain.errors import ConfigError, warn
 from dtrain.schedules.clock import Clock
 from dtrain.schedules.durations import UNITS, RunLength
 from dtrain.typing import Schedule
@@ -389,10 +388,9 @@ def warn_if_absolute_lr(
             continue
         same = callable(factors[index]) and math.isclose(top, base, rel_tol=0.1)
         if largest < _MIN_FACTOR_PEAK or (same and (largest == top or top < _MIN_FACTOR_PEAK)):
-            warnings.warn(
+            warn(
                 f"{caller}: the largest factor is {top:.3g} and the optimizer's rate is {base:.3g}, so the run trains at "
                 f"{top * base:.3g}. Give factors of the optimizer's rate, as in dt.schedules.cosine(1.0, 0.1, steps), or give "
-                "rates and build the optimizer with lr=1.0.",
-                stacklevel=2,
+                "rates and build the optimizer with lr=1.0."
             )
             return

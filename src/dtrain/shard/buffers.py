@@ -12,7 +12,6 @@ A rank without samples runs no forward. Its buffers are not broadcast, and do no
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from dtrain.arguments import check_choice
 from dtrain.dist.collectives import all_gather_json, all_gather_numbers
 from dtrain.dist.init import get_dist_info
-from dtrain.errors import ConfigError, StepError
+from dtrain.errors import ConfigError, StepError, warn
 from dtrain.fqn import buffer_slots, buffers_by_fqn, compile_patterns, unwrap_module
 from dtrain.shard.replica_check import hash_tensors
 from dtrain.shard.spec import Buffers, ShardSpec
@@ -441,10 +440,7 @@ def _warn_if_different(slots: Sequence[_Slot], active: Sequence[int]) -> bool:
         choice = f"shard_model(buffers={{{name!r}: {'own' if own else 'sum'!r}}})"
         choices = [f"{choice} for a cache, 'sum' for a counter"] if own else [f"{choice} for a counter"]
         choices += ["'mean' for an average", *([] if own else ["'own' for a value of each rank"]), "'broadcast' for rank 0's"]
-        warnings.warn(
-            f"step: the ranks changed the buffer {name!r} differently in forward, and {result}. Choose: {', '.join(choices)}.",
-            stacklevel=2,
-        )
+        warn(f"step: the ranks changed the buffer {name!r} differently in forward, and {result}. Choose: {', '.join(choices)}.")
     return bool(different)
 
 

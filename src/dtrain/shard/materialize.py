@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import inspect
 import re
-import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -38,7 +37,7 @@ from dtrain import spans
 from dtrain.dist.dtensor import is_dtensor, local_slice, to_local
 from dtrain.dist.init import get_dist_info
 from dtrain.dist.rng import seeded_rng
-from dtrain.errors import ConfigError
+from dtrain.errors import ConfigError, warn
 from dtrain.fqn import is_transformers_model, modules_by_fqn, parameters_by_fqn, unwrap_module
 from dtrain.shard.fsdp2_private import init_root
 from dtrain.shard.params import ParamObjects, param_places
@@ -382,11 +381,10 @@ class _Initialization:
             least = max(most, min(rates, default=0))
             overwritten += [full for full, param in owned if param is not None and self._writes_per_init(param) > least]
         if overwritten and get_dist_info().rank == 0:
-            warnings.warn(
+            warn(
                 f"materialize: {', '.join(overwritten[:10])} ({len(overwritten)} tensors) were written again during "
                 "construction, after the initializer of the whole model, and init overwrote the values. Write the special "
-                "values in init, or in reset_parameters() of the parent module.",
-                stacklevel=3,
+                "values in init, or in reset_parameters() of the parent module."
             )
 
 

@@ -10,7 +10,6 @@ gradient is complete after as many times as in any earlier step. The first step 
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,7 +23,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from dtrain.errors import StepError
+from dtrain.errors import StepError, warn
 from dtrain.fqn import parameters_by_fqn
 from dtrain.shard.params import StepHook, check_dense
 from dtrain.shard.precision import Precision, accumulation_dtype
@@ -289,10 +288,9 @@ def _warn_of_local_grads(reference: weakref.ref[BucketReducer], optimizer: torch
         return
     reduced = {id(entry.param) for entry in reducer.entries}
     if any(id(param) in reduced and param.grad is not None for group in optimizer.param_groups for param in group["params"]):
-        warnings.warn(
+        warn(
             "optimizer.step: the gradients are those of a backward outside of a step, which strategy='replicate' does not sum "
-            "over ranks. Call dt.microbatch_step, or sum the gradients before the update.",
-            stacklevel=3,
+            "over ranks. Call dt.microbatch_step, or sum the gradients before the update."
         )
 
 

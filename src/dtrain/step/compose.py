@@ -8,7 +8,6 @@ correct for a learning rate or an average of parameters. Transforms that need th
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ from dtrain.device import use_on_current_stream
 from dtrain.dist.context import current_context
 from dtrain.dist.dtensor import is_dtensor, to_local
 from dtrain.dist.init import get_dist_info
-from dtrain.errors import ConfigError, StepError
+from dtrain.errors import ConfigError, StepError, warn
 from dtrain.named_optimizers import list_members
 from dtrain.schedules.durations import RunLength
 from dtrain.schedules.hyperparameters import check_over_run
@@ -141,7 +140,7 @@ class Step:
         for hyper in (hyper for transform in self.transforms for hyper in transform.hyperparameters):
             warning = check_over_run(hyper, run_length)
             if warning is not None and get_dist_info().rank == 0:
-                warnings.warn(warning, stacklevel=3)
+                warn(warning)
         state._run_context.replica_check_every = check_int("init", "replica_check_every", replica_check_every, minimum=0)
         if allow_equal_batches:
             state._run_context.monitor.equal_batches.steps_left = 0

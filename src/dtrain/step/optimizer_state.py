@@ -6,7 +6,6 @@ each rank would be saved as the part of rank 0. The check runs in the first upda
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -27,7 +26,7 @@ from dtrain.dist.collectives import all_gather_json, all_gather_numbers, raise_i
 from dtrain.dist.dtensor import is_dtensor, shard_box
 from dtrain.dist.init import get_dist_info
 from dtrain.dist.rng import derive_seed
-from dtrain.errors import ConfigError, DesyncError, DtrainError
+from dtrain.errors import ConfigError, DesyncError, DtrainError, warn
 from dtrain.memory.device_memory import is_out_of_memory
 from dtrain.shard.replica_check import ReplicatedEntry, hash_tensors, replicated_entries, wraps_tensors
 from dtrain.state import TrainState
@@ -224,7 +223,7 @@ def _warn_if_not_storable(state: TrainState) -> bool:
         check_storable(state)
     except ConfigError as problem:
         if get_dist_info().rank == 0:
-            warnings.warn(f"{problem} The run trains, but save_sharded refuses this state.", stacklevel=4)
+            warn(f"{problem} The run trains, but save_sharded refuses this state.")
         return False
     return True
 

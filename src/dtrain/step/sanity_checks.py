@@ -11,7 +11,6 @@ comparison finds the first module whose values depend on positions that the rank
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import KW_ONLY, dataclass, field
@@ -27,7 +26,7 @@ from dtrain.dist.dtensor import full_tensor, to_local
 from dtrain.dist.init import get_dist_info
 from dtrain.dist.rng import RNGSnapshot, hash_rng_state
 from dtrain.dist.step_sync import StepCounts
-from dtrain.errors import ConfigError, DtrainError, OutOfMemoryError
+from dtrain.errors import ConfigError, DtrainError, OutOfMemoryError, warn
 from dtrain.fqn import modules_by_fqn
 from dtrain.memory.device_memory import is_out_of_memory
 from dtrain.shard.buffers import restore_buffers
@@ -92,7 +91,7 @@ def check_not_mean(loss: LossSum, caller: str, *, state: TrainState, batch: Batc
         if proven:
             raise ConfigError(message)
         if proven is None and get_dist_info().rank == 0:
-            warnings.warn(f"{message} The check reads the graph. Ignore this warning if the loss is a sum.", stacklevel=2)
+            warn(f"{message} The check reads the graph. Ignore this warning if the loss is a sum.")
 
 
 def _halves_show_mean(loss_fn: LossFn, model: nn.Module, batch: Batch, name: str) -> bool | None:
@@ -218,11 +217,10 @@ def warn_if_equal_batches(state: TrainState, counts: StepCounts, batch_hash: int
         return
     check.steps_left = 0
     if get_dist_info().rank == 0:
-        warnings.warn(
+        warn(
             f"step: the first batches of all {state.spec.data_ranks} data-parallel ranks are equal, so the ranks train on the "
             "same samples. Give each rank its own samples, with dt.build_loader(..., mesh=mesh) or torch's DistributedSampler. "
-            "If equal batches are intended, pass step.init(..., allow_equal_batches=True).",
-            stacklevel=2,
+            "If equal batches are intended, pass step.init(..., allow_equal_batches=True)."
         )
 
 
@@ -395,10 +393,7 @@ class SequenceCheck:
 
 def _warn(problem: str, advice: str) -> None:
     if get_dist_info().rank == 0:
-        warnings.warn(
-            f"{_CALLER}: {problem}, so parts and whole sequences were not compared. {advice}, or pass check=False.",
-            stacklevel=2,
-        )
+        warn(f"{_CALLER}: {problem}, so parts and whole sequences were not compared. {advice}, or pass check=False.")
 
 
 def _first_sample(batch: Batch, seq_dims: Mapping[str, int]) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
@@ -13,6 +12,7 @@ from torch.nn import functional
 
 from dtrain.arguments import check_int, format_count
 from dtrain.dist.init import get_dist_info
+from dtrain.errors import warn
 from dtrain.surgery.replace import Mixin, ModuleSelector, ReplacementPolicy, apply_policies, mix_in, swap_class
 
 # Relative tolerance for norms that compute in float32 or round at a different place.
@@ -72,19 +72,17 @@ def fused_layer_norm(model: nn.Module) -> nn.Module:
     report = apply_policies(model, {_could_be_norm: _equivalent_torch_norm}, caller="fused_layer_norm", missing_ok=True)
     if not report.replaced:
         num_torch_norms = sum(isinstance(module, _TORCH_NORMS) for module in model.modules())
-        warnings.warn(
+        warn(
             f"fused_layer_norm: the {type(model).__name__} has no unfused norm and does not change. Its {num_torch_norms} "
-            "nn.LayerNorm and nn.RMSNorm are single kernels on a GPU already.",
-            stacklevel=2,
+            "nn.LayerNorm and nn.RMSNorm are single kernels on a GPU already."
         )
         return report.model
     kind = get_dist_info().device.type
     if kind != "cuda":
         norms = format_count(len(report.replaced), "norm")
-        warnings.warn(
+        warn(
             f"fused_layer_norm: torch has no fused norm on a {kind}. {norms} became torch's unfused norms, with the same "
-            "results.",
-            stacklevel=2,
+            "results."
         )
     return report.model
 

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import mul
@@ -14,7 +13,7 @@ from typing import Any, TypeAlias
 from torch import Tensor
 
 from dtrain.dist.init import get_dist_info
-from dtrain.errors import ConfigError
+from dtrain.errors import ConfigError, warn
 from dtrain.fqn import compile_patterns
 from dtrain.schedules.clock import Clock
 from dtrain.schedules.hyperparameters import Hyperparameter, hyperparameter, is_number, warn_if_absolute_lr
@@ -104,10 +103,9 @@ def _warn_when_over(group_values: GroupValues, update: UpdateFn) -> UpdateFn:
     def update_fn(state: TrainState, metrics: Metrics) -> tuple[TrainState, Metrics]:
         if get_dist_info().rank == 0 and _is_schedule_over(group_values, state.clock, state.optimizer.param_groups):
             # The text omits the step: Python repeats a warning whose text differs.
-            warnings.warn(
+            warn(
                 "scale_lr: the rate of every group is 0 from this step on, because the schedule has ended before the run. Give "
-                "the schedule the length of the run, as in dt.schedules.cosine(1.0, 0.0, loader.total_steps(length)).",
-                stacklevel=2,
+                "the schedule the length of the run, as in dt.schedules.cosine(1.0, 0.0, loader.total_steps(length))."
             )
         return update(state, metrics)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from os import getuid
@@ -16,7 +15,7 @@ from dtrain import storage
 from dtrain.data.stream.formats.compression import decompress, new_hash
 from dtrain.data.stream.formats.shard_format import ByteSource, ShardEntry, ShardFile
 from dtrain.data.stream.shard_cache import FORK_REGISTRY, PartialFile, ShardCache
-from dtrain.errors import DataError
+from dtrain.errors import DataError, warn
 from dtrain.storage import AnyPath, Buffer, FileReader, LockableFile, RemotePath
 
 
@@ -204,10 +203,9 @@ class ShardStore:
         """Read the shard into memory, because the cache has no room, and warn once."""
         if not self._has_warned:
             self._has_warned = True
-            warnings.warn(
+            warn(
                 f"{self.root}: other processes use all {self.cache.limit} bytes of the cache, or have a damaged copy open, so "
-                f"{file.name} is read into memory. Raise cache_bytes, or lower max_open_shards",
-                stacklevel=2,
+                f"{file.name} is read into memory. Raise cache_bytes, or lower max_open_shards"
             )
         content = bytearray()
         download(
