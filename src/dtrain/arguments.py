@@ -1,4 +1,4 @@
-"""Check arguments, and format and parse quantities, in the same words everywhere.
+"""Check arguments, format and parse quantities, and warn in the line of the user's loop.
 
 >>> check_int("build_loader", "num_workers", 4, minimum=0)
 4
@@ -12,10 +12,13 @@ import inspect
 import math
 import operator
 import re
+import sys
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from functools import wraps
 from numbers import Real
+from types import FrameType
 from typing import ParamSpec, SupportsIndex, TypeVar
 
 from dtrain.errors import ConfigError
@@ -24,6 +27,17 @@ from dtrain.lazy_imports import FOREIGN_ARGUMENTS, FOREIGN_VALUES, find_line
 Choice = TypeVar("Choice")
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
+# Packages whose lines a warning never names: a loop calls dtrain through them, or a thread of them does.
+_LIBRARIES = frozenset({"dtrain", "torch"}) | sys.stdlib_module_names
+
+
+def warn(message: str, category: type[Warning] = UserWarning) -> None:
+    """Warn with the line of the script that called dtrain; in a thread without a line of it, with the caller's."""
+    frame: FrameType | None = sys._getframe(1)
+    level = 2
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _LIBRARIES:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, category, stacklevel=2 if frame is None else level)  # noqa: TID251
 
 
 def explain_arguments(fn: Callable[Parameters, Result]) -> Callable[Parameters, Result]:

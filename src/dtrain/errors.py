@@ -1,4 +1,4 @@
-"""Define the errors that dtrain raises on purpose, and warn with the line of the user's loop.
+"""Define the errors that dtrain raises on purpose.
 
 ::
 
@@ -24,22 +24,6 @@ A message is one line with the function, the invalid value and advice. ``ValueEr
 """
 
 from __future__ import annotations
-
-import sys
-import warnings
-from types import FrameType
-
-# Packages whose lines a warning never names: a loop calls dtrain through them, or a thread of them does.
-_LIBRARIES = frozenset({"dtrain", "torch"}) | sys.stdlib_module_names
-
-
-def warn(message: str, category: type[Warning] = UserWarning) -> None:
-    """Warn with the line of the script that called dtrain; in a thread without a line of it, with the caller's."""
-    frame: FrameType | None = sys._getframe(1)
-    level = 2
-    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _LIBRARIES:
-        frame, level = frame.f_back, level + 1
-    warnings.warn(message, category, stacklevel=2 if frame is None else level)  # noqa: TID251
 
 
 def escape_unprintable(text: str, *, keep: str = "") -> str:

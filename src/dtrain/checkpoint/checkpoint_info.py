@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dtrain import storage
+from dtrain.arguments import warn
 from dtrain.checkpoint import layout
-from dtrain.errors import CheckpointError, CorruptCheckpointError, warn
+from dtrain.errors import CheckpointError, CorruptCheckpointError
 from dtrain.run_context import Commit
 from dtrain.storage import AnyPath
 

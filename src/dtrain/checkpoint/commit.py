@@ -17,7 +17,7 @@ from typing import Any, Literal, cast, get_args
 import msgspec
 
 from dtrain import spans, storage
-from dtrain.arguments import check_choice
+from dtrain.arguments import check_choice, warn
 from dtrain.checkpoint import layout
 from dtrain.checkpoint.checkpoint_info import scan_root
 from dtrain.checkpoint.data_file import StagedFiles, digest_blocks, plan_blocks, write_data_file
@@ -39,7 +39,7 @@ from dtrain.checkpoint.write_plan import INLINE, RankWritePlan, link_frozen_file
 from dtrain.dist.collectives import broadcast_decision, broadcast_json, gather_json, raise_on_all_ranks
 from dtrain.dist.context import current_context
 from dtrain.dist.init import DistInfo, get_dist_info
-from dtrain.errors import CheckpointError, ConfigError, warn
+from dtrain.errors import CheckpointError, ConfigError
 from dtrain.launch import heartbeats
 from dtrain.run_context import Commit, Lineage
 from dtrain.storage import AnyPath

@@ -18,13 +18,14 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from dtrain.arguments import warn
 from dtrain.checkpoint import layout, tree_json
 from dtrain.checkpoint.mismatch import ReadOnlyMemory, mismatch_error, missing_row, unexpected_row, write_problem
 from dtrain.checkpoint.tree_json import PER_RANK, SameAs, TensorPlaceholder, state_prefix
 from dtrain.dist.collectives import raise_on_all_ranks
 from dtrain.dist.dtensor import is_dtensor
 from dtrain.dist.init import get_dist_info
-from dtrain.errors import CheckpointMismatchError, ConfigError, CorruptCheckpointError, warn
+from dtrain.errors import CheckpointMismatchError, ConfigError, CorruptCheckpointError
 from dtrain.run_objects import DICT_TYPES, LOADER, NotSaved, PerRank, check_entries, is_stateful, is_tracked_loader, unwrap
 from dtrain.state import TrainState
 from dtrain.typing import Stateful

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from dtrain import spans, storage
-from dtrain.arguments import check_choice, explain_arguments
+from dtrain.arguments import check_choice, explain_arguments, warn
 from dtrain.checkpoint import layout, tree_json
 from dtrain.checkpoint.data_file import FileOpener
 from dtrain.checkpoint.extra import entry_structures, restore_entries, saved_entries, short_key, stored_entries
@@ -65,7 +65,7 @@ from dtrain.dist.dtensor import to_local
 from dtrain.dist.init import get_dist_info
 from dtrain.dist.reconfigure import is_joining, note_load
 from dtrain.dist.rng import check_rng_state, rng_state, seed_all, set_rng_state
-from dtrain.errors import CheckpointError, CheckpointMismatchError, ConfigError, CorruptCheckpointError, warn
+from dtrain.errors import CheckpointError, CheckpointMismatchError, ConfigError, CorruptCheckpointError
 from dtrain.fqn import buffers_by_fqn
 from dtrain.run_context import Lineage
 from dtrain.shard.buffers import persistent_buffers

@@ -38,8 +38,9 @@ from msgspec import Meta, Struct
 from msgspec.structs import replace
 
 from dtrain import storage
+from dtrain.arguments import warn
 from dtrain.checkpoint.save_thread import process_instance
-from dtrain.errors import CheckpointError, ConfigError, warn
+from dtrain.errors import CheckpointError, ConfigError
 from dtrain.storage import AnyPath
 
 LOCK_FILE = "run.lock"

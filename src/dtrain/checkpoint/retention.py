@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dtrain import storage
-from dtrain.arguments import check_int, format_bytes
+from dtrain.arguments import check_int, format_bytes, warn
 from dtrain.checkpoint import layout
 from dtrain.checkpoint.checkpoint_info import CheckpointInfo, has_manifest, newest_commit, read_manifest, scan_root
 from dtrain.checkpoint.lock import lock_root, protected_steps
 from dtrain.checkpoint.reader import read_run_index, verify_step
 from dtrain.checkpoint.save_thread import save_thread
-from dtrain.errors import CheckpointError, CorruptCheckpointError, warn
+from dtrain.errors import CheckpointError, CorruptCheckpointError
 from dtrain.run_context import Commit, Lineage
 from dtrain.storage import AnyPath
 

@@ -25,7 +25,7 @@ from typing import Any, Literal, TypeVar, cast, get_args
 import torch
 
 from dtrain import spans, storage
-from dtrain.arguments import check_choice, explain_arguments
+from dtrain.arguments import check_choice, explain_arguments, warn
 from dtrain.checkpoint import layout, tree_json
 from dtrain.checkpoint.commit import SaveMode, SaveOptions, SaveRequest, SaveResult, run_save
 from dtrain.checkpoint.data_file import MemoryPool, StagedFiles, stage_files
@@ -54,7 +54,7 @@ from dtrain.dist.context import current_context, register_shutdown_hook
 from dtrain.dist.incident import is_collective_error
 from dtrain.dist.init import get_dist_info, rejoin
 from dtrain.dist.mesh import leader_group
-from dtrain.errors import CheckpointError, ConfigError, PeerError, warn
+from dtrain.errors import CheckpointError, ConfigError, PeerError
 from dtrain.launch import heartbeats
 from dtrain.run_objects import unwrap
 from dtrain.schedules.durations import Duration

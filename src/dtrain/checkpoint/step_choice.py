@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 from dtrain import storage
+from dtrain.arguments import warn
 from dtrain.checkpoint import layout
 from dtrain.checkpoint.checkpoint_info import (
     RootScan,
@@ -38,7 +39,7 @@ from dtrain.checkpoint.reader import iter_sound_steps_before
 from dtrain.checkpoint.retention import remove_or_warn
 from dtrain.dist.collectives import all_gather_json, broadcast_decision, raise_on_all_ranks
 from dtrain.dist.init import get_dist_info
-from dtrain.errors import CheckpointError, CheckpointMismatchError, ConfigError, CorruptCheckpointError, warn
+from dtrain.errors import CheckpointError, CheckpointMismatchError, ConfigError, CorruptCheckpointError
 from dtrain.run_context import RootHistory
 from dtrain.storage import AnyPath
 

@@ -29,10 +29,11 @@ import torch
 import torch.distributed as dist
 
 from dtrain import launch_protocol
+from dtrain.arguments import warn
 from dtrain.dist.context import current_context
 from dtrain.dist.control_plane import CHANNELS, Channel, ChannelName, ControlPlane
 from dtrain.dist.control_protocol import Layout, RowSpec, RowSummary
-from dtrain.errors import DistError, warn
+from dtrain.errors import DistError
 from dtrain.launch import heartbeats
 
 if TYPE_CHECKING:

@@ -27,11 +27,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dtrain import launch_protocol
+from dtrain.arguments import warn
 from dtrain.device import find_accelerator, is_accelerator
 from dtrain.dist.context import current_context
 from dtrain.dist.incident import ask_store, call_with_timeout, clone_store, run_protocol
 from dtrain.dist.incident_protocol import Read, add_mark, format_ranks, mark_of, read_marks
-from dtrain.errors import ConfigError, DistError, warn
+from dtrain.errors import ConfigError, DistError
 from dtrain.launch_protocol import GLOO_INTERFACE
 
 if TYPE_CHECKING:

@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from dtrain import spans
-from dtrain.arguments import check_number, format_count, single_line
+from dtrain.arguments import check_number, format_count, single_line, warn
 from dtrain.dist.context import exit_exception, register_shutdown_hook
 from dtrain.dist.init import get_dist_info
-from dtrain.errors import ConfigError, warn
+from dtrain.errors import ConfigError
 from dtrain.run.run_files import NON_FINITE
 
 # Further records are skipped while the queue is full.

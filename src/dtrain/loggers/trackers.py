@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from dtrain import storage
-from dtrain.arguments import check_number
-from dtrain.errors import ConfigError, warn
+from dtrain.arguments import check_number, warn
+from dtrain.errors import ConfigError
 from dtrain.loggers.logger import (
     BackgroundLogger,
     Logger,

@@ -16,11 +16,10 @@ from typing import Any
 
 import torch
 
-from dtrain.arguments import single_line
+from dtrain.arguments import single_line, warn
 from dtrain.device import backend_function, counts_memory, is_accelerator
 from dtrain.dist.collectives import all_gather_numbers
 from dtrain.dist.init import get_dist_info
-from dtrain.errors import warn
 from dtrain.memory.device_memory import get_device_memory
 from dtrain.monitors.meters import Meter
 from dtrain.state import TrainState

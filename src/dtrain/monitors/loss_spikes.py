@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dtrain import spans
-from dtrain.arguments import check_choice, check_int, check_number
+from dtrain.arguments import check_choice, check_int, check_number, warn
 from dtrain.dist.incident import report_missing_ranks
 from dtrain.dist.init import get_dist_info
-from dtrain.errors import ConfigError, NonFiniteError, StepError, warn
+from dtrain.errors import ConfigError, NonFiniteError, StepError
 from dtrain.run_context import AsyncScalar
 from dtrain.state import TrainState
 from dtrain.step.transform import Transform, UpdateFn

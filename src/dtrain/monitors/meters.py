@@ -18,11 +18,11 @@ from typing import NamedTuple, TypeAlias
 import torch
 
 from dtrain import spans
-from dtrain.arguments import check_int, check_number
+from dtrain.arguments import check_int, check_number, warn
 from dtrain.data.loader import Loader
 from dtrain.device import device_name
 from dtrain.dist.init import get_dist_info
-from dtrain.errors import ConfigError, warn
+from dtrain.errors import ConfigError
 from dtrain.monitors.flops import ComputeDtype, peak_flops
 from dtrain.schedules.clock import Clock
 from dtrain.schedules.durations import Duration

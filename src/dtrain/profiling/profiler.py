@@ -23,12 +23,12 @@ import torch
 from torch.profiler import ProfilerActivity, record_function, supported_activities
 
 from dtrain import spans, storage
-from dtrain.arguments import check_int
+from dtrain.arguments import check_int, warn
 from dtrain.device import is_accelerator
 from dtrain.dist.collectives import all_gather_numbers, raise_if_any_failed
 from dtrain.dist.context import register_shutdown_hook
 from dtrain.dist.init import get_dist_info
-from dtrain.errors import ConfigError, OutOfMemoryError, warn
+from dtrain.errors import ConfigError, OutOfMemoryError
 from dtrain.memory.device_memory import is_out_of_memory, snapshot_suffix, write_snapshot
 from dtrain.state import TrainState
 from dtrain.step.transform import GradFn, Transform, UpdateFn

@@ -22,13 +22,13 @@ from typing import Any, cast
 import torch
 
 from dtrain import __version__, launch_protocol, spans, storage
-from dtrain.arguments import format_error_line
+from dtrain.arguments import format_error_line, warn
 from dtrain.device import counts_memory, device_name, started_accelerator
 from dtrain.dist.collectives import all_gather_json
 from dtrain.dist.context import current_context, exit_exception, register_shutdown_hook
 from dtrain.dist.init import DistInfo, get_dist_info
 from dtrain.dist.reconfigure import is_joining
-from dtrain.errors import ConfigError, warn
+from dtrain.errors import ConfigError
 from dtrain.run import run_files
 from dtrain.run.metadata import Redactor, attempt_metadata, make_redactor, settings_to_plain, to_plain_data
 from dtrain.schedules.durations import Duration

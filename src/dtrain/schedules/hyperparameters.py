@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dtrain.arguments import check_choice
-from dtrain.errors import ConfigError, warn
+from dtrain.arguments import check_choice, warn
+from dtrain.errors import ConfigError
 from dtrain.schedules.clock import Clock
 from dtrain.schedules.durations import UNITS, RunLength
 from dtrain.typing import Schedule

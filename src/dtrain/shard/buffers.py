@@ -22,10 +22,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from dtrain.arguments import check_choice
+from dtrain.arguments import check_choice, warn
 from dtrain.dist.collectives import all_gather_json, all_gather_numbers
 from dtrain.dist.init import get_dist_info
-from dtrain.errors import ConfigError, StepError, warn
+from dtrain.errors import ConfigError, StepError
 from dtrain.fqn import buffer_slots, buffers_by_fqn, compile_patterns, unwrap_module
 from dtrain.shard.replica_check import hash_tensors
 from dtrain.shard.spec import Buffers, ShardSpec

@@ -34,10 +34,11 @@ from torch.distributed.fsdp import FSDPModule
 from torch.overrides import TorchFunctionMode
 
 from dtrain import spans
+from dtrain.arguments import warn
 from dtrain.dist.dtensor import is_dtensor, local_slice, to_local
 from dtrain.dist.init import get_dist_info
 from dtrain.dist.rng import seeded_rng
-from dtrain.errors import ConfigError, warn
+from dtrain.errors import ConfigError
 from dtrain.fqn import is_transformers_model, modules_by_fqn, parameters_by_fqn, unwrap_module
 from dtrain.shard.fsdp2_private import init_root
 from dtrain.shard.params import ParamObjects, param_places

@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from dtrain.errors import StepError, warn
+from dtrain.arguments import warn
+from dtrain.errors import StepError
 from dtrain.fqn import parameters_by_fqn
 from dtrain.shard.params import StepHook, check_dense
 from dtrain.shard.precision import Precision, accumulation_dtype

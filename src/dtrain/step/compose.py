@@ -18,13 +18,13 @@ import torch
 from torch import Tensor, nn
 
 from dtrain import spans
-from dtrain.arguments import check_int, explain_arguments
+from dtrain.arguments import check_int, explain_arguments, warn
 from dtrain.data.batch import BatchSpec, FailedBatch, list_tensors
 from dtrain.device import use_on_current_stream
 from dtrain.dist.context import current_context
 from dtrain.dist.dtensor import is_dtensor, to_local
 from dtrain.dist.init import get_dist_info
-from dtrain.errors import ConfigError, StepError, warn
+from dtrain.errors import ConfigError, StepError
 from dtrain.named_optimizers import list_members
 from dtrain.schedules.durations import RunLength
 from dtrain.schedules.hyperparameters import check_over_run

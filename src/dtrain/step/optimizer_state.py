@@ -21,12 +21,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from dtrain.arguments import format_error_line
+from dtrain.arguments import format_error_line, warn
 from dtrain.dist.collectives import all_gather_json, all_gather_numbers, raise_if_any_failed
 from dtrain.dist.dtensor import is_dtensor, shard_box
 from dtrain.dist.init import get_dist_info
 from dtrain.dist.rng import derive_seed
-from dtrain.errors import ConfigError, DesyncError, DtrainError, warn
+from dtrain.errors import ConfigError, DesyncError, DtrainError
 from dtrain.memory.device_memory import is_out_of_memory
 from dtrain.shard.replica_check import ReplicatedEntry, hash_tensors, replicated_entries, wraps_tensors
 from dtrain.state import TrainState

@@ -20,13 +20,14 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
+from dtrain.arguments import warn
 from dtrain.data.batch import FailedBatch, batch_spec, count_samples, list_tensors, narrow_batch, select_samples
 from dtrain.dist.collectives import all_gather_json, all_gather_numbers
 from dtrain.dist.dtensor import full_tensor, to_local
 from dtrain.dist.init import get_dist_info
 from dtrain.dist.rng import RNGSnapshot, hash_rng_state
 from dtrain.dist.step_sync import StepCounts
-from dtrain.errors import ConfigError, DtrainError, OutOfMemoryError, warn
+from dtrain.errors import ConfigError, DtrainError, OutOfMemoryError
 from dtrain.fqn import modules_by_fqn
 from dtrain.memory.device_memory import is_out_of_memory
 from dtrain.shard.buffers import restore_buffers

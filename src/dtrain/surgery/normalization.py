@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from dtrain.arguments import check_int, format_count
+from dtrain.arguments import check_int, format_count, warn
 from dtrain.dist.init import get_dist_info
-from dtrain.errors import warn
 from dtrain.surgery.replace import Mixin, ModuleSelector, ReplacementPolicy, apply_policies, mix_in, swap_class
 
 # Relative tolerance for norms that compute in float32 or round at a different place.
@@ -51,6 +50,7 @@ def fused_layer_norm(model: nn.Module) -> nn.Module:
         ...             * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)
         ...             * self.weight
         ...         )
+        >>> import warnings
         >>> with warnings.catch_warnings(action="ignore"):
         ...     dt.surgery.fused_layer_norm(nn.Sequential(Norm(2)))
         Sequential(

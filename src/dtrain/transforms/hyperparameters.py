@@ -12,8 +12,9 @@ from typing import Any, TypeAlias
 
 from torch import Tensor
 
+from dtrain.arguments import warn
 from dtrain.dist.init import get_dist_info
-from dtrain.errors import ConfigError, warn
+from dtrain.errors import ConfigError
 from dtrain.fqn import compile_patterns
 from dtrain.schedules.clock import Clock
 from dtrain.schedules.hyperparameters import Hyperparameter, hyperparameter, is_number, warn_if_absolute_lr

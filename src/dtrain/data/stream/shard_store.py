@@ -12,10 +12,11 @@ from typing import Any
 import xxhash
 
 from dtrain import storage
+from dtrain.arguments import warn
 from dtrain.data.stream.formats.compression import decompress, new_hash
 from dtrain.data.stream.formats.shard_format import ByteSource, ShardEntry, ShardFile
 from dtrain.data.stream.shard_cache import FORK_REGISTRY, PartialFile, ShardCache
-from dtrain.errors import DataError, warn
+from dtrain.errors import DataError
 from dtrain.storage import AnyPath, Buffer, FileReader, LockableFile, RemotePath
 
 
