@@ -9,9 +9,10 @@ nox.options.sessions = ["lint", "types", "tests"]
 nox.options.reuse_existing_virtualenvs = True
 nox.options.default_venv_backend = "virtualenv"
 
-ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # a process: there are as many processes as cores
-# Four workers on two cores, as many tests wait. The tests of a file run on one worker.
-SIDE_BY_SIDE = ("-n", "4", "--dist", "loadfile", "--no-loadscope-reorder")
+# A thread for each process, as there are as many processes as cores. Bytecode is kept: tests start thousands of processes.
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": ""}
+# Six workers on two cores, as many tests wait. The tests of a file run on one worker.
+SIDE_BY_SIDE = ("-n", "6", "--dist", "loadfile", "--no-loadscope-reorder")
 CORE = ("tests/step", "tests/shard", "tests/checkpoint", "tests/data", "tests/battery", "tests/launch/spawn", "tests/cli")
 
 
@@ -42,6 +43,9 @@ def tests(session: nox.Session) -> None:
     With arguments: pytest with these arguments.
     """
     install_to_test(session)
+    if not session.posargs:
+        # pytest rewrites the asserts of all files once, and keeps them; each worker would do it again.
+        session.run("pytest", "--collect-only", "-qq", silent=True, env=ONE_THREAD)
     session.run("pytest", *(session.posargs or (*SIDE_BY_SIDE, "--sample")), env=ONE_THREAD)
     if not session.posargs:
         session.run("pytest", *SIDE_BY_SIDE, *SIMULATED, env={**ONE_THREAD, "DTRAIN_TEST_DEVICE": "simulated"})
