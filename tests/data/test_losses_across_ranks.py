@@ -88,7 +88,8 @@ def at_other_places(what: str) -> str:
 @pytest.mark.parametrize("what", ["seed", "size", "position"])
 def test_first_step_detects_ranks_at_different_data_positions(ranks, what):
     for text in ranks(2).run(at_other_places, what):
-        assert text.startswith("StepError: step: rank 1 is at another place in its data than rank 0, or in other data")
+        problem = "the dataset of rank 1 has other samples" if what == "size" else "rank 1 is at another place in its data"
+        assert text.startswith(f"StepError: step: {problem} than ")
 
 
 def losses(workers: int) -> list[float]:

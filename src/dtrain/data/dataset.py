@@ -1,5 +1,5 @@
 """``MapDataset``: the protocol of an indexed dataset; ``ColumnDataset`` for tensors and arrays; fingerprints of a dataset;
-``memory_map`` for a TensorDict on disk.
+facts by which ranks compare their data; ``memory_map`` for a TensorDict on disk.
 
 At the end are the functions that know the iterable datasets of other libraries: MosaicML's ``StreamingDataset``, torchdata's
 nodes, Hugging Face's streams.
@@ -7,16 +7,17 @@ nodes, Hugging Face's streams.
 
 from __future__ import annotations
 
+import hashlib
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, Protocol, TypeAlias, cast
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import TensorDataset
+from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
 from dtrain import storage
 from dtrain.data.position import Position
@@ -174,6 +175,158 @@ def _canonical_text(value: Plain) -> str:
     if isinstance(value, dict):
         return "{" + ",".join(f"{key!r}:{_canonical_text(value[key])}" for key in sorted(value)) + "}"
     return "[" + ",".join(map(_canonical_text, value)) + "]" if isinstance(value, list) else repr(value)
+
+
+# Samples and indices that ranks compare, and numbers of one tensor.
+_COMPARED_SAMPLES, _COMPARED_INDICES, _COMPARED_NUMBERS = 16, 1024, 4096
+_NESTED_DATASETS = 4
+
+
+def hash_stored_samples(dataset: Any) -> int:
+    """Hash what an indexed dataset stores of a few samples, so that ranks find out if they have different data.
+
+    These are indices of a ``Subset``, rows of tensors and tables, entries of lists. Of another dataset they are its public
+    attributes with at least as many entries as samples: file names, whole numbers and rows. No code of the dataset runs, since
+    a read may draw random numbers, take long, or open a file before the loader workers start. A dataset with ``fingerprint()``
+    is hashed by it alone. The hash is not stored, so that a checkpoint does not depend on it.
+    """
+    return hash_values([_stored_values(dataset)])
+
+
+def _stored_values(dataset: Any, depth: int = 0) -> list[Any]:
+    # The attributes may be of any library, and a table that cannot be read is not compared.
+    try:
+        return list(_iter_stored(as_row_dataset(dataset), depth))
+    except Exception:  # noqa: BLE001
+        return []
+
+
+def _iter_stored(dataset: Any, depth: int) -> Iterator[Any]:
+    if depth > _NESTED_DATASETS:
+        return
+    if hasattr(dataset, "fingerprint"):
+        yield dataset.fingerprint()
+        for source in getattr(dataset, "sources", {}).values():
+            yield _stored_values(source, depth + 1)
+    elif isinstance(dataset, Subset):
+        yield [len(dataset.indices), *_spread(dataset.indices, _COMPARED_INDICES), _stored_values(dataset.dataset, depth + 1)]
+    elif isinstance(dataset, ConcatDataset):
+        yield [_stored_values(part, depth + 1) for part in dataset.datasets]
+    elif isinstance(dataset, ColumnDataset):
+        yield {str(name): _spread(column) for name, column in dataset.named_columns().items()}
+    elif is_tensordict(dataset):
+        for name, leaf in sorted(dataset.items(include_nested=True, leaves_only=True), key=str):
+            yield [str(name), _spread(leaf)]
+    elif is_hugging_face(dataset):
+        # A table of Arrow has the stored values, without decoding and transforms.
+        yield dataset.with_format("arrow")[_spread_positions(len(dataset), _COMPARED_SAMPLES)].to_pylist()
+    elif isinstance(dataset, list | tuple):
+        yield _spread(dataset)
+    else:
+        yield from _iter_attributes(dataset, depth)
+
+
+def _iter_attributes(dataset: Any, depth: int) -> Iterator[Any]:
+    """Yield the values of attributes that belong to samples. Notes of the loop, such as a table of losses, are left out."""
+    for name, value in sorted(vars(dataset).items()):
+        if name.startswith("_"):
+            continue
+        if isinstance(value, Dataset) or is_hugging_face(value):
+            yield [name, _stored_values(value, depth + 1)]
+        elif isinstance(value, Tensor | np.ndarray):
+            is_table = value.ndim > 0 and len(value) >= len(dataset)
+            if is_table and (value.ndim > 1 or not _is_float(value)):
+                yield [name, _spread(value)]
+        elif (isinstance(value, list | tuple) or hasattr(value, "iloc")) and len(value) >= len(dataset):
+            rows = _spread(value)
+            # A cache of samples, which a rank fills as it reads, holds None or tensors.
+            if all(map(_is_plain, rows)):
+                yield [name, rows]
+
+
+def _is_float(value: Any) -> bool:
+    return value.is_floating_point() if isinstance(value, Tensor) else value.dtype.kind in "fcO"
+
+
+def _is_plain(value: Any) -> bool:
+    is_container = isinstance(value, list | tuple)
+    return (
+        all(map(_is_plain, value)) if is_container else isinstance(value, str | bytes | int | PurePath | np.integer | np.str_)
+    )
+
+
+def _spread(values: Any, count: int = _COMPARED_SAMPLES) -> list[Any]:
+    """Return the first, the last, and entries in between of a sequence, the rows of a table, or those of a tensor or array."""
+    positions = _spread_positions(len(values), count)
+    rows = getattr(values, "iloc", values)
+    entries = [rows[position] for position in positions]
+    if isinstance(values, Tensor):
+        return [entry.cpu() for entry in entries]
+    return [entry.to_dict() if hasattr(entry, "to_dict") else entry for entry in entries]
+
+
+def _spread_positions(size: int, count: int) -> list[int]:
+    return sorted({position * (size - 1) // max(count - 1, 1) for position in range(count)}) if size else []
+
+
+def hash_values(values: Sequence[Any], *, discrete_only: bool = False) -> int:
+    """Hash nested values to a number below 2**52. Numbers count to three digits, since processors round differently.
+
+    Args:
+        values: containers, tensors, arrays, numbers, strings and paths, of which the last part counts.
+        discrete_only: if True, leave out fractions and images if there is anything else: an augmentation may change them.
+    """
+    discrete: list[str] = []
+    continuous: list[str] = []
+    _collect_facts(values, discrete, continuous)
+    used = discrete if discrete_only and discrete else [*discrete, "", *continuous]
+    return derive_seed(*used) % 2**52
+
+
+def _collect_facts(value: Any, discrete: list[str], continuous: list[str]) -> None:
+    """Append the facts of ``value``. Mutates: ``discrete`` and ``continuous``."""
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, Mapping) or is_tensordict(value):
+        for key in value.keys():  # noqa: SIM118 - a TensorDict iterates over its rows.
+            discrete_before = len(discrete), len(continuous)
+            _collect_facts(value[key], discrete, continuous)
+            if (len(discrete), len(continuous)) != discrete_before:
+                continuous.append(str(key))
+    elif isinstance(value, list | tuple):
+        for entry in value:
+            _collect_facts(entry, discrete, continuous)
+    elif isinstance(value, Tensor | np.ndarray):
+        _collect_numbers(value, discrete, continuous)
+    elif isinstance(value, bytes):
+        discrete.append(hashlib.blake2b(value, digest_size=8).hexdigest())
+    elif isinstance(value, str | PurePath):
+        # Each node may have a folder of its own.
+        discrete.append(str(value).replace("\\", "/").rpartition("/")[2])
+    elif isinstance(value, bool | int):
+        discrete.append(str(value))
+    elif isinstance(value, float):
+        continuous.append(f"{value:.3g}")
+
+
+def _collect_numbers(value: Any, discrete: list[str], continuous: list[str]) -> None:
+    if isinstance(value, np.ndarray):
+        if value.dtype.kind not in "biuf":
+            _collect_facts(value.tolist(), discrete, continuous)
+            return
+        flat = value.reshape(-1)
+    # The numbers of other tensors are on a device, or split over ranks.
+    elif value.device.type != "cpu" or hasattr(value, "device_mesh"):
+        return
+    else:
+        flat = value.detach().reshape(-1)
+    flat = flat[:: max(len(flat) // _COMPARED_NUMBERS, 1)]
+    if isinstance(flat, Tensor):
+        flat = (flat.double() if flat.is_floating_point() else flat).numpy()
+    if flat.dtype.kind == "f":
+        continuous += [f"{float(flat.mean()):.3g}", f"{float(np.abs(flat).mean()):.3g}"] if flat.size else []
+    else:
+        (discrete if value.ndim < 2 else continuous).append(hashlib.blake2b(flat.tobytes(), digest_size=8).hexdigest())
 
 
 def is_hugging_face(dataset: Any) -> bool:

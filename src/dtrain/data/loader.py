@@ -26,6 +26,7 @@ from dtrain.data.dataset import (
     as_row_dataset,
     fingerprint_dataset,
     hash_fingerprint,
+    hash_stored_samples,
     is_hugging_face,
     is_mosaic,
 )
@@ -51,7 +52,7 @@ from dtrain.data.sample_lengths import LengthSource
 from dtrain.data.sample_order import BlockShuffle, dataset_order
 from dtrain.data.workers import WorkerConfig, workers_for_rank
 from dtrain.device import is_accelerator
-from dtrain.dist.batch_info import BatchInfo
+from dtrain.dist.batch_info import DATA_HASH_SHIFT, BatchInfo
 from dtrain.dist.context import current_context
 from dtrain.dist.init import get_dist_info
 from dtrain.dist.mesh import data_rank
@@ -79,12 +80,15 @@ class Loader:
         allow_data_change: bool = False,
         device: torch.device | None = None,
         prefetch_factor: int = 2,
+        data_hash: int = 0,
     ) -> None:
         self._source, self.seed, self._fingerprint = source, seed, dict(fingerprint)
         self.position, self.skipped = Position(), SkippedSamples(samples=[])
         self._allow_data_change, self._evaluations = allow_data_change, 0
         self._device, self._prefetch_factor, self._reads_ahead = device, prefetch_factor, reads_ahead(source, device)
         self._digest = hash_fingerprint(self._fingerprint)
+        # Ranks compare more facts of their data than a checkpoint holds.
+        self._data_hash = derive_seed(self._digest, data_hash)
         self._dataset_state: Plain = None
         self._skip_target: Position | None = None
         self._last_batch_info: BatchInfo | None = None
@@ -432,8 +436,10 @@ class Loader:
         return FailedBatch(error, self._last_batch_info)
 
     def _position_hash(self, position: Position, *dealing: int) -> int:
-        """Hash the position, the data, the seed and the dealing of the batch to a number below 2**48."""
-        return derive_seed(self._digest, self.seed, position.epoch, position.samples, position.batches, *dealing) % 2**48
+        """Hash the data to the upper, and the position, the seed and the dealing of the batch to the lower bits of a number."""
+        data = self._data_hash % (1 << DATA_HASH_SHIFT)
+        place = derive_seed(self.seed, position.epoch, position.samples, position.batches, *dealing) % (1 << DATA_HASH_SHIFT)
+        return data << DATA_HASH_SHIFT | place
 
     def _epoch_batches(self, caller: str) -> EpochBatches:
         epoch_batches = self._source.epoch_batches()
@@ -605,6 +611,7 @@ def build_loader(
         allow_data_change=allow_data_change,
         device=target,
         prefetch_factor=prefetch_factor,
+        data_hash=hash_stored_samples(dataset) if info.world_size > 1 and is_indexed(dataset) else 0,
     )
 
 

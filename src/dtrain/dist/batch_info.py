@@ -35,7 +35,8 @@ class BatchInfo:
         begin: position in the loader's data before the batch.
         end: position in the loader's data after the batch.
         independent_epochs: if True, ranks end their epochs separately. The epoch is over when all ranks have ended it.
-        position_hash: number below 2**48; equal on all ranks if they are at the same position in the same data.
+        position_hash: number below 2**48; equal on all ranks if they are at the same position in the same data. The bits from
+            ``DATA_HASH_SHIFT`` on hash the data alone.
         padding_sample: real sample for a rank that has no sample in this batch.
         status: progress of the step on the batch, written by the step. The status also identifies the batch.
     """
@@ -74,6 +75,7 @@ class BatchInfo:
 
 # The remaining 20 bits of the position hold the epoch.
 BATCH_INDEX_BITS = 28
+DATA_HASH_SHIFT = 24
 
 
 class TrackedLoader(Protocol):

@@ -18,7 +18,7 @@ from typing import NamedTuple, TypeVar, cast
 
 import torch
 
-from dtrain.dist.batch_info import BATCH_INDEX_BITS, BatchInfo
+from dtrain.dist.batch_info import BATCH_INDEX_BITS, DATA_HASH_SHIFT, BatchInfo
 from dtrain.dist.collectives import all_gather_json, all_gather_numbers, reduce_record
 from dtrain.dist.context import current_context
 from dtrain.dist.control_protocol import RowSpec
@@ -405,6 +405,14 @@ def _agree_position(batch_codes: Sequence[float], batch_info: BatchInfo | None) 
         epoch, batch = divmod(min(code >> 2 for code in codes), 1 << BATCH_INDEX_BITS)
         batch_info.status.epoch_ended = epoch > batch_info.begin.epoch
         return EpochPosition(epoch, batch)
+    # The two lowest bits of a code are not part of the position.
+    other_data = _different_ranks([codes[rank] >> DATA_HASH_SHIFT + 2 for rank in coded]) if modes == {0} else []
+    if other_data:
+        raise StepError(
+            f"step: the dataset of rank {coded[other_data[0]]} has other samples than that of rank {coded[0]}. Give every rank "
+            "the whole dataset, which build_loader deals to ranks: draw subsets, splits and random data with one seed, before "
+            "seed_all(..., rank). For an iterable that splits itself over ranks pass build_loader(pre_sharded=True)."
+        )
     if ends and len(ends) < len(coded):
         raise StepError(f"step: only ranks {ends} are at the end of their epoch. Give all ranks one dataset and one seed.")
     different = [rank for rank in coded if codes[rank] != codes[coded[0]]]

@@ -1,0 +1,139 @@
+"""Ranks that read different data: the first step names them, before an update. Data that only look different go on."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset, random_split
+
+import dtrain as dt
+from dtrain.data.dataset import hash_stored_samples
+
+
+class Files(Dataset):
+    """A dataset of the user's, whose samples are numbered files."""
+
+    def __init__(self, files: list) -> None:
+        self.files = files
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor(float(Path(self.files[index]).stem))
+
+
+@dataclass
+class Noted(Dataset):
+    """A dataset that keeps notes of what this process has read, and draws random numbers of its own."""
+
+    rank: int
+    losses: torch.Tensor = field(default_factory=lambda: torch.rand(24))
+    cache: list = field(default_factory=lambda: [None] * 24)
+
+    def __post_init__(self) -> None:
+        self.rng = np.random.default_rng(self.rank)
+        self.folder = f"/scratch/{self.rank}"
+        self.cache[self.rank :: 2] = [torch.ones(1)] * len(self.cache[self.rank :: 2])
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor(index + self.rng.random())
+
+
+class Printed(Files):
+    """A dataset with a fingerprint of its own."""
+
+    def fingerprint(self) -> dict:
+        return {"release": 3}
+
+
+def hugging_face(rank: int):
+    datasets = pytest.importorskip("datasets")
+    from datasets.distributed import split_dataset_by_node
+
+    rows = datasets.Dataset.from_dict({"x": [float(number) for number in range(24)]})
+    return split_dataset_by_node(rows, rank, 2)
+
+
+WHOLE = torch.arange(24.0)
+DIFFERENT = {
+    "a split by the generator of the rank": lambda rank: random_split(WHOLE, [16, 8])[0],
+    "a subset by the rank": lambda rank: Subset(TensorDataset(WHOLE), range(rank, 24, 2)),
+    "a subset in another order": lambda rank: Subset(WHOLE, np.random.permutation(24)),
+    "parts in another order": lambda rank: ConcatDataset([TensorDataset(WHOLE + part) for part in ([1, 2], [2, 1])[rank]]),
+    "drawn tensors": lambda rank: torch.randn(24, 2),
+    "drawn rows": lambda rank: TensorDataset(torch.rand(24, 3)),
+    "drawn samples": lambda rank: [torch.randn(2) for _ in range(24)],
+    "files of the rank": lambda rank: Files([f"/data/{number}.png" for number in range(rank, 24, 2)]),
+    "files in the order of the folder": lambda rank: Subset(
+        Files([Path(f"{k}.png") for k in (range(9), range(8, -1, -1))[rank]]), range(9)
+    ),
+    "a mixture of subsets": lambda rank: dt.data.mix(
+        {"a": Subset(WHOLE, range(rank, 24, 2)), "b": WHOLE}, weights={"a": 1, "b": 1}
+    ),
+    "a Hugging Face dataset by the rank": hugging_face,
+}
+SAME = {
+    "rows": lambda rank: TensorDataset(WHOLE, WHOLE.long()),
+    "notes and random numbers of the rank": Noted,
+    "a folder per rank": lambda rank: Files([f"/node{rank}/{number}.png" for number in range(24)]),
+    "rounding": lambda rank: WHOLE[:, None] + 1 + rank * 1e-6,
+    "a fingerprint": lambda rank: Printed([f"{number}.png" for number in range(rank, 24, 2)]),
+}
+
+
+def train(dataset, workers: int = 0, **options) -> str:
+    mesh = dt.build_mesh()
+    loader = dt.build_loader(dataset, mesh=mesh, global_batch_size=8, seed=0, num_workers=workers, **options)
+    model = dt.shard_model(torch.nn.Linear(1, 1), mesh, strategy="replicate")
+
+    def loss_fn(model, batch):
+        values = next(iter(batch.values())) if hasattr(batch, "values") and not torch.is_tensor(batch) else batch
+        values = values[0] if isinstance(values, list) else values
+        return dt.sum_loss(model(values.reshape(len(values), -1)[:, :1].float())[:, 0])
+
+    step = dt.compose_step(loss_fn)
+    state, steps = step.init(model, torch.optim.SGD(model.parameters(), lr=0.1), loader=loader), 0
+    try:
+        for batch in loader.until("1ep"):
+            state, _ = step(state, batch)
+            steps += 1
+    except dt.errors.StepError as error:
+        return f"{steps}: {error}"
+    return f"{steps} steps"
+
+
+def train_map(kind: str) -> str:
+    rank = dt.dist.data_rank(dt.build_mesh())[0]
+    dt.seed_all(0, rank)
+    return train({**DIFFERENT, **SAME}[kind](rank))
+
+
+@pytest.mark.parametrize("kind", DIFFERENT)
+def test_different_datasets_stop_the_first_step_on_all_ranks(ranks, kind):
+    if "Hugging Face" in kind:
+        pytest.importorskip("datasets")
+    first, second = ranks(2).run(train_map, kind)
+    assert first.startswith("0: step: the dataset of rank 1 has other samples than that of rank 0. Give every rank the whole")
+    assert first == second
+
+
+@pytest.mark.parametrize("kind", SAME)
+def test_equal_datasets_train(ranks, kind):
+    assert set(ranks(2).run(train_map, kind)) <= {"3 steps", "2 steps"}
+
+
+def test_comparing_reads_no_sample():
+    dataset = Noted(0)
+    dataset.__class__ = type("Closed", (Noted,), {"__getitem__": lambda self, index: pytest.fail("read")})
+    assert hash_stored_samples(Subset(dataset, [1, 2])) == hash_stored_samples(Subset(Noted(1), [1, 2]))
+
+
+def test_subsets_of_one_length_resume_by_their_length_as_before():
+    saved = dt.build_loader(Subset(WHOLE, range(8)), global_batch_size=4, seed=0).state_dict()
+    dt.build_loader(Subset(WHOLE, range(8, 16)), global_batch_size=4, seed=0).load_state_dict(saved)
