@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset, random_split
+from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset, TensorDataset, random_split
 
 import dtrain as dt
 from dtrain.data.dataset import hash_stored_samples
@@ -106,6 +106,88 @@ def train(dataset, workers: int = 0, **options) -> str:
     except dt.errors.StepError as error:
         return f"{steps}: {error}"
     return f"{steps} steps"
+
+
+class Reading(IterableDataset):
+    """Samples ``first``, ``first + step``, ... below ``size``, with noise by a generator of this process."""
+
+    def __init__(self, rank: int, *, first: int = 0, step: int = 1, size: int = 24, noise: float = 0) -> None:
+        self.first, self.step, self.size, self.noise = first, step, size, noise
+        self.rng = np.random.default_rng(rank)
+
+    def __iter__(self):
+        for number in range(self.first, self.size, self.step):
+            yield {"x": torch.tensor([number + torch.rand(()) + self.noise * self.rng.random()]), "label": number}
+
+
+class Fractions(Reading):
+    """Samples without a label."""
+
+    def __iter__(self):
+        return (sample["x"] for sample in super().__iter__())
+
+
+def stream_split_by_node(rank: int):
+    datasets = pytest.importorskip("datasets")
+    from datasets.distributed import split_dataset_by_node
+
+    return split_dataset_by_node(datasets.Dataset.from_dict({"x": list(range(24))}).to_iterable_dataset(2), rank, 2)
+
+
+STREAMS = {
+    "split by the rank": lambda rank: Reading(rank, first=rank, step=2),
+    "split by the rank, fractions": lambda rank: Fractions(rank, first=rank, step=2),
+    "Hugging Face": stream_split_by_node,
+    "another length": lambda rank: Reading(rank, size=22 + rank),
+    "another end": lambda rank: Reading(rank, size=16 + 8 * rank),
+    "augmented": lambda rank: Reading(rank, noise=1.0),
+    "equal": lambda rank: Fractions(rank),
+}
+
+
+def train_stream(kind: str, workers: int = 0, pre_sharded: bool = False) -> str:
+    rank = dt.dist.data_rank(dt.build_mesh())[0]
+    dt.seed_all(0, rank)
+    return train(STREAMS[kind](rank), workers, shuffle=False, pre_sharded=pre_sharded, start_method="fork")
+
+
+@pytest.mark.parametrize(
+    ("kind", "steps", "workers"),
+    [
+        ("split by the rank", 0, 0),
+        ("split by the rank", 0, 2),
+        ("split by the rank, fractions", 0, 0),
+        ("Hugging Face", 0, 0),
+        ("another length", 2, 0),
+    ],
+)
+def test_different_streams_stop_the_step_on_all_ranks(ranks, kind, steps, workers):
+    if kind == "Hugging Face":
+        pytest.importorskip("datasets")
+    first, second = ranks(2).run(train_stream, kind, workers)
+    assert first.startswith(f"{steps}: step: the dataset of rank 1 has other samples than that of rank 0.")
+    assert "or pass build_loader(pre_sharded=True)." in first
+    assert first == second
+
+
+def test_streams_that_end_apart_stop_the_step_on_all_ranks(ranks):
+    first, second = ranks(2).run(train_stream, "another end")
+    assert first.startswith("1: step: only ranks [0] are at the end of their epoch.")
+    assert first == second
+
+
+@pytest.mark.parametrize(
+    ("kind", "workers", "pre_sharded"),
+    [
+        ("augmented", 0, False),
+        ("augmented", 2, False),
+        ("equal", 0, False),
+        ("equal", 2, False),
+        ("split by the rank", 0, True),
+    ],
+)
+def test_streams_that_belong_together_train(ranks, kind, workers, pre_sharded):
+    assert ranks(2).run(train_stream, kind, workers, pre_sharded) == ["3 steps"] * 2
 
 
 def train_map(kind: str) -> str:

@@ -21,12 +21,13 @@ from torch.utils.data import IterableDataset, get_worker_info
 from dtrain import spans
 from dtrain.data.balance import BatchBalance, Dealer, DealtBatch
 from dtrain.data.batch import BatchSpec, MicrobatchList, list_microbatches, narrow_batch
-from dtrain.data.dataset import MosaicAdapter, has_state, restarts_each_iteration
+from dtrain.data.dataset import MosaicAdapter, has_state, hash_global_batch, restarts_each_iteration
 from dtrain.data.fetcher import BatchRequest, Fetcher, cut_sequence, describe_error, failed_payload
 from dtrain.data.position import EpochBatches, LastBatch, Position, batch_indices, is_reached
 from dtrain.data.sample_order import CachedOrder, SampleOrder, check_same_state, rank_positions, rank_share
 from dtrain.data.workers import Payload, WorkerBatch, WorkerConfig, load_batches
 from dtrain.dist.batch_info import BatchStatus
+from dtrain.dist.init import get_dist_info
 from dtrain.errors import ConfigError, DataError, DtrainError
 from dtrain.launch import heartbeats
 from dtrain.schedules.durations import Duration
@@ -53,6 +54,7 @@ class LoaderItem:
         position_only: no batch; only advances the loader position.
         changed_by_reading: names of watched attributes that a worker changed as it read the batch.
         balance: costs of all ranks in the global batch; None without a dealer.
+        content_hash: hash of the global batch of an iterable dataset that all ranks read; 0 if there is nothing to compare.
     """
 
     position_after: Position
@@ -66,6 +68,7 @@ class LoaderItem:
     position_only: bool = False
     changed_by_reading: frozenset[str] = frozenset()
     balance: BatchBalance | None = None
+    content_hash: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -274,6 +277,7 @@ class EmptyBatchTemplate:
             skipped=payload.skipped,
             changed_by_reading=payload.changed_by_reading,
             balance=payload.balance,
+            content_hash=payload.content_hash,
         )
 
     def empty_item(self, position_after: Position) -> LoaderItem:
@@ -334,6 +338,7 @@ class EpochReader(IterableDataset[WorkerBatch]):
         self.rank, self.ranks, self.pre_sharded = source.options.rank, source.options.ranks, source.pre_sharded
         self.samples_per_step, self.splits_over_workers = source.samples_per_step, source.adapter is not None
         self.dealer = source.options.dealer
+        self.compares_ranks = get_dist_info().world_size > 1 and not self.pre_sharded
         self.begin, self.state, self.skip = begin, state, skip
 
     def __iter__(self) -> Iterator[WorkerBatch]:
@@ -414,7 +419,14 @@ class EpochReader(IterableDataset[WorkerBatch]):
         batch = fetcher.collate_groups(groups, parts)
         # A checkpoint needs a state that is equal on all ranks. A dataset split over ranks has no such state.
         state = deepcopy(fetcher.dataset.state_dict()) if has_state(fetcher.dataset) and not self.pre_sharded else None
-        return Payload(batch=batch, skipped=skipped, dataset_state=state, sample_count=count, balance=balance)
+        return Payload(
+            batch=batch,
+            skipped=skipped,
+            dataset_state=state,
+            sample_count=count,
+            balance=balance,
+            content_hash=hash_global_batch(samples) if self.compares_ranks else 0,
+        )
 
 
 @dataclass(slots=True, kw_only=True)

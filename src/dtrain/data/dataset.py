@@ -179,6 +179,7 @@ def _canonical_text(value: Plain) -> str:
 
 # Samples and indices that ranks compare, and numbers of one tensor.
 _COMPARED_SAMPLES, _COMPARED_INDICES, _COMPARED_NUMBERS = 16, 1024, 4096
+_COMPARED_SAMPLES_OF_BATCH = 4
 _NESTED_DATASETS = 4
 
 
@@ -267,6 +268,15 @@ def _spread(values: Any, count: int = _COMPARED_SAMPLES) -> list[Any]:
 
 def _spread_positions(size: int, count: int) -> list[int]:
     return sorted({position * (size - 1) // max(count - 1, 1) for position in range(count)}) if size else []
+
+
+def hash_global_batch(samples: Sequence[Any]) -> int:
+    """Hash a global batch of an iterable dataset, which each rank reads in whole: the number of samples, and a few of them.
+
+    Fractions and images count only if a sample has no whole number, string or label, since a rank may augment them by chance.
+    """
+    chosen = _spread(samples, _COMPARED_SAMPLES_OF_BATCH)
+    return hash_values([len(samples), *(hash_values([sample], discrete_only=True) for sample in chosen)])
 
 
 def hash_values(values: Sequence[Any], *, discrete_only: bool = False) -> int:

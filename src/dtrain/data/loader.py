@@ -410,12 +410,13 @@ class Loader:
         self.balance = item.balance
         # Ranks that deal a batch in different ways would lose and repeat samples, so the hash covers the dealing.
         dealing = () if item.balance is None else (item.balance.digest,)
+        compares_ranks = get_dist_info().world_size > 1 and not independent
         self._last_batch_info = BatchInfo(
             loader=self._identity,
             begin=begin,
             end=end,
             independent_epochs=independent,
-            position_hash=0 if independent or get_dist_info().world_size == 1 else self._position_hash(before, *dealing),
+            position_hash=self._position_hash(before, *dealing, content=item.content_hash) if compares_ranks else 0,
             padding_sample=item.padding_sample,
             status=status,
         )
@@ -435,9 +436,9 @@ class Loader:
         )
         return FailedBatch(error, self._last_batch_info)
 
-    def _position_hash(self, position: Position, *dealing: int) -> int:
+    def _position_hash(self, position: Position, *dealing: int, content: int = 0) -> int:
         """Hash the data to the upper, and the position, the seed and the dealing of the batch to the lower bits of a number."""
-        data = self._data_hash % (1 << DATA_HASH_SHIFT)
+        data = derive_seed(self._data_hash, content) % (1 << DATA_HASH_SHIFT)
         place = derive_seed(self.seed, position.epoch, position.samples, position.batches, *dealing) % (1 << DATA_HASH_SHIFT)
         return data << DATA_HASH_SHIFT | place
 

@@ -333,6 +333,7 @@ class Payload:
         sample_count: samples of the global batch, for iterable datasets, whose length is unknown before reading.
         changed_by_reading: names of attributes of the dataset, transform or collate that a worker changed as it read the batch.
         balance: costs of all ranks in the global batch, for iterable datasets with a dealer.
+        content_hash: hash of the global batch, which ranks compare, for iterable datasets that all ranks read.
     """
 
     batch: Batch = None
@@ -343,6 +344,7 @@ class Payload:
     sample_count: int = 0
     changed_by_reading: frozenset[str] = frozenset()
     balance: BatchBalance | None = None
+    content_hash: int = 0
 
 
 class WorkerBatch:

@@ -411,7 +411,7 @@ def _agree_position(batch_codes: Sequence[float], batch_info: BatchInfo | None) 
         raise StepError(
             f"step: the dataset of rank {coded[other_data[0]]} has other samples than that of rank {coded[0]}. Give every rank "
             "the whole dataset, which build_loader deals to ranks: draw subsets, splits and random data with one seed, before "
-            "seed_all(..., rank). For an iterable that splits itself over ranks pass build_loader(pre_sharded=True)."
+            "seed_all(..., rank). An iterable must give every rank the same stream, or pass build_loader(pre_sharded=True)."
         )
     if ends and len(ends) < len(coded):
         raise StepError(f"step: only ranks {ends} are at the end of their epoch. Give all ranks one dataset and one seed.")
