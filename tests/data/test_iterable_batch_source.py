@@ -28,6 +28,19 @@ def test_global_batches_are_the_same_for_every_number_of_ranks(ranks, workers):
     assert batches == [[*range(first, min(first + 5, 23))] for first in (0, 5, 10, 15, 20)] * 2
 
 
+def test_iterable_with_a_length_is_iterated():
+    class Sized(IterableDataset):
+        def __iter__(self):
+            return iter(range(7))
+
+        def __len__(self):
+            return 7
+
+    loader = build(Sized())
+    assert [batch.tolist() for batch in loader.until("1ep")] == [[0, 1, 2, 3, 4], [5, 6]]
+    assert (loader.steps_per_epoch(), len(loader)) == (2, 2)
+
+
 def test_drop_omits_the_incomplete_last_batch():
     assert [len(batch) for batch in build(Stream(23), last_batch="drop").until("2ep")] == [5] * 8
 

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from dtrain.arguments import check_choice, check_int, check_number, explain_arguments
 from dtrain.data.balance import BalanceCost, BatchBalance, make_dealer, make_sample_dealer
@@ -740,4 +740,7 @@ def _divide_workers(options: BatchOptions, *, at_most: int | None = None) -> Bat
 
 def is_indexed(dataset: Any) -> bool:
     """Return True if the dataset returns samples by index, in any order."""
+    # torch's base class has a ``[]`` that only raises, and an iterable may have a length.
+    if isinstance(dataset, IterableDataset):
+        return False
     return hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__") and not is_mosaic(dataset)
