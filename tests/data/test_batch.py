@@ -1,6 +1,10 @@
 import copy
-from collections import namedtuple
+from collections import deque, namedtuple
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
@@ -83,6 +87,39 @@ def test_split_divides_per_sample_sequences_and_copies_other_values():
     parts = split_batch(KINDS["nested"], 2)
     assert [piece["ids"] for piece in parts] == [["a", "b"], ["c", "d"], ["e"]]
     assert [piece["scale"] for piece in parts] == [2.0, 2.0, 2.0]
+
+
+@dataclass(slots=True)
+class Boxes:
+    corners: Any
+
+
+UNCUT = {
+    "an array": np.ones(5),
+    "a record of tensors": Boxes(torch.ones(5)),
+    "a record of records": Boxes([Boxes(np.ones((2, 4)))]),
+    "an object": SimpleNamespace(weight=torch.ones(5)),
+    "a deque": deque("abcde"),
+    "two arrays": [np.ones(5), np.ones(5)],
+}
+
+
+@pytest.mark.parametrize("kind", UNCUT)
+@pytest.mark.parametrize("cut", [lambda batch: split_batch(batch, 2), lambda batch: select_samples(batch, torch.tensor([1]))])
+def test_values_that_may_have_rows_are_refused_if_they_cannot_be_cut(kind, cut):
+    name = type(UNCUT[kind]).__name__
+    with pytest.raises(
+        ConfigError, match=rf"batch\['y'\]\['e'\] must be a tensor to be split with the 5 samples, got {name}\."
+    ):
+        cut({"x": rows(5), "y": {"e": UNCUT[kind]}})
+
+
+def test_values_without_rows_are_shared():
+    others = {"scale": 2.0, "name": "abcde", "size": (32, 32), "none": None, "box": Boxes(1.0), "fn": rows, "one": np.ones(())}
+    parts = split_batch({"x": rows(5), **others}, 2)
+    assert [{key: part[key] for key in others} for part in parts] == [others] * 3
+    # One microbatch has all rows.
+    assert len(split_batch({"x": rows(5), "e": UNCUT["an array"]}, 5)) == 1
 
 
 @pytest.mark.parametrize("kind", ["tensor", "dict", "tuple", "list"])

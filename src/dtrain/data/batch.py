@@ -9,11 +9,12 @@ from __future__ import annotations
 import operator
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, TypeGuard, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -225,7 +226,11 @@ def _map_samples(
     def cut_leaf(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
             return cut(leaf, 0) if leaf.ndim > 0 else leaf
-        return cut_sequence(leaf) if isinstance(leaf, _SEQUENCE_TYPES) and len(leaf) == samples else leaf
+        if isinstance(leaf, _SEQUENCE_TYPES) and len(leaf) == samples:
+            return cut_sequence(leaf)
+        if _holds_rows(leaf, samples):
+            raise _uncut_error(batch, leaf, samples)
+        return leaf
 
     return _map_leaves(batch, cut_leaf, cut_tensordict)
 
@@ -233,8 +238,8 @@ def _map_samples(
 def split_batch(batch: Batch, microbatch_size: int, *, batch_spec: BatchSpec | None = None) -> list[Batch]:
     """Split a batch into microbatches of at most ``microbatch_size`` samples, in order, as views.
 
-    Tensors are split along the batch axis, and sequences without tensors by sample. All other values are in each microbatch. An
-    empty batch gives an empty list.
+    Tensors are split along the batch axis, and lists and tuples without tensors by sample. Numbers, strings and other values
+    without rows are in each microbatch. An empty batch gives an empty list.
 
     Args:
         batch: batch to split.
@@ -248,7 +253,8 @@ def split_batch(batch: Batch, microbatch_size: int, *, batch_spec: BatchSpec | N
         [[0, 1], [2, 3], [4]]
 
     Raises:
-        ConfigError: ``microbatch_size`` below 1, or a batch whose samples cannot be counted.
+        ConfigError: ``microbatch_size`` below 1, a batch whose samples cannot be counted, or an array or object in the batch
+            that may have a row per sample. The message names its key and type.
     """
     _, _, microbatches = count_and_split(batch, microbatch_size, batch_spec)
     infos = get_batch_infos(batch)
@@ -288,7 +294,7 @@ def count_and_split(
     if batch_spec is not None and batch_spec.axes:
         sizes = [min(microbatch_size, samples - start) for start in starts]
         return samples, tokens, [_narrow(batch, *rows, batch_spec) for rows in zip(starts, sizes, strict=True)]
-    return samples, tokens, list(_split_leaves(batch, starts, _part_sizes(samples, microbatch_size)))
+    return samples, tokens, list(_split_leaves(batch, starts, _part_sizes(samples, microbatch_size), batch))
 
 
 def _part_sizes(samples: int, microbatch_size: int) -> list[int]:
@@ -296,8 +302,8 @@ def _part_sizes(samples: int, microbatch_size: int) -> list[int]:
     return [microbatch_size] * full + [rest] * (rest > 0)
 
 
-def _split_leaves(value: Any, starts: range, sizes: Sequence[int]) -> Sequence[Any]:
-    """Return the part of ``value`` in each microbatch. Visits each value of the batch once, for all microbatches.
+def _split_leaves(value: Any, starts: range, sizes: Sequence[int], batch: Batch) -> Sequence[Any]:
+    """Return the part of ``value``, a value of ``batch``, in each microbatch. Visits each value once, for all microbatches.
 
     ``starts`` are the first samples of the microbatches, up to the number of samples, and ``sizes`` their samples.
     """
@@ -307,16 +313,59 @@ def _split_leaves(value: Any, starts: range, sizes: Sequence[int]) -> Sequence[A
     kind, is_sequence = type(value), isinstance(value, _SEQUENCE_TYPES)
     # The common types are compared first, because checks of abstract classes are slow.
     if kind is dict or (not is_sequence and isinstance(value, Mapping) and not is_tensordict(value)):
-        columns = [_split_leaves(item, starts, sizes) for item in value.values()]
+        columns = [_split_leaves(item, starts, sizes, batch) for item in value.values()]
         rows: Iterable[tuple[Any, ...]] = zip(*columns, strict=True) if columns else [()] * len(sizes)
         return [dict(zip(value, row, strict=True)) for row in rows]
     is_named = hasattr(value, "_fields")
     if is_sequence and value and (is_named or isinstance(value[0], Tensor) or list_tensors(value)):
-        rows = zip(*[_split_leaves(item, starts, sizes) for item in value], strict=True)
+        rows = zip(*[_split_leaves(item, starts, sizes, batch) for item in value], strict=True)
         return [kind(*row) for row in rows] if is_named else [kind(row) for row in rows]
     if is_tensordict(value) or (is_sequence and len(value) == starts.stop):
         return [value[start : start + starts.step] for start in starts]
+    if len(sizes) > 1 and _holds_rows(value, starts.stop):
+        raise _uncut_error(batch, value, starts.stop)
     return [value] * len(sizes)
+
+
+_WITHOUT_ROWS = frozenset({type(None), bool, int, float, complex, str, bytes})
+_OBJECT_DEPTH, _CHECKED_ENTRIES = 3, 64
+
+
+def _holds_rows(value: Any, samples: int, depth: int = 0) -> bool:
+    """Return True if ``value``, which no function here can cut, may have a row for each of ``samples``."""
+    kind: Any = type(value)
+    # Functions and modules are called, not cut.
+    if kind in _WITHOUT_ROWS or isinstance(value, str | bytes) or callable(value):
+        return False
+    if isinstance(value, Tensor | np.ndarray):
+        return value.ndim > 0
+    if depth > _OBJECT_DEPTH:
+        return False
+    if isinstance(value, _SEQUENCE_TYPES):
+        return any(_holds_rows(entry, samples, depth + 1) for entry in value[:_CHECKED_ENTRIES])
+    if isinstance(value, Sized) and not isinstance(value, Mapping) and len(value) == samples:
+        return True
+    names = (name for base in kind.__mro__ for name in getattr(base, "__slots__", ()))
+    held = [*getattr(value, "__dict__", {}).values(), *(getattr(value, name, None) for name in names)]
+    return any(_holds_rows(entry, samples, depth + 1) for entry in held)
+
+
+def _uncut_error(batch: Batch, value: Any, samples: int) -> ConfigError:
+    place, kind = next((path for path, leaf in _iter_values(batch, "batch") if leaf is value), "batch"), type(value).__name__
+    return ConfigError(
+        f"batch: {place} must be a tensor to be split with the {samples} samples, got {kind}. Let collate return tensors, "
+        "or lists or dicts of them, or split the batch yourself: dt.batch_spec(count=..., split=...)."
+    )
+
+
+def _iter_values(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    yield path, value
+    if isinstance(value, Mapping) or is_tensordict(value):
+        entries: Iterable[tuple[Any, Any]] = value.items()
+    else:
+        entries = enumerate(value) if isinstance(value, _SEQUENCE_TYPES) else ()
+    for key, item in entries:
+        yield from _iter_values(item, f"{path}[{key!r}]")
 
 
 def _count_and_split_flat(batch: Batch, microbatch_size: int) -> tuple[int, list[Batch]] | None:
