@@ -230,7 +230,7 @@ class RunContext:
         optimizer_checked: True after the first update, which is checked; see ``step.optimizer_state``.
         replica_check_every: number of steps between two comparisons of replicas; see ``Step.init``.
         replica_check: ``ReplicaCheck`` of the run, made in the first step or save; None before.
-        warned_of_loader: True after a save has warned that it may lack the position of a loader.
+        warned_of: what saves have warned of already: ``"loader"``, ``"scheduler"``.
         model_syncs: ``GradSync`` and ``BufferSync`` of the model, looked up in the first step; None before.
     """
 
@@ -247,7 +247,7 @@ class RunContext:
     optimizer_checked: bool = False
     replica_check_every: int = 100
     replica_check: Any = None
-    warned_of_loader: bool = False
+    warned_of: set[str] = field(default_factory=set)
     model_syncs: tuple[Any, Any] | None = None
 
     def forget_first_steps(self) -> None:

@@ -401,6 +401,49 @@ def test_loader_whose_batches_were_copied_gets_one_warning_on_rank_0(ranks, tmp_
     assert others == [[]] * (world - 1)
 
 
+def schedule_rates(root, held):
+    """Return the rates of a run of 2 steps, and of 2 steps of its resume, which builds all anew."""
+    rates = []
+    for _ in range(2):
+        model = torch.nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda number: 2.0**-number)
+        step = dt.compose_step(loss)
+        state = dt.load_sharded(root, step.init(model, optimizer, stateful=held(scheduler)), missing_ok=True)
+        for _ in range(2):
+            rates.append(optimizer.param_groups[0]["lr"])
+            state, _ = step(state, torch.ones(2, 2))
+            scheduler.step()
+            dt.save_sharded(root, state)
+    return rates
+
+
+def test_scheduler_of_torch_that_the_state_lacks_gets_one_warning_in_a_run(tmp_path):
+    with pytest.warns(UserWarning, match="the state should hold the scheduler of the optimizer, or a resume starts") as caught:
+        rates = schedule_rates(tmp_path, lambda scheduler: {})
+    assert [Path(warning.filename).name for warning in caught] == ["test_extra.py"] * 2
+    # The loaded rate is right for one step. Then the scheduler counts from 0.
+    assert rates == [1.0, 0.5, 0.25, 0.5]
+
+
+@pytest.mark.parametrize("name", ["itself", "in an object", "left out"])
+def test_scheduler_of_torch_in_the_state_gets_no_warning(tmp_path, recwarn, name):
+    class Training:
+        def __init__(self, scheduler):
+            self.scheduler = scheduler
+
+        def state_dict(self):
+            return self.scheduler.state_dict()
+
+        def load_state_dict(self, state):
+            self.scheduler.load_state_dict(state)
+
+    held = {"itself": lambda scheduler: scheduler, "in an object": Training, "left out": not_saved}[name]
+    rates = schedule_rates(tmp_path / "root", lambda scheduler: {"scheduler": held(scheduler)})
+    assert name == "left out" or rates == [1.0, 0.5, 0.25, 0.125]
+    assert not [warning for warning in recwarn if "should hold" in str(warning.message)]
+
+
 def test_loader_of_the_state_counts_epochs_of_copied_batches_without_a_warning(tmp_path, recwarn):
     loader = build_loader()
     step, state = begin(loader=loader)

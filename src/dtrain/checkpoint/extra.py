@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from dtrain.arguments import warn
@@ -26,6 +27,7 @@ from dtrain.dist.collectives import raise_on_all_ranks
 from dtrain.dist.dtensor import is_dtensor
 from dtrain.dist.init import get_dist_info
 from dtrain.errors import CheckpointMismatchError, ConfigError, CorruptCheckpointError
+from dtrain.named_optimizers import list_members
 from dtrain.run_objects import DICT_TYPES, LOADER, NotSaved, PerRank, check_entries, is_stateful, is_tracked_loader, unwrap
 from dtrain.state import TrainState
 from dtrain.typing import Stateful
@@ -354,7 +356,7 @@ def check_loaders(states: Mapping[str, TrainState]) -> None:
     Raises:
         ConfigError: a loader is missing.
 
-    Mutates: ``warned_of_loader`` of the runs.
+    Mutates: ``warned_of`` of the runs.
     """
     histories = [state._loader_history for state in states.values()]
     identities = [identity for history in histories for identity in history.in_use]
@@ -378,15 +380,47 @@ def check_loaders(states: Mapping[str, TrainState]) -> None:
             f"batches. {_ADVICE}"
         )
     # The state may have been stepped on new tensors after a loader without a position has issued a batch.
-    runs = [state._run_context for state in states.values()]
     guessed = _missing_loaders([history.guessed for history in histories], states)
-    if guessed and get_dist_info().rank == 0 and not any(run.warned_of_loader for run in runs):
-        for run in runs:
-            run.warned_of_loader = True
+    if guessed and _is_first_warning(LOADER, states):
         warn(
             f"{_SAVE}: the state should hold the position of {guessed[0]!r} if it trains on copies of its batches, or a resume "
             f"repeats them. {_ADVICE}"
         )
+
+
+def _is_first_warning(topic: str, states: Mapping[str, TrainState]) -> bool:
+    """Return True once in a run, on rank 0. Mutates: ``warned_of`` of the runs."""
+    runs = [state._run_context for state in states.values()]
+    if get_dist_info().rank != 0 or any(topic in run.warned_of for run in runs):
+        return False
+    for run in runs:
+        run.warned_of.add(topic)
+    return True
+
+
+def warn_of_schedulers(states: Mapping[str, TrainState], extra: Mapping[str, Any]) -> None:
+    """Warn once on rank 0 if a scheduler of torch sets the rates of an optimizer, and the checkpoint holds no scheduler.
+
+    Mutates: ``warned_of`` of the runs.
+    """
+    members = [member for state in states.values() for member in (state.optimizer, *list_members(state.optimizer))]
+    # A scheduler of torch marks the ``step`` of its optimizer. The optimizer does not know the scheduler.
+    if not any(hasattr(member.step, "_wrapped_by_lr_sched") for member in members):
+        return
+    held = list(map(unwrap, (*extra.values(), *objects_of(states).values())))
+    if not any(map(_holds_scheduler, held)) and _is_first_warning("scheduler", states):
+        warn(
+            f"{_SAVE}: the state should hold the scheduler of the optimizer, or a resume starts its schedule again. Pass it: "
+            "step.init(model, optimizer, loader=loader, stateful={'scheduler': scheduler}). To leave it out on purpose: "
+            "dt.checkpoint.not_saved(scheduler)."
+        )
+
+
+def _holds_scheduler(value: Any) -> bool:
+    """Return True for a scheduler, an object or container that holds one, and the state of one."""
+    parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
+    values = [value, *parts, *getattr(value, "__dict__", {}).values()]
+    return any(isinstance(part, LRScheduler) or (isinstance(part, Mapping) and "last_epoch" in part) for part in values)
 
 
 def check_stops(states: Mapping[str, TrainState], extra: Mapping[str, Any]) -> None:

@@ -29,7 +29,7 @@ from dtrain.arguments import check_choice, explain_arguments, warn
 from dtrain.checkpoint import layout, tree_json
 from dtrain.checkpoint.commit import SaveMode, SaveOptions, SaveRequest, SaveResult, run_save
 from dtrain.checkpoint.data_file import MemoryPool, StagedFiles, stage_files
-from dtrain.checkpoint.extra import check_loaders, check_stops, objects_of
+from dtrain.checkpoint.extra import check_loaders, check_stops, objects_of, warn_of_schedulers
 from dtrain.checkpoint.layout import Manifest, MeshLayout, SaveScope
 from dtrain.checkpoint.load import OneOrSeveral, load_sharded
 from dtrain.checkpoint.lock import Lock, lock_root
@@ -323,6 +323,7 @@ def _plan_save(
     if scope == "all":
         check_loaders(states)
         check_stops(states, extra)
+        warn_of_schedulers(states, extra)
     contents = collect_contents(states, extra, scope=scope, dtype=dtype)
     if scope == "all":
         values = [*extra.values(), *objects_of(states).values()]
