@@ -16,7 +16,7 @@ from typing import Any, TypeGuard, TypeVar
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dtrain.arguments import check_int, explain_arguments
 from dtrain.device import is_accelerator
@@ -327,26 +327,22 @@ def _split_leaves(value: Any, starts: range, sizes: Sequence[int], batch: Batch)
     return [value] * len(sizes)
 
 
-_WITHOUT_ROWS = frozenset({type(None), bool, int, float, complex, str, bytes})
 _OBJECT_DEPTH, _CHECKED_ENTRIES = 3, 64
 
 
 def _holds_rows(value: Any, samples: int, depth: int = 0) -> bool:
     """Return True if ``value``, which no function here can cut, may have a row for each of ``samples``."""
-    kind: Any = type(value)
-    # Functions and modules are called, not cut.
-    if kind in _WITHOUT_ROWS or isinstance(value, str | bytes) or callable(value):
+    if depth > _OBJECT_DEPTH or isinstance(value, str | bytes | int | float | type | nn.Module):
         return False
     if isinstance(value, Tensor | np.ndarray):
         return value.ndim > 0
-    if depth > _OBJECT_DEPTH:
-        return False
     if isinstance(value, _SEQUENCE_TYPES):
-        return any(_holds_rows(entry, samples, depth + 1) for entry in value[:_CHECKED_ENTRIES])
-    if isinstance(value, Sized) and not isinstance(value, Mapping) and len(value) == samples:
+        held = [*value[:_CHECKED_ENTRIES]]
+    elif isinstance(value, Sized) and not isinstance(value, Mapping) and len(value) == samples:
         return True
-    names = (name for base in kind.__mro__ for name in getattr(base, "__slots__", ()))
-    held = [*getattr(value, "__dict__", {}).values(), *(getattr(value, name, None) for name in names)]
+    else:
+        slots = (getattr(value, name, None) for base in type(value).__mro__ for name in getattr(base, "__slots__", ()))
+        held = [*getattr(value, "__dict__", {}).values(), *slots]
     return any(_holds_rows(entry, samples, depth + 1) for entry in held)
 
 
@@ -356,16 +352,6 @@ def _uncut_error(batch: Batch, value: Any, samples: int) -> ConfigError:
         f"batch: {place} must be a tensor to be split with the {samples} samples, got {kind}. Let collate return tensors, "
         "or lists or dicts of them, or split the batch yourself: dt.batch_spec(count=..., split=...)."
     )
-
-
-def _iter_values(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    yield path, value
-    if isinstance(value, Mapping) or is_tensordict(value):
-        entries: Iterable[tuple[Any, Any]] = value.items()
-    else:
-        entries = enumerate(value) if isinstance(value, _SEQUENCE_TYPES) else ()
-    for key, item in entries:
-        yield from _iter_values(item, f"{path}[{key!r}]")
 
 
 def _count_and_split_flat(batch: Batch, microbatch_size: int) -> tuple[int, list[Batch]] | None:
@@ -544,14 +530,15 @@ def _may_hold_tensors(kind: type) -> bool:
 
 def iter_named_tensors(value: Any, path: str) -> Iterator[tuple[str, Tensor]]:
     """Iterate over the tensors of a batch with their places, such as ``"batch['labels']"`` for the path ``"batch"``."""
-    if isinstance(value, Tensor):
-        yield path, value
-    elif isinstance(value, Mapping) or is_tensordict(value):
-        for key, item in value.items():
-            yield from iter_named_tensors(item, f"{path}[{key!r}]")
-    elif isinstance(value, Sequence) and not isinstance(value, str | bytes):
-        for index, item in enumerate(value):
-            yield from iter_named_tensors(item, f"{path}[{index}]")
+    return ((place, leaf) for place, leaf in _iter_values(value, path) if isinstance(leaf, Tensor))
+
+
+def _iter_values(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    yield path, value
+    is_mapping = isinstance(value, Mapping) or is_tensordict(value)
+    is_sequence = isinstance(value, Sequence) and not isinstance(value, str | bytes)
+    for key, item in value.items() if is_mapping else enumerate(value if is_sequence else ()):
+        yield from _iter_values(item, f"{path}[{key!r}]")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,7 @@ from typing import Any, Protocol, TypeAlias, cast
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
+from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset, TensorDataset
 
 from dtrain import storage
 from dtrain.data.position import Position
@@ -400,6 +400,14 @@ def has_state(dataset: Any) -> bool:
 def is_mosaic(dataset: Any) -> bool:
     """Return True if ``dataset`` is a ``StreamingDataset`` of mosaicml-streaming. The check does not import ``streaming``."""
     return _is_instance_by_name(dataset, "streaming.", "StreamingDataset")
+
+
+def is_indexed(dataset: Any) -> bool:
+    """Return True if the dataset returns samples by index, in any order."""
+    # torch's base class has a ``[]`` that only raises, and an iterable may have a length.
+    if isinstance(dataset, IterableDataset):
+        return False
+    return hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__") and not is_mosaic(dataset)
 
 
 @dataclass(frozen=True, slots=True)

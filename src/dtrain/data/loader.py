@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 from dtrain.arguments import check_choice, check_int, check_number, explain_arguments
 from dtrain.data.balance import BalanceCost, BatchBalance, make_dealer, make_sample_dealer
@@ -28,6 +28,7 @@ from dtrain.data.dataset import (
     hash_fingerprint,
     hash_stored_samples,
     is_hugging_face,
+    is_indexed,
     is_mosaic,
 )
 from dtrain.data.dataset_changes import items_with_changes
@@ -736,11 +737,3 @@ def _divide_workers(options: BatchOptions, *, at_most: int | None = None) -> Bat
             file=sys.stderr,
         )
     return replace(options, workers=replace(options.workers, count=shares[info.local_rank]))
-
-
-def is_indexed(dataset: Any) -> bool:
-    """Return True if the dataset returns samples by index, in any order."""
-    # torch's base class has a ``[]`` that only raises, and an iterable may have a length.
-    if isinstance(dataset, IterableDataset):
-        return False
-    return hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__") and not is_mosaic(dataset)
