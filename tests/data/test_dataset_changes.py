@@ -376,10 +376,11 @@ def curriculum_of_a_rank(workers: int) -> list[float]:
         results.append(float(dt.reduce_metrics(metrics)["loss"]))
         data.level += state.step % 2 == 0
     stream, rank, ranks = Levels(24), torch.distributed.get_rank(), torch.distributed.get_world_size()
+    stream.note = 0
     loader = dt.build_loader(stream, shuffle=False, **options)
     for batch in loader.until("2ep"):
-        # One rank alone changes its dataset. No rank may stop or wait.
-        stream.level += rank == ranks - 1
+        # One rank alone changes an attribute that samples do not read. No rank may stop or wait.
+        stream.note += rank == ranks - 1
         state, _ = step(state, batch)
     return [*results, loader.position.epoch]
 

@@ -221,7 +221,8 @@ def _iter_stored(dataset: Any, depth: int) -> Iterator[Any]:
     elif is_hugging_face(dataset):
         # A table of Arrow has the stored values, without decoding and transforms.
         yield dataset.with_format("arrow")[_spread_positions(len(dataset), _COMPARED_SAMPLES)].to_pylist()
-    elif isinstance(dataset, list | tuple):
+    # A subclass may run code of its own.
+    elif type(dataset) in (list, tuple):
         yield _spread(dataset)
     else:
         yield from _iter_attributes(dataset, depth)
