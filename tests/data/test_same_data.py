@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset, TensorDataset, random_split
 
 import dtrain as dt
-from dtrain.data.dataset import hash_stored_samples
+from dtrain.data.dataset import hash_global_batch, hash_stored_samples
 
 
 class Files(Dataset):
@@ -214,6 +214,20 @@ def test_comparing_reads_no_sample():
     dataset = Noted(0)
     dataset.__class__ = type("Closed", (Noted,), {"__getitem__": lambda self, index: pytest.fail("read")})
     assert hash_stored_samples(Subset(dataset, [1, 2])) == hash_stored_samples(Subset(Noted(1), [1, 2]))
+
+
+class Broken(dict):
+    def keys(self):
+        raise OSError("closed")
+
+
+@pytest.mark.parametrize(
+    "sample",
+    [Broken(), {"x": torch.eye(2).to_sparse()}, torch.empty(2, device="meta"), np.array([object()]), [set(), None, Broken]],
+)
+def test_values_that_cannot_be_hashed_are_left_out(sample):
+    assert hash_stored_samples([sample] * 3) == hash_stored_samples([sample] * 3)
+    assert hash_global_batch([sample] * 3) == hash_global_batch([sample] * 3)
 
 
 def test_subsets_of_one_length_resume_by_their_length_as_before():

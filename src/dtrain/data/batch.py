@@ -535,7 +535,7 @@ def iter_named_tensors(value: Any, path: str) -> Iterator[tuple[str, Tensor]]:
 
 def _iter_values(value: Any, path: str) -> Iterator[tuple[str, Any]]:
     yield path, value
-    is_mapping = isinstance(value, Mapping) or is_tensordict(value)
+    is_mapping = isinstance(value, Mapping) or (is_tensordict(value) and not isinstance(value, Tensor))
     is_sequence = isinstance(value, Sequence) and not isinstance(value, str | bytes)
     for key, item in value.items() if is_mapping else enumerate(value if is_sequence else ()):
         yield from _iter_values(item, f"{path}[{key!r}]")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any, Protocol, TypeAlias, cast
@@ -295,20 +296,27 @@ def hash_values(values: Sequence[Any], *, discrete_only: bool = False) -> int:
 
 
 def _collect_facts(value: Any, discrete: list[str], continuous: list[str]) -> None:
-    """Append the facts of ``value``. Mutates: ``discrete`` and ``continuous``."""
+    """Append the facts of ``value``; none if it cannot be read. Mutates: ``discrete`` and ``continuous``."""
+    # Containers and tensors may be of any library.
+    with suppress(Exception):
+        _collect_readable(value, discrete, continuous)
+
+
+def _collect_readable(value: Any, discrete: list[str], continuous: list[str]) -> None:
     if isinstance(value, np.generic):
         value = value.item()
-    if isinstance(value, Mapping) or is_tensordict(value):
+    # A memory-mapped tensor is of the module of TensorDicts, too.
+    if isinstance(value, Tensor | np.ndarray):
+        _collect_numbers(value, discrete, continuous)
+    elif isinstance(value, Mapping) or is_tensordict(value):
         for key in value.keys():  # noqa: SIM118 - a TensorDict iterates over its rows.
-            discrete_before = len(discrete), len(continuous)
+            before = len(discrete), len(continuous)
             _collect_facts(value[key], discrete, continuous)
-            if (len(discrete), len(continuous)) != discrete_before:
+            if (len(discrete), len(continuous)) != before:
                 continuous.append(str(key))
     elif isinstance(value, list | tuple):
         for entry in value:
             _collect_facts(entry, discrete, continuous)
-    elif isinstance(value, Tensor | np.ndarray):
-        _collect_numbers(value, discrete, continuous)
     elif isinstance(value, bytes):
         discrete.append(hashlib.blake2b(value, digest_size=8).hexdigest())
     elif isinstance(value, str | PurePath):
