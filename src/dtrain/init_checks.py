@@ -1,17 +1,18 @@
-"""Check that the model and the optimizer of a new state fit each other."""
+"""Check that the model and the optimizer of a new state fit each other, and that no parameter is added to them later."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, NoReturn
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
 from dtrain.dist.dtensor import is_dtensor
-from dtrain.errors import ConfigError
+from dtrain.errors import ConfigError, StepError
+from dtrain.fqn import parameters_by_fqn
 from dtrain.named_optimizers import format_optimizer
 from dtrain.typing import Params
 
@@ -166,6 +167,55 @@ def check_optimizer_params(params: Params, optimizer: torch.optim.Optimizer, *, 
             f"parameters, so these would never train: {names}. Add them, freeze them with requires_grad_(False), or pass "
             "missing_ok=True."
         )
+
+
+def check_no_new_in_optimizer(params: Params, model: nn.Module, optimizer: torch.optim.Optimizer, *, caller: str) -> None:
+    """Refuse parameters that the optimizer got after ``step.init``, as by ``add_param_group``.
+
+    Args:
+        params: parameters of the state by clean name.
+        model: model of the state.
+        optimizer: optimizer of the state.
+        caller: function named in the error.
+
+    Raises:
+        StepError: the first such parameter, by name.
+    """
+    known = {id(param) for param in params.values()}
+    new = [param for group in optimizer.param_groups for param in group["params"] if id(param) not in known]
+    if new:
+        names = {id(param): repr(name) for name, param in parameters_by_fqn(model)[0].items()}
+        _raise_new(names.get(id(new[0]), f"of shape {tuple(new[0].shape)}"), "was added to the optimizer", len(new), caller)
+
+
+def check_no_new_in_model(
+    params: Params, model: nn.Module, *, caller: str, gathered: Collection[Tensor] = (), frozen_ok: bool = False
+) -> None:
+    """Refuse parameters that the model got after ``step.init``, in new modules or in the place of others.
+
+    Args:
+        params: parameters of the state by clean name.
+        model: model of the state.
+        caller: function named in the error.
+        gathered: unsharded copies, which stand in the place of their parameters after a forward outside of a step.
+        frozen_ok: if True, frozen parameters may be new.
+
+    Raises:
+        StepError: the first such parameter, by name.
+    """
+    known = {id(param) for param in params.values()} | {id(copy) for copy in gathered}
+    registered = parameters_by_fqn(model)[0]
+    new = [name for name, p in registered.items() if id(p) not in known and (p.requires_grad or not frozen_ok)]
+    if new:
+        _raise_new(repr(new[0]), "was replaced" if new[0] in params else "was added to the model", len(new), caller)
+
+
+def _raise_new(name: str, change: str, count: int, caller: str) -> NoReturn:
+    raise StepError(
+        f"{caller}: the parameter {name} {change} after step.init ({count} in all), so it is not in the state: its gradient "
+        "would be neither reduced nor divided, and a checkpoint would lack it. Build the whole model before shard_model, or "
+        "make a new optimizer and a new state for the changed model: `state = step.init(model, optimizer)`."
+    )
 
 
 def check_fused_foreach(params: Params, optimizer: torch.optim.Optimizer) -> None:

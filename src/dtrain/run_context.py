@@ -232,6 +232,8 @@ class RunContext:
         replica_check: ``ReplicaCheck`` of the run, made in the first step or save; None before.
         warned_of: what saves have warned of already: ``"loader"``, ``"scheduler"``.
         model_syncs: ``GradSync`` and ``BufferSync`` of the model, looked up in the first step; None before.
+        children: children of each module of the model by name, and copies of these dicts as of the last look for new
+            parameters; None before the first step.
     """
 
     generation: int = 0
@@ -249,6 +251,7 @@ class RunContext:
     replica_check: Any = None
     warned_of: set[str] = field(default_factory=set)
     model_syncs: tuple[Any, Any] | None = None
+    children: tuple[list[dict[str, Any]], list[dict[str, Any]]] | None = None
 
     def forget_first_steps(self) -> None:
         """Forget the checks of the first steps, so that the run makes them again on all ranks, with a rank that is new."""

@@ -18,7 +18,13 @@ from dtrain.dist.rng import derive_seed
 from dtrain.dist.step_sync import StepCounts
 from dtrain.errors import ConfigError, StaleStateError
 from dtrain.fqn import parameters_by_fqn, unwrap_module
-from dtrain.init_checks import check_fused_foreach, check_model_and_optimizer, check_optimizer_params, check_params
+from dtrain.init_checks import (
+    check_fused_foreach,
+    check_model_and_optimizer,
+    check_no_new_in_optimizer,
+    check_optimizer_params,
+    check_params,
+)
 from dtrain.named_optimizers import format_optimizer, list_members, name_optimizers
 from dtrain.run_context import ModelRuns, RunContext
 from dtrain.run_objects import LOADER, is_tracked_loader, run_objects, unwrap
@@ -188,6 +194,9 @@ class TrainState:
         by nobody, so it is noticed with the next change.
 
         Mutates: ``.grad`` of frozen parameters of the optimizer, which is None afterwards.
+
+        Raises:
+            StepError: the optimizer got a parameter that is not in this state.
         """
         optimized: list[Tensor] = []
         for group in self.optimizer.param_groups:
@@ -202,6 +211,7 @@ class TrainState:
         if before is not None and len(optimized) == len(before) and all(map(is_, optimized, before)):
             return self
         params = {name: param for name, param in self.params.items() if param.requires_grad}
+        check_no_new_in_optimizer(self.params, self.model, self.optimizer, caller="step")
         return self._replace(_trainable=params, _trainable_digest=derive_seed("trainable", *params), _optimized=optimized)
 
     def _check_not_stale(self, caller: str) -> None:

@@ -322,6 +322,22 @@ def strided(strategy: str) -> None:
     check_exact(strategy, make)
 
 
+def added_later(strategy: str) -> None:
+    def trained_on(change: Edit) -> None:
+        model = dt.shard_model(built(layers), mesh_for(strategy), strategy=strategy)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        step = dt.compose_step(squares)
+        state, _ = step(step.init(model, optimizer), batch_of(0))
+        change(model)
+        if len(model) > 3:
+            optimizer.add_param_group({"params": list(model[3].parameters())})
+        with pytest.raises(StepError, match=r"after step\.init"):
+            step(state, batch_of(1))
+
+    trained_on(lambda model: model.append(nn.Linear(2, 2).double()))
+    trained_on(lambda model: model.__setitem__(2, nn.Linear(4, 2).double()))
+
+
 class Complex(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -432,6 +448,7 @@ ROWS: dict[str, Callable[[str], None]] = {
     "two parameters, or a parameter and a buffer, in the same memory": shared_memory,
     "a parameter that several modules share, a module that runs several times": tied_and_repeated,
     "transposed weights, `channels_last`": strided,
+    "a parameter that the model or the optimizer gets after `step.init`": added_later,
     "complex parameters": complex_parameters,
     "lazy modules that have not run": lazy,
     "a forward that counts in a buffer": counters,

@@ -176,6 +176,7 @@ def save_sharded(
         CheckpointError: the step exists and belongs to another run, another live job writes into ``root``, there is no space,
             or a file operation failed; the step is not committed. In ``"async"`` mode the handle raises it, or the next save
             (unless ``should_stop`` asked for this save, which comes first), or the end of ``init_dist``'s block.
+        StepError: the model or the optimizer got a parameter after ``step.init``. No file has been touched.
         StaleStateError: ``state`` was stepped already.
         PeerError: another rank failed.
     """

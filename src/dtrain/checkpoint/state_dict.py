@@ -46,6 +46,7 @@ from dtrain.dist.rng import rng_state
 from dtrain.errors import ConfigError
 from dtrain.shard.buffers import persistent_buffers
 from dtrain.state import TrainState
+from dtrain.step.step_clock import check_all_params
 
 # Sections whose tensors a load writes into tensors of the state.
 _FILLED_IN_PLACE = ("params", "buffers", "transforms")
@@ -102,6 +103,7 @@ def collect_contents(
     Raises:
         ConfigError: a value that is neither a tensor nor plain data, named by its path; a name in ``extra`` that is not a
             string.
+        StepError: the model or the optimizer got a parameter after ``step.init``.
     """
     entries = saved_entries(states, extra, "save_sharded")
     sections = layout.SECTIONS[scope]
@@ -148,6 +150,7 @@ def collect_contents(
 
 def _sections(state: TrainState, scope: SaveScope, dtype: torch.dtype | None) -> dict[str, Any]:
     """Return the stored trees of a state that are equal on all ranks, by section."""
+    check_all_params(state, "save_sharded")
     params = {name: param for name, param in state.params.items() if scope != "trainable" or param.requires_grad}
     if "modules" in layout.SECTIONS[scope]:
         check_state_dicts(state.model)

@@ -160,6 +160,7 @@ class Step:
         Raises:
             StaleStateError: ``state`` was stepped already.
             ConfigError: ``state`` is not a state of this step's ``init``.
+            StepError: the model or the optimizer got a parameter after ``init``.
         """
         if not isinstance(state, TrainState):
             if isinstance(batch, TrainState):

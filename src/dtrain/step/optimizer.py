@@ -48,7 +48,7 @@ from dtrain.shard.replicate import is_reducer_hook
 from dtrain.state import TrainState, check_state, mark_interrupted_write
 from dtrain.step.normalization import divide_, make_metric
 from dtrain.step.optimizer_state import check_update
-from dtrain.step.step_clock import next_clock
+from dtrain.step.step_clock import find_new_params, next_clock
 from dtrain.step.transform import UpdateFn
 from dtrain.typing import Metrics, Params, TransformState
 
@@ -160,7 +160,7 @@ def apply_gradients(
 
     Raises:
         StaleStateError: ``state`` was stepped already.
-        StepError: no parameter has a gradient.
+        StepError: no parameter has a gradient, or the model or the optimizer got a parameter after ``step.init``.
         NonFiniteError: a gradient is not finite (``"raise"``), or ten times in a row (``"skip"``); the gradients are dropped.
         ConfigError: another value of ``nonfinite``. In the first update of a run, an optimizer that fails on sharded
             parameters, or whose state a checkpoint cannot hold.
@@ -175,6 +175,7 @@ def apply_gradients(
         state._check_not_stale("apply_gradients")
         if state._step_batch is None:
             # The gradients are those of a backward by hand.
+            find_new_params(state, "apply_gradients")
             state = state._with_trainable()
         grads = [grad for param in state._trainable.values() if (grad := param.grad) is not None]
         if not grads:

@@ -3,6 +3,8 @@
 Most batches are the next batch of one loader. ``find_origin`` finds the loader whose epochs count for any other batch: a batch
 of no loader (new tensors), of several loaders (zipped), of another loader than the last batch (a second stage, or loaders that
 alternate), or beside the loader of the run, whose epochs alone count.
+
+The begin of a step also finds modules and parameters that the model got after ``step.init``.
 """
 
 from __future__ import annotations
@@ -10,13 +12,17 @@ from __future__ import annotations
 from dtrain.data.batch import FailedBatch, get_batch_infos
 from dtrain.dist.batch_info import BatchInfo, BatchStatus, LoaderHistory, StepBatch
 from dtrain.errors import StepError
+from dtrain.init_checks import check_no_new_in_model, check_no_new_in_optimizer
 from dtrain.schedules.clock import Clock, EpochPosition
 from dtrain.schedules.durations import Duration
+from dtrain.shard.fsdp2_private import fsdp_param_groups, unsharded_params
 from dtrain.state import TrainState
 from dtrain.typing import Batch
 
 _NO_ORIGIN = "the last batch does not come from a loader of dt.build_loader, or it was made of new tensors (slices, copies)"
 _NO_BATCH_YET = "the loader that step.init received has returned no batch yet"
+# Number of steps between two comparisons of all parameters of a model whose modules stay the same.
+_EVERY = 100
 
 
 def begin_step(state: TrainState, batch: Batch, *, divides_late: bool = False) -> TrainState:
@@ -30,7 +36,11 @@ def begin_step(state: TrainState, batch: Batch, *, divides_late: bool = False) -
         divides_late: as in ``Step``.
 
     Collective: none. Mutates: the statuses of the batch.
+
+    Raises:
+        StepError: the model got a trainable parameter after ``step.init``.
     """
+    find_new_params(state, "step")
     infos, history, before, reason = get_batch_infos(batch), state._loader_history, state.clock, ""
     origin = infos[0] if len(infos) == 1 else None
     # Most steps are on the next batch of one loader.
@@ -58,6 +68,36 @@ def begin_step(state: TrainState, batch: Batch, *, divides_late: bool = False) -
         start = EpochPosition(epoch, counted if index is None else index)
     clock = before._begin_step(start)
     return state._replace(_step_batch=step_batch, clock=clock, _loader_history=history, _grad_divisor=divisor)
+
+
+def find_new_params(state: TrainState, caller: str) -> None:
+    """Refuse trainable parameters that the model got after ``step.init``.
+
+    Each step compares the modules, which takes some 10 ns a module. All parameters are compared if the modules have changed, in
+    the first step, and in every 100th step.
+
+    Mutates: ``state._run_context.children``.
+
+    Raises:
+        StepError: the first such parameter, by name.
+    """
+    context = state._run_context
+    # A dict compares the identity of its values first.
+    unchanged = context.children is not None and context.children[0] == context.children[1]
+    if unchanged and state.step % _EVERY:
+        return
+    check_all_params(state, caller, frozen_ok=True)
+    if not unchanged:
+        children = [module._modules for module in state.model.modules()]
+        context.children = children, [dict(by_name) for by_name in children]
+
+
+def check_all_params(state: TrainState, caller: str, *, frozen_ok: bool = False) -> None:
+    """Refuse parameters that the model or the optimizer got after ``step.init``; see ``check_no_new_in_model``."""
+    check_no_new_in_optimizer(state.params, state.model, state.optimizer, caller=caller)
+    # A forward outside of a step leaves unsharded copies in the place of parameters.
+    gathered = [copy for group in fsdp_param_groups(state.model) for copy in unsharded_params(group)]
+    check_no_new_in_model(state.params, state.model, caller=caller, gathered=gathered, frozen_ok=frozen_ok)
 
 
 def find_origin(state: TrainState, infos: list[BatchInfo]) -> tuple[BatchInfo | None, LoaderHistory, str]:
