@@ -16,7 +16,7 @@ from dtrain.dist.context import current_context
 from dtrain.dist.init import check_init_dist_called
 from dtrain.dist.rng import derive_seed
 from dtrain.dist.step_sync import StepCounts
-from dtrain.errors import ConfigError, StaleStateError
+from dtrain.errors import ConfigError, StaleStateError, StepError
 from dtrain.fqn import parameters_by_fqn, unwrap_module
 from dtrain.init_checks import (
     check_fused_foreach,
@@ -390,6 +390,19 @@ def _find_runs(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> lis
             "TrainState.newest(model, optimizer)."
         )
     return alive
+
+
+def check_block_open(spec: ShardSpec, caller: str) -> None:
+    """Refuse a model of several ranks after the end of ``init_dist``'s block, where each rank would go on alone.
+
+    Raises:
+        StepError: the ranks of the model's mesh are not connected any more.
+    """
+    if current_context().info is None and spec.mesh is not None and (ranks := spec.mesh.size()) > 1:
+        raise StepError(
+            f"{caller}: the init_dist block in which the model was sharded on {ranks} ranks has ended, so this rank would go "
+            "on alone. Put the line into the block: indent the loop, the saves and the evaluation under `with dt.init_dist():`."
+        )
 
 
 def check_state(state: object, caller: str, example: str) -> None:

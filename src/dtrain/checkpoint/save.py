@@ -59,7 +59,7 @@ from dtrain.launch import heartbeats
 from dtrain.run_objects import unwrap
 from dtrain.schedules.durations import Duration
 from dtrain.shard.replica_check import raise_if_params_differ, replica_check_of
-from dtrain.state import TrainState, check_state
+from dtrain.state import TrainState, check_block_open, check_state
 from dtrain.step.optimizer_state import check_saved_state
 from dtrain.storage import AnyPath
 
@@ -176,7 +176,8 @@ def save_sharded(
         CheckpointError: the step exists and belongs to another run, another live job writes into ``root``, there is no space,
             or a file operation failed; the step is not committed. In ``"async"`` mode the handle raises it, or the next save
             (unless ``should_stop`` asked for this save, which comes first), or the end of ``init_dist``'s block.
-        StepError: the model or the optimizer got a parameter after ``step.init``. No file has been touched.
+        StepError: the model or the optimizer got a parameter after ``step.init``, or ``init_dist``'s block has ended. No file
+            has been touched.
         StaleStateError: ``state`` was stepped already.
         PeerError: another rank failed.
     """
@@ -297,6 +298,7 @@ def _as_states(state: TrainState | Mapping[str, TrainState]) -> dict[str, TrainS
 def _check_savable(states: States, scope: str, mode: str, extra: Mapping[str, Any], dtype: torch.dtype | None) -> None:
     for state in states.values():
         state._check_not_stale(_CALLER)
+        check_block_open(state.spec, _CALLER)
         state._check_replicas_joined(_CALLER)
     if len({state._run_context.lineage.run_id for state in states.values()}) > 1:
         raise ConfigError(f"{_CALLER}: the states {list(states)} must belong to one run. Load them from one checkpoint.")

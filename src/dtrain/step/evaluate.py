@@ -41,6 +41,7 @@ from dtrain.shard.grad_sync import grad_sync_of
 from dtrain.shard.sequence_attention import SplitLoss
 from dtrain.shard.spec import get_device, get_spec
 from dtrain.shard.unshard import eval_mode
+from dtrain.state import check_block_open
 from dtrain.step.microbatches import BatchWatch, tensor_shapes
 from dtrain.step.normalization import MetricAccumulator, check_loss
 from dtrain.step.oom_guard import StepAborted, StepGuard, raise_does_not_fit
@@ -79,7 +80,7 @@ def evaluate(
         ConfigError: no model; a batch whose samples cannot be counted (the other ranks raise a ``StepError``), or a loss that
             is not a ``LossSum`` of single numbers; a model that trains within documents of packed rows, without ``eval_loss``
             of its ``context_parallel``.
-        StepError: no rank has a batch, or one rank has no batch to repeat.
+        StepError: no rank has a batch, or one rank has no batch to repeat; or ``init_dist``'s block has ended.
         Exception: any error of the loader (the other ranks raise a ``StepError``).
     """
     if not isinstance(model, nn.Module):
@@ -90,6 +91,7 @@ def evaluate(
             "evaluate: loss_fn must attend within documents as the training step does, got a loss without their bounds. Pass "
             "sequences.eval_loss(loss_fn), where sequences is the transform of context_parallel."
         )
+    check_block_open(get_spec(model), "evaluate")
     started = time.monotonic()
     with spans.span("evaluate"):
         device = get_device(model)

@@ -45,7 +45,7 @@ from dtrain.named_optimizers import NamedOptimizers, list_members
 from dtrain.shard.grad_sync import grad_sync_of
 from dtrain.shard.params import check_dense
 from dtrain.shard.replicate import is_reducer_hook
-from dtrain.state import TrainState, check_state, mark_interrupted_write
+from dtrain.state import TrainState, check_block_open, check_state, mark_interrupted_write
 from dtrain.step.normalization import divide_, make_metric
 from dtrain.step.optimizer_state import check_update
 from dtrain.step.step_clock import find_new_params, next_clock
@@ -175,6 +175,7 @@ def apply_gradients(
         state._check_not_stale("apply_gradients")
         if state._step_batch is None:
             # The gradients are those of a backward by hand.
+            check_block_open(state.spec, "apply_gradients")
             find_new_params(state, "apply_gradients")
             state = state._with_trainable()
         grads = [grad for param in state._trainable.values() if (grad := param.grad) is not None]

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 from dtrain.data.batch import FailedBatch, get_batch_infos
 from dtrain.dist.batch_info import BatchInfo, BatchStatus, LoaderHistory, StepBatch
+from dtrain.dist.init import check_init_dist_called
 from dtrain.errors import StepError
 from dtrain.init_checks import check_no_new_in_model, check_no_new_in_optimizer
 from dtrain.schedules.clock import Clock, EpochPosition
 from dtrain.schedules.durations import Duration
 from dtrain.shard.fsdp2_private import fsdp_param_groups, unsharded_params
-from dtrain.state import TrainState
+from dtrain.state import TrainState, check_block_open
 from dtrain.typing import Batch
 
 _NO_ORIGIN = "the last batch does not come from a loader of dt.build_loader, or it was made of new tensors (slices, copies)"
@@ -38,8 +39,11 @@ def begin_step(state: TrainState, batch: Batch, *, divides_late: bool = False) -
     Collective: none. Mutates: the statuses of the batch.
 
     Raises:
-        StepError: the model got a trainable parameter after ``step.init``.
+        StepError: the model got a trainable parameter after ``step.init``, or ``init_dist``'s block has ended.
+        ConfigError: a rank of a launcher without ``init_dist``.
     """
+    check_block_open(state.spec, "step")
+    check_init_dist_called("step")
     find_new_params(state, "step")
     infos, history, before, reason = get_batch_infos(batch), state._loader_history, state.clock, ""
     origin = infos[0] if len(infos) == 1 else None
