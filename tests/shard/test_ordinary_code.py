@@ -322,6 +322,14 @@ def strided(strategy: str) -> None:
     check_exact(strategy, make)
 
 
+def weight_with_graph(strategy: str) -> None:
+    def weighted(model: nn.Module, x: torch.Tensor) -> dt.LossSum:
+        weights = model(x).exp()
+        return dt.LossSum(total=(weights * x[:, :2]).sum(), weight=weights.sum())
+
+    check_refused(strategy, layers, "must be a constant", loss_fn=weighted, kind=ConfigError)
+
+
 def added_later(strategy: str) -> None:
     def trained_on(change: Edit) -> None:
         model = dt.shard_model(built(layers), mesh_for(strategy), strategy=strategy)
@@ -444,6 +452,7 @@ ROWS: dict[str, Callable[[str], None]] = {
     "`Embedding(max_norm=...)`": max_norm,
     "`Embedding(sparse=True)`": sparse,
     "a penalty on weights in the loss": penalty,
+    "a `LossSum.weight` with a graph": weight_with_graph,
     "a unit that returns objects of your own classes": objects_and_views,
     "two parameters, or a parameter and a buffer, in the same memory": shared_memory,
     "a parameter that several modules share, a module that runs several times": tied_and_repeated,

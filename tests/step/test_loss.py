@@ -63,6 +63,23 @@ def test_invalid_loss_result_is_refused_in_training_and_evaluation(loss, message
         evaluate(state.model, [X], loss)
 
 
+def learned_weight(net: nn.Module, x: torch.Tensor) -> LossSum:
+    weight = net(x).exp()
+    return LossSum(total=(weight * x).sum(), weight=weight.sum())
+
+
+def test_weight_with_a_graph_is_refused_in_training_only():
+    state = state_of(nn.Linear(3, 1))
+    with pytest.raises(ConfigError, match=r"LossSum.weight must be a constant, got a tensor with a graph.*weight\.detach\(\)"):
+        microbatch_step(state, X, loss_fn=learned_weight)
+    assert all(p.grad is None for p in state.params.values())
+    terms = loss_of(terms={"a": (torch.ones(()), torch.ones((), requires_grad=True))})
+    spec = batch_spec(weight=lambda x: {"loss": len(x), "a": 1.0})
+    with pytest.raises(ConfigError, match=r"the weight of LossSum.terms\['a'\] must be a constant"):
+        microbatch_step(state, X, loss_fn=terms, batch_spec=spec)
+    assert evaluate(state.model, [X], learned_weight)["loss"].weight > 0
+
+
 def test_loss_detached_from_all_parameters_is_refused():
     with pytest.raises(StepError, match="the loss of a microbatch depends on no trainable parameter"):
         microbatch_step(state_of(nn.Linear(3, 1)), X, loss_fn=lambda net, x: LossSum(total=net(x).sum().detach(), weight=1))

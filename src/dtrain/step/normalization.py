@@ -389,7 +389,7 @@ class MetricAccumulator:
 
 
 def check_loss(loss: object, *, caller: str) -> LossSum:
-    """Return ``loss`` if it is a ``LossSum`` of single numbers.
+    """Return ``loss`` if it is a ``LossSum`` of single numbers, and its weights have no graph.
 
     Raises:
         ConfigError: ``loss`` is another value.
@@ -403,9 +403,19 @@ def check_loss(loss: object, *, caller: str) -> LossSum:
     # Most weights are counts.
     if type(loss.weight) is not int and not is_number(loss.weight):
         raise ConfigError(f"{caller}: LossSum.weight must be one number, got {describe_value(loss.weight)}. Sum it.")
+    if isinstance(loss.weight, Tensor) and loss.weight.requires_grad:
+        raise _weight_with_graph(caller, "LossSum.weight")
     if loss.terms or loss.aux:
         _check_terms_and_aux(loss, caller)
     return loss
+
+
+def _weight_with_graph(caller: str, name: str) -> ConfigError:
+    return ConfigError(
+        f"{caller}: {name} must be a constant, got a tensor with a graph, whose gradient the step would leave out: it adds up "
+        "the weights of all ranks, and divides by the sum. Pass weight.detach() if the weight is a count. For the gradient of "
+        "a quotient, divide in the loss, and count samples: dt.LossSum(total=len(x) * loss / weight, weight=len(x))."
+    )
 
 
 _WRAP_ADVICE = 'wrap loss_fn in dt.mean_loss(loss_fn, weight=lambda batch: len(batch["labels"]))'
@@ -445,6 +455,8 @@ def _check_terms_and_aux(loss: LossSum, caller: str) -> None:
                 raise ConfigError(
                     f"{caller}: LossSum.{kind}[{name!r}] must be single numbers, got {describe_value(invalid[0])}. Sum it."
                 )
+            if kind == "terms" and isinstance(pair[1], Tensor) and pair[1].requires_grad:
+                raise _weight_with_graph(caller, f"the weight of LossSum.terms[{name!r}]")
     both = [name for name in loss.terms if name in loss.aux]
     if both:
         raise ConfigError(f"{caller}: {both[0]!r} names a term and an aux. Leave out the aux, because a term is a metric, too.")
