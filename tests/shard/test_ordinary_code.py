@@ -330,6 +330,24 @@ def weight_with_graph(strategy: str) -> None:
     check_refused(strategy, layers, "must be a constant", loss_fn=weighted, kind=ConfigError)
 
 
+def options_of_ranks(strategy: str) -> None:
+    model = dt.shard_model(built(layers), mesh_for(strategy), strategy=strategy)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = dt.compose_step(squares)
+    state, metrics = step(step.init(model, optimizer), batch_of(0))
+    # Any loss is worse than the bound.
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
+    plateau.best = -1.0
+    plateau.step(dt.reduce_metrics(metrics)["loss"])
+    state, _ = step(state, batch_of(1))
+    plateau.step(-2.0 if get_dist_info().rank else 0.0)
+    if get_dist_info().world_size == 1:
+        step(state, batch_of(2))
+        return
+    with pytest.raises(DtrainError, match=r"the option 'lr' of group 0 of SGD must be equal on all ranks, got "):
+        step(state, batch_of(2))
+
+
 def added_later(strategy: str) -> None:
     def trained_on(change: Edit) -> None:
         model = dt.shard_model(built(layers), mesh_for(strategy), strategy=strategy)
@@ -453,6 +471,7 @@ ROWS: dict[str, Callable[[str], None]] = {
     "`Embedding(sparse=True)`": sparse,
     "a penalty on weights in the loss": penalty,
     "a `LossSum.weight` with a graph": weight_with_graph,
+    "options of the optimizer that differ between ranks": options_of_ranks,
     "a unit that returns objects of your own classes": objects_and_views,
     "two parameters, or a parameter and a buffer, in the same memory": shared_memory,
     "a parameter that several modules share, a module that runs several times": tied_and_repeated,

@@ -177,3 +177,46 @@ def gathered_copies(root: str) -> list[str]:
 def test_unsharded_copies_of_a_forward_are_not_new_parameters(ranks, world, tmp_path):
     for lines in ranks(world).run(gathered_copies, str(tmp_path)):
         assert set(lines) == {"nothing"}
+
+
+# Options
+
+
+def options_by_rank() -> list[str]:
+    lines = []
+    for strategy in ("full_shard", "replicate"):
+        state = begun(strategy)
+        before = [param.full_tensor() if hasattr(param, "full_tensor") else param.clone() for param in state.params.values()]
+        state.optimizer.param_groups[0]["lr"] += 0.5 * get_dist_info().rank
+        lines.append(told(lambda state=state: STEP(state, batch_of(0))))
+        after = [param.full_tensor() if hasattr(param, "full_tensor") else param for param in state.params.values()]
+        assert all(map(torch.equal, before, after))
+        state.optimizer.param_groups[0]["lr"] = 0.1
+        state, _ = STEP(state, batch_of(0))
+        state.optimizer.param_groups[0]["momentum"] = 0.5 if get_dist_info().rank else 0.9
+        lines.append(told(lambda state=state: STEP(state, batch_of(1))))
+        # The default may differ: it chooses the implementation.
+        state.optimizer.param_groups[0].update(momentum=0.0, foreach=bool(get_dist_info().rank))
+        state, _ = STEP(state, batch_of(1))
+        # Only the first update compares an option that is no number.
+        state = begun(strategy)
+        state.optimizer.param_groups[0]["form"] = f"form {get_dist_info().rank}"
+        lines.append(told(lambda state=state: STEP(state, batch_of(0))))
+    return lines
+
+
+def test_options_that_differ_between_ranks_are_refused_before_the_update(ranks):
+    first, second = ranks(2).run(options_by_rank)
+    assert first == second
+    expected = 2 * [
+        "'lr' of group 0 of SGD|0.1 on rank 0 and 0.6 on",
+        "'momentum' of group 0 of SGD|0.9 on",
+        "'form' of group 0",
+    ]
+    for line, (option, _, values) in zip(first, [text.partition("|") for text in expected], strict=True):
+        assert line.startswith("DesyncError: ")
+        assert f"the option {option}" in line
+        assert f"must be equal on all ranks, got {values}" in line
+        assert "dt.reduce_metrics" in line
+        assert "MatrixOptimizer" not in line
+        assert "\n" not in line

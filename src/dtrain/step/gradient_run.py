@@ -49,6 +49,7 @@ from dtrain.step.normalization import (
 )
 from dtrain.step.oom_guard import StepGuard
 from dtrain.step.optimizer import takes_grad_scale
+from dtrain.step.optimizer_state import describe_options, raise_if_options_differ
 from dtrain.step.sanity_checks import hash_first_batch, warn_if_equal_batches
 from dtrain.step.step_clock import begin_step, with_agreed_position
 from dtrain.typing import Batch, LossSum, Metrics
@@ -335,6 +336,7 @@ class GradientRun:
         outcome = self._sync_after_backward()
         metrics = self.metrics
         if state.spec.mesh is not None:
+            raise_if_options_differ(state, outcome.param_facts, self.caller)
             raise_if_hooks_differ(outcome.param_facts)
             raise_if_written(outcome.param_facts, state.spec.strategy, uneven=self.is_uneven)
             self.grad_sync.confirm_order()
@@ -379,7 +381,7 @@ class GradientRun:
                 params_without_grad=self.grad_sync.params_without_grad(state),
                 changed_buffers=self.buffers.changed_modules(),
                 weights_mismatch=mismatch,
-                param_facts=self.grad_sync.describe_params(uneven=self.is_uneven),
+                param_facts=[*self.grad_sync.describe_params(uneven=self.is_uneven), *describe_options(state)],
                 status=status,
                 collective_index=0 if guard is None else guard.collectives_issued,
                 weight=weight,

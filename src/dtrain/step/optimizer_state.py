@@ -1,17 +1,19 @@
 """Check the state of an optimizer: a checkpoint can hold it, and all ranks that hold a tensor hold equal values.
 
 A checkpoint stores one copy of what is equal on all ranks. Without the check, the state of an optimizer that keeps a part on
-each rank would be saved as the part of rank 0. The check runs in the first update and at each save.
+each rank would be saved as the part of rank 0. The check runs in the first update and at each save. The numbers among the
+options, such as the learning rate, are compared in each step.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import zip_longest
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import xxhash
@@ -28,7 +30,7 @@ from dtrain.dist.init import get_dist_info
 from dtrain.dist.rng import derive_seed
 from dtrain.errors import ConfigError, DesyncError, DtrainError
 from dtrain.memory.device_memory import is_out_of_memory
-from dtrain.shard.replica_check import ReplicatedEntry, hash_tensors, replicated_entries, wraps_tensors
+from dtrain.shard.replica_check import ReplicatedEntry, format_ranks, hash_tensors, replicated_entries, wraps_tensors
 from dtrain.state import TrainState
 
 # These options choose the implementation of a step, not its result. They may differ after a resume on another machine.
@@ -37,6 +39,10 @@ _NOT_STORED = MACHINE_OPTIONS | {"params", "param_names"}
 _PLAIN = (bool, int, str, type(None))
 _DICTS = (dict, OrderedDict, Counter)
 _BITS = 2**52 - 1  # a float64 holds these numbers exactly
+# First word of the line that ranks compare in each step.
+_OPTIONS = "options"
+# A tuple, because a union takes twice as long.
+_NUMBERS = (float, int)
 
 
 def stored_options(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -51,6 +57,60 @@ def stored_options(group: Mapping[str, Any]) -> dict[str, Any]:
         and not isinstance(value, torch.dtype | torch.device | type)
         and (not callable(value) or isinstance(value, nn.Module | Tensor))
     }
+
+
+def describe_options(state: TrainState) -> list[str]:
+    """Return a line that is equal on all ranks if the numbers among the optimizer's options are, such as ``lr`` and ``betas``.
+
+    Nothing while replicas train apart. Host sync: none; options that are tensors are compared in the first update and by saves.
+    """
+    if state.spec.replica_info is not None:
+        return []
+    numbers = array("d")
+    for group in state.optimizer.param_groups:
+        for key, value in group.items():
+            if key in _NOT_STORED:
+                continue
+            if isinstance(value, _NUMBERS):
+                numbers.append(value)
+            elif type(value) is tuple:
+                numbers.extend([part for part in value if isinstance(part, _NUMBERS)])
+    return [f"{_OPTIONS} {xxhash.xxh3_64_hexdigest(numbers.tobytes())} -"]
+
+
+def raise_if_options_differ(state: TrainState, facts: Sequence[Sequence[str]], caller: str) -> None:
+    """Refuse options that differ between ranks, because each rank updates its part of a parameter, or its replica.
+
+    Args:
+        state: state of the step.
+        facts: ``describe_options`` of each rank, among other facts.
+        caller: function named in the error.
+
+    Collective: one exchange of JSON if options differ.
+
+    Raises:
+        DesyncError: on all ranks, the first option that differs.
+    """
+    if len({line for lines in facts for line in lines if line.startswith(_OPTIONS)}) < 2:
+        return
+    groups = {f"group {index}": stored_options(group) for index, group in enumerate(state.optimizer.param_groups)}
+    mine = {f"{key!r} of {owner}": repr(value) for owner, options in groups.items() for key, value in options.items()}
+    gathered: Any = all_gather_json(mine, caller=caller)
+    for path in dict.fromkeys(path for options in gathered for path in options):
+        by_rank = {rank: options.get(path, "no value") for rank, options in enumerate(gathered)}
+        if len(set(by_rank.values())) > 1:
+            _raise_option(path, by_rank, type(state.optimizer).__name__, caller)
+
+
+def _raise_option(path: str, by_rank: Mapping[int, str], optimizer: str, caller: str) -> NoReturn:
+    ranks: dict[str, list[int]] = {}
+    for rank, text in by_rank.items():
+        ranks.setdefault(text, []).append(rank)
+    values = " and ".join(f"{text} on {format_ranks(same)}" for text, same in list(ranks.items())[:3])
+    raise DesyncError(
+        f"{caller}: the option {path} of {optimizer} must be equal on all ranks, got {values}. Set it from values that all "
+        "ranks share: a scheduler such as ReduceLROnPlateau from dt.reduce_metrics(metrics)['loss'], not from this rank's loss."
+    )
 
 
 def state_by_owner(state: TrainState) -> dict[str, dict[str, Any]]:
@@ -347,6 +407,8 @@ def _raise_if_different(
     for (path, key), by_rank in values.items():
         others = [rank for rank in range(len(gathered)) if rank in by_rank or not key]
         other = _first_other([by_rank.get(rank) for rank in others])
+        if other is not None and " of group " in path:
+            _raise_option(path, by_rank, "/".join(dict.fromkeys(type(state.optimizer).__name__ for state in states)), caller)
         if other is not None:
             names = "/".join(dict.fromkeys(type(state.optimizer).__name__ for state in states))
             raise DesyncError(
