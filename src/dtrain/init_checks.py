@@ -155,7 +155,7 @@ def check_optimizer_params(params: Params, optimizer: torch.optim.Optimizer, *, 
         raise ConfigError(
             f"init: {len(unknown)} of {len(optimized)} optimizer parameters are not in the model (first: shape "
             f"{tuple(unknown[0].shape)}). shard_model, materialize and edits of the model make new Parameter objects. Build "
-            "the optimizer after them."
+            "the optimizer after them. Register a parameter of the loss in the model: model.scale = nn.Parameter(...)."
         )
     trainable = [name for name, p in params.items() if p.requires_grad]
     optimized_ids = {id(p) for p in optimized}

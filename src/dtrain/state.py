@@ -346,6 +346,7 @@ def init_state(
     runs = attribute if isinstance(attribute, ModelRuns) else ModelRuns()
     setattr(unwrap_module(model), _RUNS_ATTRIBUTE, runs)
     runs.add(state._run_context)
+    current_context().runs.add(state._run_context)
     trainable = sum(param.numel() for param in params.values() if param.requires_grad)
     spans.record_event("model", parameters=sum(param.numel() for param in params.values()), trainable=trainable)
     return state._recorded()

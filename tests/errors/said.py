@@ -148,7 +148,8 @@ SAID = {
     "Gradients that are None": Said(
         here=(
             "ConfigError: init: 1 of 1 optimizer parameters are not in the model (first: shape (4, 4)). shard_model, "
-            "materialize and edits of the model make new Parameter objects. Build the optimizer after them.",
+            "materialize and edits of the model make new Parameter objects. Build the optimizer after them. "
+            "Register a parameter of the loss in the model: model.scale = nn.Parameter(...).",
         ),
     ),
 }

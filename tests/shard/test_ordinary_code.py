@@ -348,6 +348,19 @@ def options_of_ranks(strategy: str) -> None:
         step(state, batch_of(2))
 
 
+def loss_parameters(strategy: str) -> None:
+    scale = nn.Parameter(torch.zeros((), dtype=torch.float64))
+
+    def scaled(model: nn.Module, x: torch.Tensor) -> dt.LossSum:
+        return dt.LossSum(total=(model(x).square() * (-scale).exp() + scale).sum(), weight=len(x))
+
+    if get_dist_info().rank == 0:
+        with pytest.warns(UserWarning, match=r"the loss reaches 1 trainable parameter of no state \(first: shape \(\)"):
+            trained(strategy, layers, nothing, nothing, scaled, batch_of, {})
+    else:
+        trained(strategy, layers, nothing, nothing, scaled, batch_of, {})
+
+
 def added_later(strategy: str) -> None:
     def trained_on(change: Edit) -> None:
         model = dt.shard_model(built(layers), mesh_for(strategy), strategy=strategy)
@@ -472,6 +485,7 @@ ROWS: dict[str, Callable[[str], None]] = {
     "a penalty on weights in the loss": penalty,
     "a `LossSum.weight` with a graph": weight_with_graph,
     "options of the optimizer that differ between ranks": options_of_ranks,
+    "a trainable parameter of the loss that is in no state": loss_parameters,
     "a unit that returns objects of your own classes": objects_and_views,
     "two parameters, or a parameter and a buffer, in the same memory": shared_memory,
     "a parameter that several modules share, a module that runs several times": tied_and_repeated,

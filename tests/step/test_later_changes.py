@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 
 import pytest
@@ -220,3 +221,26 @@ def test_options_that_differ_between_ranks_are_refused_before_the_update(ranks):
         assert "dt.reduce_metrics" in line
         assert "MatrixOptimizer" not in line
         assert "\n" not in line
+
+
+# Parameters of the loss
+
+
+def test_parameters_of_another_state_and_of_frozen_models_do_not_warn():
+    critic, generator = nn.Linear(4, 1), nn.Linear(4, 4)
+    teacher = nn.Linear(4, 4).requires_grad_(False)
+
+    def fool(model: nn.Module, x: torch.Tensor) -> dt.LossSum:
+        out = model(x)
+        return dt.sum_loss(critic(out)[:, 0] + (out - teacher(x)).square().mean(-1))
+
+    step = dt.compose_step(fool)
+    state = step.init(generator, torch.optim.SGD(generator.parameters(), lr=0.1))
+    with pytest.warns(UserWarning, match=r"the loss reaches 2 trainable parameters of no state"):
+        step(state, batch_of(0))
+    generator = nn.Linear(4, 4)
+    other = STEP.init(critic, torch.optim.SGD(critic.parameters(), lr=0.1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step(step.init(generator, torch.optim.SGD(generator.parameters(), lr=0.1)), batch_of(0))
+    assert other.step == 0

@@ -242,6 +242,7 @@ class DistContext:
         untracked_steps: number of steps of this process on batches without a ``BatchInfo``. A loader compares the number,
             because a copy of a batch has no reference to its loader.
         issuing_loader: identity of the loader that has issued a batch since the last step; None without one.
+        runs: ``RunContext`` of each run of this process that is alive. A loss may use a model that another run trains.
     """
 
     info: DistInfo | None = None
@@ -260,6 +261,7 @@ class DistContext:
     earlier: EarlierInits = field(default_factory=EarlierInits)
     untracked_steps: int = 0
     issuing_loader: object | None = None
+    runs: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
 
 
 # The only reference to the context. A process has one context, because torch has one default group per process, and because

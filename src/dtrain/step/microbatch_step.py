@@ -14,7 +14,7 @@ from dtrain.state import TrainState
 from dtrain.step.gradient_run import GradientRun, run_gradient
 from dtrain.step.microbatches import Microbatches, check_graph, split_microbatches
 from dtrain.step.normalization import check_loss, declared_weights
-from dtrain.step.sanity_checks import check_not_mean
+from dtrain.step.sanity_checks import check_not_mean, warn_if_untrained
 from dtrain.typing import Batch, LossFn, Metrics
 
 _BACKWARD_CALLED = (
@@ -125,6 +125,7 @@ def accumulate(loss_fn: LossFn, run: GradientRun) -> None:
                 raise ConfigError(_BACKWARD_CALLED)
             if state.step == 0:
                 check_not_mean(loss, "microbatch_step", state=state, batch=microbatch, loss_fn=loss_fn)
+                warn_if_untrained(loss, "microbatch_step", state=state)
             if not low_precision:
                 loss_grad = run.divide_losses_by_weight(loss)
         total = grad_sync.complete_forward(loss.total) if synced else loss.total

@@ -1,4 +1,4 @@
-"""Check the first steps: a loss that is a mean already, equal batches of data-parallel ranks, a loss on parts of sequences.
+"""Check the first steps: a loss that is a mean, or of parameters that no state holds; equal batches; parts of sequences.
 
 A mean is found in the autograd graph of the loss, and proven by the two halves of the batch. Equal batches are found by a hash
 of each rank's first batches.
@@ -11,7 +11,7 @@ comparison finds the first module whose values depend on positions that the rank
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Protocol, cast
@@ -20,9 +20,10 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
-from dtrain.arguments import warn
+from dtrain.arguments import format_count, warn
 from dtrain.data.batch import FailedBatch, batch_spec, count_samples, list_tensors, narrow_batch, select_samples
 from dtrain.dist.collectives import all_gather_json, all_gather_numbers
+from dtrain.dist.context import current_context
 from dtrain.dist.dtensor import full_tensor, to_local
 from dtrain.dist.init import get_dist_info
 from dtrain.dist.rng import RNGSnapshot, hash_rng_state
@@ -31,6 +32,8 @@ from dtrain.errors import ConfigError, DtrainError, OutOfMemoryError
 from dtrain.fqn import modules_by_fqn
 from dtrain.memory.device_memory import is_out_of_memory
 from dtrain.shard.buffers import restore_buffers
+from dtrain.shard.fsdp2_private import fsdp_param_groups, unsharded_params
+from dtrain.shard.grad_sync import grad_sync_of
 from dtrain.shard.unshard import eval_mode
 from dtrain.state import TrainState
 from dtrain.step.evaluate import auto_batch_eval
@@ -93,6 +96,55 @@ def check_not_mean(loss: LossSum, caller: str, *, state: TrainState, batch: Batc
             raise ConfigError(message)
         if proven is None and get_dist_info().rank == 0:
             warn(f"{message} The check reads the graph. Ignore this warning if the loss is a sum.")
+
+
+def warn_if_untrained(loss: LossSum, caller: str, *, state: TrainState) -> None:
+    """Warn, on rank 0, if ``loss`` reaches a trainable ``nn.Parameter`` that no run of this process holds.
+
+    Its gradient is a sum of this rank's samples alone. Parameters of other states, as of the discriminator of a GAN, and of
+    other sharded models are no fault. The check does not look into recomputed or compiled code.
+
+    Args:
+        loss: loss of a microbatch, with its graph.
+        caller: name of the gradient function, for the message.
+        state: state of the step.
+
+    Warns: UserWarning, on rank 0: the number and the shape of such parameters.
+    """
+    if get_dist_info().rank:
+        return
+    leaves = _trainable_leaves([total for total, _ in ((loss.total, loss.weight), *loss.terms.values())])
+    for run in (state._run_context, *current_context().runs):
+        for param in (run.newest_fields or state.__dict__)["params"].values():
+            leaves.pop(id(param), None)
+    if not leaves:
+        return
+    for model in (state.model, *grad_sync_of(state.model).units.other_sharded_models()):
+        for copy in (copy for group in fsdp_param_groups(model) for copy in unsharded_params(group)):
+            leaves.pop(id(copy), None)
+    if leaves:
+        shape = tuple(next(iter(leaves.values())).shape)
+        warn(
+            f"{caller}: the loss reaches {format_count(len(leaves), 'trainable parameter')} of no state (first: shape {shape}). "
+            "The step neither reduces their gradient over ranks nor divides it by the weight, and a checkpoint lacks them. "
+            "Register them in the model before shard_model, or freeze them with requires_grad_(False)."
+        )
+
+
+def _trainable_leaves(tensors: Iterable[object]) -> dict[int, Tensor]:
+    """Return the parameters among the leaves of the graphs of ``tensors``, by id."""
+    stack: list[Any] = [tensor.grad_fn for tensor in tensors if isinstance(tensor, Tensor)]
+    seen, leaves = set(stack), dict[int, Tensor]()
+    while stack:
+        node = stack.pop()
+        variable = getattr(node, "variable", None)
+        if isinstance(variable, nn.Parameter):
+            leaves[id(variable)] = variable
+        for inner, _ in node.next_functions if node is not None else ():
+            if inner is not None and inner not in seen:
+                seen.add(inner)
+                stack.append(inner)
+    return leaves
 
 
 def _halves_show_mean(loss_fn: LossFn, model: nn.Module, batch: Batch, name: str) -> bool | None:
