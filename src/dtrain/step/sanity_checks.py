@@ -123,10 +123,10 @@ def warn_if_untrained(loss: LossSum, caller: str, *, state: TrainState) -> None:
         for copy in (copy for group in fsdp_param_groups(model) for copy in unsharded_params(group)):
             leaves.pop(id(copy), None)
     if leaves:
-        shape = tuple(next(iter(leaves.values())).shape)
+        shape, count = tuple(next(iter(leaves.values())).shape), format_count(len(leaves), "trainable parameter")
         warn(
-            f"{caller}: the loss reaches {format_count(len(leaves), 'trainable parameter')} of no state (first: shape {shape}). "
-            "The step neither reduces their gradient over ranks nor divides it by the weight, and a checkpoint lacks them. "
+            f"{caller}: the loss reaches {count} of no state (first: shape {shape}). The step "
+            "neither reduces their gradient over ranks nor divides it by the weight, and a checkpoint lacks them. "
             "Register them in the model before shard_model, or freeze them with requires_grad_(False)."
         )
 
