@@ -86,12 +86,13 @@ def evaluate(
     if not isinstance(model, nn.Module):
         advice = "Pass state.model." if hasattr(model, "model") else "Pass the model."
         raise ConfigError(f"evaluate: model must be a torch.nn.Module, got {type(model).__name__}. {advice}")
-    if get_spec(model).documents is not None and not isinstance(loss_fn, SplitLoss):
+    spec = get_spec(model)
+    if spec.documents is not None and not isinstance(loss_fn, SplitLoss):
         raise ConfigError(
             "evaluate: loss_fn must attend within documents as the training step does, got a loss without their bounds. Pass "
             "sequences.eval_loss(loss_fn), where sequences is the transform of context_parallel."
         )
-    check_block_open(get_spec(model), "evaluate")
+    check_block_open(spec, "evaluate")
     started = time.monotonic()
     with spans.span("evaluate"):
         device = get_device(model)

@@ -336,9 +336,11 @@ class GradientRun:
         outcome = self._sync_after_backward()
         metrics = self.metrics
         if state.spec.mesh is not None:
-            raise_if_options_differ(state, outcome.param_facts, self.caller)
-            raise_if_hooks_differ(outcome.param_facts)
-            raise_if_written(outcome.param_facts, state.spec.strategy, uneven=self.is_uneven)
+            if len(outcome.param_facts) > 1:
+                raise_if_options_differ(state, outcome.param_facts, self.caller)
+            param_facts = [facts[:-1] for facts in outcome.param_facts]
+            raise_if_hooks_differ(param_facts)
+            raise_if_written(param_facts, state.spec.strategy, uneven=self.is_uneven)
             self.grad_sync.confirm_order()
         if self.uneven_plan is not None:
             state._run_context.monitor.uneven_plans.add(self.uneven_plan)
@@ -381,7 +383,7 @@ class GradientRun:
                 params_without_grad=self.grad_sync.params_without_grad(state),
                 changed_buffers=self.buffers.changed_modules(),
                 weights_mismatch=mismatch,
-                param_facts=[*self.grad_sync.describe_params(uneven=self.is_uneven), *describe_options(state)],
+                param_facts=[*self.grad_sync.describe_params(uneven=self.is_uneven), describe_options(state)],
                 status=status,
                 collective_index=0 if guard is None else guard.collectives_issued,
                 weight=weight,

@@ -401,13 +401,18 @@ def check_loss(loss: object, *, caller: str) -> LossSum:
             f"{caller}: LossSum.total must be one number (a tensor []), got {describe_value(loss.total)}. Sum it."
         )
     # Most weights are counts.
-    if type(loss.weight) is not int and not is_number(loss.weight):
-        raise ConfigError(f"{caller}: LossSum.weight must be one number, got {describe_value(loss.weight)}. Sum it.")
-    if isinstance(loss.weight, Tensor) and loss.weight.requires_grad:
-        raise _weight_with_graph(caller, "LossSum.weight")
+    if type(loss.weight) is not int:
+        _check_weight_value(loss.weight, caller)
     if loss.terms or loss.aux:
         _check_terms_and_aux(loss, caller)
     return loss
+
+
+def _check_weight_value(weight: Tensor | float, caller: str) -> None:
+    if not is_number(weight):
+        raise ConfigError(f"{caller}: LossSum.weight must be one number, got {describe_value(weight)}. Sum it.")
+    if isinstance(weight, Tensor) and weight.requires_grad:
+        raise _weight_with_graph(caller, "LossSum.weight")
 
 
 def _weight_with_graph(caller: str, name: str) -> ConfigError:

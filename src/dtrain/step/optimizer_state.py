@@ -15,6 +15,7 @@ from dataclasses import replace
 from itertools import zip_longest
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 import xxhash
 from torch import Tensor, nn
@@ -41,8 +42,7 @@ _DICTS = (dict, OrderedDict, Counter)
 _BITS = 2**52 - 1  # a float64 holds these numbers exactly
 # First word of the line that ranks compare in each step.
 _OPTIONS = "options"
-# A tuple, because a union takes twice as long.
-_NUMBERS = (float, int)
+_NUMBERS = frozenset({float, int, bool, np.float64, np.float32})
 
 
 def stored_options(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -59,23 +59,23 @@ def stored_options(group: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def describe_options(state: TrainState) -> list[str]:
+def describe_options(state: TrainState) -> str:
     """Return a line that is equal on all ranks if the numbers among the optimizer's options are, such as ``lr`` and ``betas``.
 
-    Nothing while replicas train apart. Host sync: none; options that are tensors are compared in the first update and by saves.
+    The line is constant while replicas train apart. Host sync: none; options that are tensors are compared in the first update
+    and by saves.
     """
     if state.spec.replica_info is not None:
-        return []
-    numbers = array("d")
-    for group in state.optimizer.param_groups:
-        for key, value in group.items():
-            if key in _NOT_STORED:
-                continue
-            if isinstance(value, _NUMBERS):
-                numbers.append(value)
-            elif type(value) is tuple:
-                numbers.extend([part for part in value if isinstance(part, _NUMBERS)])
-    return [f"{_OPTIONS} {xxhash.xxh3_64_hexdigest(numbers.tobytes())} -"]
+        return f"{_OPTIONS} apart -"
+    numbers = [
+        number
+        for group in state.optimizer.param_groups
+        for key, value in group.items()
+        if key not in _NOT_STORED
+        for number in (value if type(value) is tuple else (value,))
+        if type(number) in _NUMBERS
+    ]
+    return f"{_OPTIONS} {xxhash.xxh3_64_hexdigest(array('d', numbers).tobytes())} -"
 
 
 def raise_if_options_differ(state: TrainState, facts: Sequence[Sequence[str]], caller: str) -> None:
@@ -83,7 +83,7 @@ def raise_if_options_differ(state: TrainState, facts: Sequence[Sequence[str]], c
 
     Args:
         state: state of the step.
-        facts: ``describe_options`` of each rank, among other facts.
+        facts: facts of each rank, the last of which is ``describe_options``.
         caller: function named in the error.
 
     Collective: one exchange of JSON if options differ.
@@ -91,10 +91,10 @@ def raise_if_options_differ(state: TrainState, facts: Sequence[Sequence[str]], c
     Raises:
         DesyncError: on all ranks, the first option that differs.
     """
-    if len({line for lines in facts for line in lines if line.startswith(_OPTIONS)}) < 2:
+    if len({lines[-1] for lines in facts}) < 2:
         return
     groups = {f"group {index}": stored_options(group) for index, group in enumerate(state.optimizer.param_groups)}
-    mine = {f"{key!r} of {owner}": repr(value) for owner, options in groups.items() for key, value in options.items()}
+    mine: Any = {f"{key!r} of {owner}": repr(value) for owner, options in groups.items() for key, value in options.items()}
     gathered: Any = all_gather_json(mine, caller=caller)
     for path in dict.fromkeys(path for options in gathered for path in options):
         by_rank = {rank: options.get(path, "no value") for rank, options in enumerate(gathered)}

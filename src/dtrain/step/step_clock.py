@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dtrain.data.batch import FailedBatch, get_batch_infos
 from dtrain.dist.batch_info import BatchInfo, BatchStatus, LoaderHistory, StepBatch
+from dtrain.dist.context import current_context
 from dtrain.dist.init import check_init_dist_called
 from dtrain.errors import StepError
 from dtrain.init_checks import check_no_new_in_model, check_no_new_in_optimizer
@@ -42,8 +43,9 @@ def begin_step(state: TrainState, batch: Batch, *, divides_late: bool = False) -
         StepError: the model got a trainable parameter after ``step.init``, or ``init_dist``'s block has ended.
         ConfigError: a rank of a launcher without ``init_dist``.
     """
-    check_block_open(state.spec, "step")
-    check_init_dist_called("step")
+    if current_context().info is None:
+        check_block_open(state.spec, "step")
+        check_init_dist_called("step")
     find_new_params(state, "step")
     infos, history, before, reason = get_batch_infos(batch), state._loader_history, state.clock, ""
     origin = infos[0] if len(infos) == 1 else None
@@ -88,7 +90,7 @@ def find_new_params(state: TrainState, caller: str) -> None:
     context = state._run_context
     # A dict compares the identity of its values first.
     unchanged = context.children is not None and context.children[0] == context.children[1]
-    if unchanged and state.step % _EVERY:
+    if unchanged and state.clock.step % _EVERY:
         return
     check_all_params(state, caller, frozen_ok=True)
     if not unchanged:
