@@ -7,7 +7,7 @@ from torch import nn
 from dtrain.dist.dtensor import full_tensor, to_local
 from dtrain.dist.init import get_dist_info
 from dtrain.dist.mesh import build_mesh
-from dtrain.errors import ConfigError
+from dtrain.errors import ConfigError, StepError
 from dtrain.shard.fsdp import shard_model
 from dtrain.shard.grad_sync import grad_sync_of
 from dtrain.shard.unshard import eval_mode, unshard_params
@@ -15,6 +15,7 @@ from dtrain.state import TrainState, init_state
 from dtrain.step.evaluate import evaluate
 from dtrain.step.microbatch_step import microbatch_step
 from dtrain.step.optimizer import apply_gradients, optimizer_step, tick
+from dtrain.typing import LossSum
 from shard.models import CASES, SAMPLES, WEIGHTS, Block, batch, difference, make, squared
 
 NAME = "called twice"
@@ -101,28 +102,111 @@ def test_step_uses_parameters_changed_by_hand(ranks, strategy):
     assert max(ranks(2).run(changed_by_hand, strategy)) <= 1e-12
 
 
-def begun_after_a_forward(strategy: str, before_optimizer: bool) -> str:
+def clipped_after_a_forward(strategy: str, grad: bool, data: bool) -> float:
+    """Weights are clipped after a step and a forward, by code that knows no shards."""
+    state, reference = state_of(sharded(strategy)), make(NAME)
+    optimizer, whole = torch.optim.SGD(reference.parameters(), lr=LR), batch(NAME, WEIGHTS)
+    for _ in range(2):
+        state, _ = optimizer_step(step(state), {})
+        loss = squared(reference, whole)
+        (loss.total / loss.weight).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.set_grad_enabled(grad):
+            state.model(whole["x"])
+        with torch.no_grad():
+            for param in (*state.model.parameters(), *reference.parameters()):
+                (param.data if data else param).clamp_(-0.1, 0.1)
+    pairs = zip(state.params.values(), reference.parameters(), strict=True)
+    return max((full_tensor(p) - q).abs().max().item() for p, q in pairs)
+
+
+@pytest.mark.parametrize("data", [False, True], ids=["parameter", ".data"])
+@pytest.mark.parametrize("grad", [False, True], ids=["no_grad", "grad"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_write_of_parameters_after_a_forward_is_kept(ranks, strategy, grad, data):
+    assert max(ranks(2).run(clipped_after_a_forward, strategy, grad, data)) <= 1e-12
+
+
+def written_in_eval_mode(strategy: str) -> str:
+    net, x = sharded(strategy), batch(NAME, WEIGHTS)["x"]
+    try:
+        with eval_mode(net):
+            net(x)
+            net.get_parameter("head.weight").clamp_(-0.1, 0.1)
+    except StepError as error:
+        return str(error)
+    step(state_of(net))
+    return "no error"
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_write_of_a_copy_in_eval_mode_is_refused_by_name(ranks, strategy):
+    for message in ranks(2).run(written_in_eval_mode, strategy):
+        assert ("'head.weight' was written" in message) != (strategy == "replicate"), message
+
+
+def written_after_the_loss_of_another_model(strategy: str, under_eval_mode: bool) -> str:
+    """The teacher of a loss is clipped after the step. Its forward has left copies for the next microbatch."""
+    teacher = sharded(strategy)
+    state, run = state_of(sharded(strategy)), eval_mode if under_eval_mode else lambda net: torch.no_grad()
+
+    def distilled(net: nn.Module, part: dict) -> LossSum:
+        with run(teacher):
+            target = teacher(part["x"])
+        return LossSum(total=(net(part["x"]) - target).square().sum(), weight=len(target))
+
+    try:
+        for _ in range(2):
+            state = optimizer_step(microbatch_step(state, share(), loss_fn=distilled)[0], {})[0]
+            with torch.no_grad():
+                teacher.get_parameter("head.weight").fill_(0.25)
+    except StepError as error:
+        return str(error)
+    return str([float(full_tensor(teacher.get_parameter("head.weight")).mean())])
+
+
+@pytest.mark.parametrize("under_eval_mode", [False, True])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_write_after_the_loss_of_another_model_is_kept_or_refused(ranks, strategy, under_eval_mode):
+    for message in ranks(2).run(written_after_the_loss_of_another_model, strategy, under_eval_mode):
+        kept = under_eval_mode or strategy == "replicate"
+        assert message == "[0.25]" if kept else "dt.eval_mode(model)" in message, message
+
+
+def begun_after_a_forward(strategy: str, before_optimizer: bool) -> float:
     net = sharded(strategy)
     optimizer = None if before_optimizer else torch.optim.SGD(net.parameters(), lr=LR)
     with torch.no_grad():
         net(batch(NAME, WEIGHTS)["x"])
-    optimizer = optimizer or torch.optim.SGD(net.parameters(), lr=LR)
+    state = init_state(net, optimizer or torch.optim.SGD(net.parameters(), lr=LR))
+    step(state)
+    return difference(NAME, state.params)
+
+
+@pytest.mark.parametrize("before_optimizer", [True, False])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_forward_before_init_changes_nothing(ranks, strategy, before_optimizer):
+    assert max(ranks(2).run(begun_after_a_forward, strategy, before_optimizer)) <= 1e-12
+
+
+def begun_in_unshard_params(strategy: str) -> str:
+    net = sharded(strategy)
     try:
-        init_state(net, optimizer)
+        with unshard_params(net):
+            init_state(net, torch.optim.SGD(net.parameters(), lr=LR))
     except ConfigError as error:
         return str(error)
     return "no error"
 
 
-@pytest.mark.parametrize("before_optimizer", [True, False])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_init_with_gathered_parameter_copies_is_refused(ranks, strategy, before_optimizer):
-    for message in ranks(2).run(begun_after_a_forward, strategy, before_optimizer):
+def test_init_with_gathered_parameter_copies_is_refused(ranks, strategy):
+    for message in ranks(2).run(begun_in_unshard_params, strategy):
         if strategy == "replicate":
-            assert message == "no error"  # a forward gathers nothing
+            assert message == "no error"  # nothing is gathered
             continue
-        assert "are gathered copies, left by a forward outside of a step (first: " in message
-        assert "dt.eval_mode(model)" in message
+        assert "are gathered copies" in message
 
 
 def one_rank_alone(strategy: str) -> float:

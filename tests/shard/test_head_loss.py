@@ -166,10 +166,15 @@ def test_shards_of_an_unknown_unit_are_refused(ranks):
 
 def resharded_before_backward() -> str:
     net, mine = shard_model(make(GPT), build_mesh(), blocks=(Block,)), share(0, 1)
-    loss = log_probs_loss(net, mine)
-    snapshot(net)
+
+    def loss_fn(net: nn.Module, batch: dict) -> LossSum:
+        loss = log_probs_loss(net, batch)
+        snapshot(net)
+        return loss
+
+    state = init_state(net, torch.optim.SGD(net.parameters(), lr=0.1))
     with pytest.raises(ConfigError, match="linear_token_log_probs: the head must stay gathered until backward") as info:
-        loss.total.backward()
+        microbatch_step(state, mine, loss_fn=loss_fn)
     return type(info.value).__name__
 
 

@@ -180,6 +180,16 @@ def module_hooks(strategy: str) -> None:
     check_exact(strategy, layers, before=hook, blocks=(nn.Linear,))
 
 
+def parameter_writes(strategy: str) -> None:
+    def clip(model: nn.Module) -> None:
+        with torch.no_grad():
+            model(batch_of(0))
+        for param in model.parameters():
+            param.data.clamp_(-0.1, 0.1)
+
+    check_exact(strategy, layers, after=clip)
+
+
 class Clamping(nn.Linear):
     """Writes its weight in forward."""
 
@@ -479,6 +489,7 @@ ROWS: dict[str, Callable[[str], None]] = {
     "`register_post_accumulate_grad_hook` on a parameter": accumulation_hooks,
     "hooks that differ between ranks": hooks_on_one_rank,
     "forward and backward hooks of modules": module_hooks,
+    "a write of parameters outside of a step": parameter_writes,
     "a forward that writes a parameter in place": forward_writes,
     "`Embedding(max_norm=...)`": max_norm,
     "`Embedding(sparse=True)`": sparse,

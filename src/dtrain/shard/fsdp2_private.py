@@ -383,7 +383,8 @@ class UnitForward:
         *,
         enter: Callable[[Any], Any] | None = None,
         gathered: Callable[[bool], None] | None = None,
-        leave: Callable[[Any], Any],
+        leave: Callable[[Any], Any] = lambda output: output,
+        left: Callable[[], None] | None = None,
     ) -> None:
         """Wrap each forward. A later wrapper surrounds the earlier ones.
 
@@ -392,6 +393,7 @@ class UnitForward:
                 (activation checkpointing), and not for further modules of the unit, which run inside its forward.
             gathered: function that runs after the gather, with True where ``enter`` is called.
             leave: function of the outputs before the reshard, which returns the outputs.
+            left: function that runs after the reshard.
 
         Mutates: the unit's first group.
         """
@@ -409,7 +411,10 @@ class UnitForward:
             return result
 
         def post_forward(module: nn.Module, args: Any, output: Any) -> Any:
-            return after(module, args, leave(output))
+            output = after(module, args, leave(output))
+            if left is not None:
+                left()
+            return output
 
         group.pre_forward, group.post_forward = pre_forward, post_forward
 

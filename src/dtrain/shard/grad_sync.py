@@ -41,7 +41,7 @@ from dtrain.shard.replica_check import ForwardWrites
 from dtrain.shard.replicate import BucketReducer
 from dtrain.shard.skipped_units import ExchangeFn, ModelUnits, SkippedUnits
 from dtrain.shard.spec import ShardSpec
-from dtrain.shard.unshard import GRAD_SYNC_ATTRIBUTE, is_unsharded
+from dtrain.shard.unshard import GRAD_SYNC_ATTRIBUTE, GatheredCopies, is_unsharded
 from dtrain.state import TrainState
 
 
@@ -89,6 +89,8 @@ class GradSync:
         replace_views_of_empty_units(model)
         self.hooks = ParamHooks()
         self.writes = ForwardWrites(model, 1 if spec.mesh is None else spec.mesh.size())
+        # Outside of all other hooks.
+        self.copies = GatheredCopies(model)
 
     def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
         # A copy of the model is a plain model.
@@ -103,6 +105,7 @@ class GradSync:
             state: state of the step; without a state, a ``BucketReducer`` has no effect.
         """
         within_replica = state is not None and state.spec.replica_info is not None
+        self.copies.begin_step()
         self._in_step, self._within_replica, self.grads_taken = True, within_replica, False
         if self._spec.mesh is not None:
             self._begin_sharded_step(state, within_replica=within_replica)
@@ -228,6 +231,7 @@ class GradSync:
     def end_step(self) -> None:
         """Restore FSDP2's flags and the hooks of plain parameters after a step."""
         self._in_step = self._within_replica = False
+        self.copies.end_step()
         self._stashed_grads.clear()
         self.hooks.restore()
         if self._spec.mesh is None:
@@ -238,8 +242,13 @@ class GradSync:
         self._skipped.end_step()
 
     def reshard(self) -> None:
-        """Free unsharded parameters before parameters change. Mutates: FSDP2's units."""
+        """Free unsharded parameters before parameters change. Mutates: FSDP2's units.
+
+        Raises:
+            StepError: the copies were written.
+        """
         reshard_groups(self._groups)
+        self.copies.check()
 
     def abort(self) -> None:
         """Reset FSDP2 after an exception in forward or backward. Mutates: FSDP2's units."""

@@ -11,10 +11,12 @@ The first needs the memory of a step, the second of the whole model, the third o
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from types import MethodType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +25,7 @@ from dtrain import spans
 from dtrain.arguments import format_bytes, format_count
 from dtrain.dist.dtensor import describe_placement, full_tensor, tensor_mesh, to_local
 from dtrain.dist.mesh import MODEL_AXES
-from dtrain.errors import ConfigError
+from dtrain.errors import ConfigError, StepError
 from dtrain.fqn import is_transformers_model, modules_by_fqn, parameters_by_fqn, unwrap_module
 from dtrain.shard.fsdp2_private import (
     UnitForward,
@@ -33,8 +35,11 @@ from dtrain.shard.fsdp2_private import (
     is_in_forward,
     is_unit,
     reshard_groups,
+    sharded_and_unsharded_params,
     sharded_params,
+    unit_forwards,
     units_of,
+    unsharded_params,
 )
 from dtrain.shard.skipped_units import ModelUnits
 from dtrain.shard.spec import ShardSpec, get_spec
@@ -57,6 +62,85 @@ def reshard(model: nn.Module, groups: Sequence[Any] | None = None) -> None:
     # Ranks without a microbatch follow a loss that reshards a model.
     if grad_sync is not None:
         grad_sync.units.on_reshard()
+        grad_sync.copies.check()
+
+
+class GatheredCopies:
+    """Gathered parameters of one model after its forwards.
+
+    A forward outside of a step, of ``eval_mode`` and of ``unshard_params`` leaves shards: code after it that writes
+    ``model.parameters()`` would write copies. Other forwards leave copies for the next forward, or for backward. A write of
+    these copies by other code than a forward raises.
+
+    Attributes:
+        holders: number of contexts in which forwards keep the copies.
+    """
+
+    # A loss may run other models than that of its step.
+    _in_steps: ClassVar[weakref.WeakSet[GatheredCopies]] = weakref.WeakSet()
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self.holders = 0
+        self._depths: dict[int, int] = {}
+        # By unit: the copies that a forward has left, and their version counters.
+        self._left: dict[int, tuple[list[nn.Parameter], list[int]]] = {}
+        for index, unit in enumerate(unit_forwards(model)):
+            unit.wrap(gathered=partial(self._on_gathered, index), left=partial(self._on_left, index, unit.group))
+
+    def begin_step(self) -> None:
+        """Keep the copies of all models until ``end_step``. Mutates: class variable.
+
+        Raises:
+            StepError: as ``check``.
+        """
+        self.check()
+        self._in_steps.add(self)
+
+    def end_step(self) -> None:
+        """End a step, if one runs. Mutates: class variable."""
+        self._in_steps.discard(self)
+
+    def _on_gathered(self, index: int, begins: bool) -> None:
+        self._depths[index] = 1 if begins else self._depths.get(index, 0) + 1
+        if begins and self._left:
+            self._check_unit(index)
+
+    def _on_left(self, index: int, group: Any) -> None:
+        self._depths[index] -= 1
+        # Within an outer forward of the unit, or in a forward that backward repeats, the parameters are still needed.
+        if self._depths[index] > 0 or group.is_sharded or torch._C._current_graph_task_id() != -1 or is_unsharded(self._model):
+            return
+        if not self.holders and not self._in_steps:
+            group.reshard()
+        # The step compares the copies of its own model on all ranks.
+        elif self not in self._in_steps:
+            copies = [copy for copy in unsharded_params(group) if not copy.is_inference()]
+            self._left[index] = copies, [copy._version for copy in copies]
+
+    def check(self) -> None:
+        """Raise if a copy was written since the forward that has left it.
+
+        Raises:
+            StepError: a parameter was written, by name.
+        """
+        for index in list(self._left):
+            self._check_unit(index)
+
+    def _check_unit(self, index: int) -> None:
+        copies, versions = self._left.pop(index, ((), ()))
+        written = [copy for copy, version in zip(copies, versions, strict=True) if copy._version != version]
+        if not written:
+            return
+        self._left.clear()
+        names = {id(param): name for name, param in parameters_by_fqn(self._model)[0].items()}
+        pairs = (pair for group in fsdp_param_groups(self._model) for pair in sharded_and_unsharded_params(group))
+        # The model holds one of the two.
+        name = next(names.get(id(shard)) or names.get(id(copy)) for shard, copy in pairs if copy is written[0])
+        raise StepError(
+            f"write: the parameter {name!r} was written where the model had a gathered copy of it, left "
+            "by a forward, so the write is lost. Run the forward under dt.eval_mode(model), and write after the context."
+        )
 
 
 @contextmanager
@@ -64,6 +148,9 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
     """Set evaluation mode and disable gradients in a context; restore each module's mode and reshard at exit.
 
     The context computes with the current parameters, also if an earlier forward left stale unsharded copies.
+
+    Raises:
+        StepError: at exit, a parameter was written after a forward of the context, which computes with a copy; by name.
 
     Example:
         with dt.eval_mode(model):
@@ -90,12 +177,17 @@ def current_params(model: nn.Module) -> Iterator[None]:
         return
     groups = fsdp_param_groups(model)
     reshard(model, groups)
+    grad_sync = unwrap_module(model).__dict__.get(GRAD_SYNC_ATTRIBUTE)
+    copies = GatheredCopies(nn.Identity()) if grad_sync is None else grad_sync.copies
+    copies.holders += 1
     try:
         yield
     except BaseException:
         # A rank that failed announces its error alone.
         reshard_groups(groups)
         raise
+    finally:
+        copies.holders -= 1
     reshard(model, groups)
 
 
