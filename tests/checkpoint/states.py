@@ -22,6 +22,7 @@ from dtrain.checkpoint.lock import HEARTBEAT_THREAD, LOCK_FILE
 from dtrain.dist.dtensor import to_local
 from dtrain.dist.rng import rng_state
 from dtrain.state import TrainState, init_state
+from shard.models import as_in_a_step
 
 
 class Net(nn.Module):
@@ -73,9 +74,10 @@ def train(state: TrainState, steps: int) -> TrainState:
     for _ in range(steps):
         x = torch.randn(4, 5) * random.random() + float(np.random.rand())
         state.optimizer.zero_grad()
-        state.model(x).square().sum().backward()
+        with as_in_a_step(state.model):
+            state.model(x).square().sum().backward()
         if state.spec.plain_params:
-            # FSDP2 sums gradients in any backward, but those of plain parameters are summed in a step of dtrain only.
+            # FSDP2 sums gradients in this backward, but those of plain parameters are summed in a step of dtrain only.
             for p in state.params.values():
                 if p.grad is not None:
                     dist.all_reduce(p.grad)

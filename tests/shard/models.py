@@ -1,6 +1,7 @@
 """Models of every awkward kind, each with a batch and a plain reference: one process, no dtrain."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -8,10 +9,23 @@ import torch
 from torch import Tensor, nn
 
 from dtrain.dist.dtensor import full_tensor
+from dtrain.shard.grad_sync import grad_sync_of
 from dtrain.typing import LossSum
 
 SAMPLES, DIM = 8, 6
 WEIGHTS = [1.0, 0.0, 2.0, 0.5, 0.0, 3.0, 1.0, 0.25]
+
+
+@contextmanager
+def as_in_a_step(model: nn.Module) -> Iterator[None]:
+    """Run forwards and one backward of a sharded model as a step does: its gradients are sums over all ranks."""
+    sync = grad_sync_of(model)
+    sync.begin_step()
+    sync.before_microbatch(last=True)
+    try:
+        yield
+    finally:
+        sync.end_step()
 
 
 class Block(nn.Module):

@@ -12,6 +12,7 @@ from dtrain.shard.fsdp2_private import units_of
 from dtrain.shard.precision import Precision
 from dtrain.shard.spec import get_spec
 from dtrain.shard.unshard import eval_mode
+from shard.models import as_in_a_step
 
 
 class Block(nn.Module):
@@ -247,7 +248,8 @@ def mixed_precision() -> list[str]:
     )
     seen = []
     net[0].register_forward_hook(lambda module, args, out: seen.append(str(out.dtype)))
-    net(torch.ones(2, 4)).float().sum().backward()
+    with as_in_a_step(net):
+        net(torch.ones(2, 4)).float().sum().backward()
     return [*seen, *{str(p.dtype) for p in net.parameters()}, *{str(p.grad.dtype) for p in net.parameters()}]
 
 
@@ -268,9 +270,10 @@ def test_output_dtype_applies_only_to_the_root(ranks):
 
 
 def gathered_after_forward(strategy: str) -> list[bool]:
-    """Return True for a block and for the root that hold gathered parameters after a forward."""
+    """Return True for a block and for the root that hold gathered parameters after a forward within a step."""
     net = shard_model(model(), build_mesh(), strategy=strategy, blocks=(Block,))
-    net(torch.ones(2, 5))
+    with as_in_a_step(net):
+        net(torch.ones(2, 5))
     return [not hasattr(net[index].inner.weight if index == 1 else net[index].weight, "full_tensor") for index in (1, 0)]
 
 

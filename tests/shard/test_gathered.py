@@ -243,15 +243,67 @@ def test_unshard_params_survives_nested_unshard_and_evaluation(ranks):
     assert ranks(2).run(inside_each_other) == [[True, True]] * 2
 
 
-def backward_by_hand() -> int:
-    net = sharded("full_shard")
-    for _ in range(5):
-        net(batch(NAME, WEIGHTS)["x"]).sum().backward()
-    return len(grad_sync_of(net).reduction_order)
+def backward_by_hand(strategy: str) -> dict:
+    """A backward outside of a step, twice, gradients of inputs, and a step, which none of them changes."""
+    state, messages, x = state_of(sharded(strategy)), [], batch(NAME, WEIGHTS)["x"]
+    for _ in range(2):
+        try:
+            state.model(x).sum().backward()
+        except StepError as error:
+            messages.append(str(error))
+    inputs = [x.clone().requires_grad_() for _ in range(2)]
+    for net, leaf in zip((state.model, make(NAME)), inputs, strict=True):
+        (leaf.grad,) = torch.autograd.grad(net(leaf).square().sum(), leaf)
+    step(state)
+    return {
+        "messages": messages,
+        "inputs": (inputs[0].grad - inputs[1].grad).abs().max().item(),
+        "step": difference(NAME, state.params),
+        "records": len(grad_sync_of(state.model).reduction_order),
+    }
 
 
-def test_manual_backward_loop_does_not_grow_internal_records(ranks):
-    assert ranks(2).run(backward_by_hand) == [0, 0]
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_backward_outside_of_a_step_is_refused_and_changes_no_later_step(ranks, strategy):
+    for found in ranks(2).run(backward_by_hand, strategy):
+        assert max(found["inputs"], found["step"]) <= 1e-12
+        if strategy == "replicate":  # local, and refused by apply_gradients
+            assert not found["messages"]
+            continue
+        assert len(found["messages"]) == 2
+        assert all("sums over 2 ranks. Call dt.microbatch_step" in message for message in found["messages"])
+
+
+def backward_on_one_rank(strategy: str) -> float:
+    net, alone, x = sharded(strategy), make(NAME), batch(NAME, WEIGHTS)["x"]
+    for model in (net, alone):
+        model(x).square().sum().backward()
+    pairs = zip(net.parameters(), alone.parameters(), strict=True)
+    return max((full_tensor(p.grad) - q.grad).abs().max().item() for p, q in pairs)
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "replicate"])
+def test_backward_outside_of_a_step_on_one_rank_is_that_of_torch(ranks, strategy):
+    assert ranks(1).run(backward_on_one_rank, strategy) == [pytest.approx(0, abs=1e-12)]
+
+
+def trained_through_another_model(strategy: str) -> float:
+    """The gradient of a generator goes through a discriminator that is sharded, too, and not trained by this step."""
+    judge, state = sharded(strategy), state_of(sharded(strategy))
+
+    def judged(net: nn.Module, part: dict) -> LossSum:
+        return LossSum(total=judge(part["x"] + net(part["x"]).sum(-1, keepdim=True)).square().sum(), weight=len(part["x"]))
+
+    state, _ = microbatch_step(state, share(), loss_fn=judged)
+    alone, other, whole = make(NAME), make(NAME), batch(NAME, WEIGHTS)
+    (other(whole["x"] + alone(whole["x"]).sum(-1, keepdim=True)).square().sum() / SAMPLES).backward()
+    pairs = zip(state.params.values(), alone.parameters(), strict=True)
+    return max((full_tensor(p.grad) - q.grad).abs().max().item() for p, q in pairs)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_loss_of_a_step_goes_through_another_model(ranks, strategy):
+    assert max(ranks(2).run(trained_through_another_model, strategy)) <= 1e-12
 
 
 def skipped_update() -> list[bool]:

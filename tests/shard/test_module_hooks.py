@@ -20,6 +20,7 @@ from dtrain.step.compose import compose_step
 from dtrain.step.microbatch_step import microbatch_step
 from dtrain.transforms.gradients.clipping import clip_by_norm
 from dtrain.typing import LossSum
+from shard.models import as_in_a_step
 from shard.test_param_objects import mesh_for, strategies
 
 STEPS = 2
@@ -210,7 +211,7 @@ def gathers_with_cache() -> list[int]:
     totals = []
     for kind in ("cache", "box"):
         model = shard_model(make(kind), mesh_for("full_shard"), strategy="full_shard", blocks=(Block,))
-        with CommDebugMode() as counts:
+        with CommDebugMode() as counts, as_in_a_step(model):
             model(whole()).sum().backward()
         totals.append(sum(n for name, n in counts.get_comm_counts().items() if "gather" in str(name)))
     return totals
@@ -246,7 +247,7 @@ class Root(nn.Module):
 
 def warnings_about_views() -> list[str]:
     model = shard_model(Root(), mesh_for("full_shard"), strategy="full_shard", blocks=(Halves,))
-    with warnings.catch_warnings(record=True) as caught:
+    with warnings.catch_warnings(record=True) as caught, as_in_a_step(model):
         warnings.simplefilter("always")
         model(whole().float()).sum().backward()
     return [str(warning.message) for warning in caught if "view" in str(warning.message)]

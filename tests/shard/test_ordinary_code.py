@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -169,6 +169,16 @@ def hooks_on_one_rank(strategy: str) -> None:
 
     if get_dist_info().world_size > 1:
         check_refused(strategy, layers, "0.weight", before=hook)
+
+
+def backwards_by_hand(strategy: str) -> None:
+    model = dt.shard_model(built(layers), mesh_for(strategy), strategy=strategy)
+    x, several = batch_of(0).requires_grad_(), get_dist_info().world_size > 1
+    torch.autograd.grad(model(x).square().sum(), x)
+    state = dt.compose_step(squares).init(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(StepError, match=r"Call dt\.microbatch_step") if several else nullcontext():
+        model(x).square().sum().backward()
+        dt.apply_gradients(state, {})
 
 
 def module_hooks(strategy: str) -> None:
@@ -488,6 +498,7 @@ ROWS: dict[str, Callable[[str], None]] = {
     "`register_hook` on a parameter": gradient_hooks,
     "`register_post_accumulate_grad_hook` on a parameter": accumulation_hooks,
     "hooks that differ between ranks": hooks_on_one_rank,
+    "a backward outside of a step": backwards_by_hand,
     "forward and backward hooks of modules": module_hooks,
     "a write of parameters outside of a step": parameter_writes,
     "a forward that writes a parameter in place": forward_writes,

@@ -101,6 +101,11 @@ class GatheredCopies:
         """End a step, if one runs. Mutates: class variable."""
         self._in_steps.discard(self)
 
+    @property
+    def step_runs(self) -> bool:
+        """True while a step of any model runs, whose loss may run this model."""
+        return bool(self._in_steps)
+
     def _on_gathered(self, index: int, begins: bool) -> None:
         self._depths[index] = 1 if begins else self._depths.get(index, 0) + 1
         if begins and self._left:
@@ -111,7 +116,7 @@ class GatheredCopies:
         # Within an outer forward of the unit, or in a forward that backward repeats, the parameters are still needed.
         if self._depths[index] > 0 or group.is_sharded or torch._C._current_graph_task_id() != -1 or is_unsharded(self._model):
             return
-        if not self.holders and not self._in_steps:
+        if not self.holders and not self.step_runs:
             group.reshard()
         # The step compares the copies of its own model on all ranks.
         elif self not in self._in_steps:

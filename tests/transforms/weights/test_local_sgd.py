@@ -49,6 +49,7 @@ from shard.copies import (
     small,
     train,
 )
+from shard.models import as_in_a_step
 
 STRATEGIES = ("hybrid_shard", "replicate")
 TOLERANCE = 1e-12  # float64, a few steps
@@ -273,17 +274,18 @@ def test_gradient_all_reduce_is_restored_after_a_failed_local_step(ranks):
 
 
 def own_backward() -> float:
-    """A user's own, after a step of copies."""
+    """A backward of all ranks, after a step of copies."""
     step, state = begin([local_sgd(9)], "hybrid_shard", accumulate="sharded")
     state = train(step, state, 1)
     batch = part(1, RAGGED[2], get_dist_info().rank, get_dist_info().rank + 1)
-    loss(state.model, batch).total.backward()
+    with as_in_a_step(state.model):
+        loss(state.model, batch).total.backward()
     both = state.params["first.bias"].grad.to_local().clone()
     torch.distributed.all_reduce(both)
     return (both - 2 * state.params["first.bias"].grad.to_local()).abs().max().item()
 
 
-def test_backward_outside_a_step_reduces_over_all_ranks(ranks):
+def test_backward_after_a_step_of_copies_reduces_over_all_ranks(ranks):
     assert max(ranks(2).run(own_backward)) <= TOLERANCE
 
 
