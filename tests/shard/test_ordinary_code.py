@@ -200,6 +200,27 @@ def parameter_writes(strategy: str) -> None:
     check_exact(strategy, layers, after=clip)
 
 
+def data_assignments(strategy: str) -> None:
+    def halve(model: nn.Module) -> None:
+        model[2].weight.data = model[2].weight.data * 0.5
+
+    def move(model: nn.Module) -> None:
+        model.float().double()
+        model.load_state_dict({name: value * 0.5 for name, value in model.state_dict().items()}, assign=True)
+
+    if strategy == "replicate":
+        check_exact(strategy, layers, after=halve)
+    else:
+        check_refused(strategy, layers, "no effect on the sharded parameter '2.weight'", after=halve, kind=StepError)
+        model = dt.shard_model(built(layers), mesh_for(strategy), strategy=strategy)
+        step = dt.compose_step(squares)
+        state, _ = step(step.init(model, torch.optim.SGD(model.parameters(), lr=0.1)), batch_of(0))
+        halve(model)
+        with pytest.raises(StepError, match=r"Write in place: param\.data\.copy_\(tensor\)"):
+            step(state, batch_of(1))
+    check_exact(strategy, layers, after=move)
+
+
 class Clamping(nn.Linear):
     """Writes its weight in forward."""
 
@@ -501,6 +522,7 @@ ROWS: dict[str, Callable[[str], None]] = {
     "a backward outside of a step": backwards_by_hand,
     "forward and backward hooks of modules": module_hooks,
     "a write of parameters outside of a step": parameter_writes,
+    "`p.data = tensor`": data_assignments,
     "a forward that writes a parameter in place": forward_writes,
     "`Embedding(max_norm=...)`": max_norm,
     "`Embedding(sparse=True)`": sparse,

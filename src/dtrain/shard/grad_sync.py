@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from dtrain.dist.init import get_dist_info
 from dtrain.dist.mesh import axis_size
 from dtrain.errors import StepError
-from dtrain.fqn import unwrap_module
+from dtrain.fqn import parameters_by_fqn, unwrap_module
 from dtrain.shard.fsdp2_private import (
     add_end_of_backward_hook,
     add_reduction_hook,
@@ -37,7 +37,7 @@ from dtrain.shard.fsdp2_private import (
     wait_for_reduction,
     zero_fill_missing_grads,
 )
-from dtrain.shard.params import ParamHooks, StepHook, raise_hooks_outside_of_step
+from dtrain.shard.params import DataAssignments, ParamHooks, StepHook, raise_hooks_outside_of_step
 from dtrain.shard.precision import add_stashed_grads_, has_low_precision_grads, stash_low_precision_grads_
 from dtrain.shard.replica_check import ForwardWrites
 from dtrain.shard.replicate import BucketReducer
@@ -93,6 +93,7 @@ class GradSync:
         replace_views_of_empty_units(model)
         self.hooks = ParamHooks()
         self.writes = ForwardWrites(model, 1 if spec.mesh is None else spec.mesh.size())
+        self._assignments = DataAssignments(parameters_by_fqn(model)[0] if self._sharded else {})
         # Outside of all other hooks.
         self.copies = GatheredCopies(model)
 
@@ -119,6 +120,8 @@ class GradSync:
     def _begin_sharded_step(self, state: TrainState | None, *, within_replica: bool) -> None:
         if self._sharded and not is_idle(self._model, self._groups):
             reset_iteration(self._model)
+        if state is not None:
+            self._assignments.check(state.params)
         self._deferred.clear()
         self._num_reduced = 0
         self._order.clear()

@@ -14,6 +14,7 @@ with several ranks or microbatches, and before the division by the weight. Only 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -110,6 +111,43 @@ def check_param_objects(model: nn.Module, *, whole: bool, ignored_params: Mappin
     _check_memory(model)
     if not whole or ranks > 1:
         _check_embeddings(model)
+
+
+class DataAssignments:
+    """Notices ``param.data = tensor`` on sharded parameters, which torch ignores.
+
+    The assignment exchanges the storage of the DTensor, which holds nothing. The shard is another tensor, and stays. Other
+    functions that replace a shard (``model.to``, ``load_state_dict(assign=True)``) make a new object for it.
+    """
+
+    def __init__(self, params: Mapping[str, Tensor]) -> None:
+        self._names = [name for name, param in params.items() if is_dtensor(param)]
+        # The shards, and the addresses of the storages of their DTensors.
+        self._shards: list[weakref.ref[Tensor]] = []
+        self._addresses: tuple[list[int], list[int]] = [], []
+        self.check(params)
+
+    def check(self, params: Mapping[str, Tensor]) -> None:
+        """Compare with the last call.
+
+        Raises:
+            StepError: the data of a parameter were assigned, by name.
+        """
+        tensors: list[Any] = [params[name] for name in self._names]
+        # Every step asks, so the usual answer comes first.
+        storages, ids = [param.untyped_storage()._cdata for param in tensors], [id(param._local_tensor) for param in tensors]
+        if (storages, ids) == self._addresses:
+            return
+        rows = zip(self._names, tensors, self._shards, storages, self._addresses[0], strict=False)
+        assigned = next(
+            (name for name, param, shard, now, seen in rows if shard() is param._local_tensor and now != seen), None
+        )
+        self._shards, self._addresses = [weakref.ref(param._local_tensor) for param in tensors], (storages, ids)
+        if assigned is not None:
+            raise StepError(
+                f"step: `param.data = tensor` has no effect on the sharded parameter {assigned!r}, because torch stores its "
+                "shard elsewhere. Write in place: param.data.copy_(tensor)."
+            )
 
 
 class StepHook(partial[Any]):
