@@ -30,6 +30,7 @@ from dtrain.dist.init import get_dist_info, init_dist
 from dtrain.dist.mesh import build_mesh
 from dtrain.dist.ragged import all_gather_with_grad
 from dtrain.errors import DistError
+from dtrain.monitors.reduce_metrics import reduce_metrics
 from dtrain.shard.fsdp import shard_model
 from dtrain.state import init_state
 from dtrain.step.microbatch_step import microbatch_step
@@ -64,6 +65,7 @@ CALLS = {
     "reduce_sum": lambda: reduce_sum(torch.ones(3)),
     "reduce_max": lambda: reduce_max(torch.ones(3), dst=1),
     "reduce_mean": lambda: reduce_mean(1.0),
+    "reduce_metrics": lambda: reduce_metrics({"loss": (torch.ones(()), torch.ones(()))}),
     "all_gather_with_grad": lambda: all_gather_with_grad(torch.ones(1)),
     "prepare": in_turn,
     "step 7": sharded_forward,

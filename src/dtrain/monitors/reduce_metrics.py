@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dtrain import spans
 from dtrain.dist.dtensor import local_part
+from dtrain.dist.incident import report_missing_ranks
 from dtrain.dist.init import get_dist_info
 from dtrain.dist.ragged import all_gather_by_rank
 from dtrain.dist.rng import derive_seed
@@ -46,6 +47,7 @@ def reduce_metrics(metrics: Metrics) -> dict[str, float]:
     Raises:
         ConfigError: no metrics, one metric without its name, or a metric that is not a pair of scalars.
         StepError: a metric has weight zero over all ranks, or names differ between ranks.
+        DistError: a rank did not come, or is lost.
     """
     # The comparison with a dict is faster than that with an abstract class.
     if type(metrics) is not dict and not isinstance(metrics, Mapping):
@@ -98,7 +100,7 @@ def _all_reduce(scalars: Sequence[Tensor], names: Sequence[str], ranks: int) -> 
     row[:count] = _stack(scalars)
     row[-1].fill_(label)
     # On a GPU the read waits for earlier work. That time belongs to the step or to the enclosing span.
-    with spans.span("reduce") if row.is_cpu else nullcontext():
+    with spans.span("reduce") if row.is_cpu else nullcontext(), report_missing_ranks("reduce_metrics"):
         dist.all_reduce(row)
         *values, labels = row.tolist()
     if labels != ranks * label:
