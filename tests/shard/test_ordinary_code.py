@@ -162,6 +162,15 @@ def accumulation_hooks(strategy: str) -> None:
     check_exact(strategy, layers, before=hook)
 
 
+def hooks_of_several(strategy: str) -> None:
+    for mode in ("all", "any"):
+
+        def hook(model: nn.Module, mode: str = mode) -> None:
+            torch.autograd.graph.register_multi_grad_hook(list(model.parameters()), lambda grads: None, mode=mode)
+
+        check_refused(strategy, layers, "'0.weight' must have no hook of .*multi_grad", after=hook, kind=StepError)
+
+
 def hooks_on_one_rank(strategy: str) -> None:
     def hook(model: nn.Module) -> None:
         if get_dist_info().rank == 0:
@@ -518,6 +527,7 @@ ROWS: dict[str, Callable[[str], None]] = {
     "a subclass of `nn.Parameter`": subclasses,
     "`register_hook` on a parameter": gradient_hooks,
     "`register_post_accumulate_grad_hook` on a parameter": accumulation_hooks,
+    "`torch.autograd.graph.register_multi_grad_hook` on parameters": hooks_of_several,
     "hooks that differ between ranks": hooks_on_one_rank,
     "a backward outside of a step": backwards_by_hand,
     "forward and backward hooks of modules": module_hooks,

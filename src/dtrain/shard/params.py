@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     import torch.distributed.fsdp
 
 _HOOKS = "hooks"
+# The globals of the functions that register_multi_grad_hook registers. They count the gradients of one backward.
+_MULTI_GRAD_HOOKS = vars(torch.autograd.graph)
 # torch stores these attributes itself: the identity of a parameter in FSDP2, and the mark of a DTensor that is a parameter.
 _ATTRIBUTES_OF_TORCH = frozenset({"_fsdp_orig_uid", "_is_param"})
 
@@ -172,10 +174,21 @@ class ParamHooks:
         self._detached: list[tuple[dict[int, Any], dict[int, Any]]] = []
 
     def detach(self, params: Mapping[str, Tensor]) -> None:
-        """Take the user's hooks off ``params``. Mutates: the parameters' hooks."""
+        """Take the user's hooks off ``params``. Mutates: the parameters' hooks.
+
+        Raises:
+            StepError: a hook of ``register_multi_grad_hook``, which runs within a backward only.
+        """
         self.restore()
         self._params = {}
-        for name in names_with_hooks(params):
+        names = names_with_hooks(params)
+        for name in names:
+            if any(getattr(hook, "__globals__", None) is _MULTI_GRAD_HOOKS for hook in _hooks_of(params[name])[0]):
+                raise StepError(
+                    f"step: the parameter {name!r} must have no hook of torch.autograd.graph.register_multi_grad_hook, because "
+                    "a step runs hooks once, after all its backwards. Read all gradients in a `grad` wrapper of a transform."
+                )
+        for name in names:
             param = self._params[name] = params[name]
             for hooks in (param._backward_hooks, param._post_accumulate_grad_hooks):
                 own = {key: hook for key, hook in (hooks or {}).items() if not isinstance(hook, StepHook)}
