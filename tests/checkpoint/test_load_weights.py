@@ -531,3 +531,11 @@ def test_unequal_renames_across_ranks_are_refused(tmp_path, ranks):
     for failed, _, unchanged in ranks(2).run(fail_on_one_rank, str(write_folder(tmp_path, stored())), "rename"):
         assert failed.startswith("CheckpointError: load_weights_: rank 1 and rank 0 see different files in")
         assert unchanged
+
+
+def test_tensors_in_memory_are_refused_with_a_way_to_load_them():
+    net = Net()
+    with pytest.raises(
+        ConfigError, match=r"got tensors in memory \(OrderedDict\)\. Call model\.load_state_dict\(tensors\) before"
+    ):
+        load_weights_(net, net.state_dict())

@@ -337,6 +337,20 @@ def objects_and_views(strategy: str) -> None:
     check_exact(strategy, ChangingViews, blocks=(Viewing,))
 
 
+def plain_state_dicts(strategy: str) -> None:
+    stored = {name: value + 1 for name, value in built(layers).state_dict().items()}
+
+    def load(model: nn.Module) -> None:
+        model.load_state_dict(stored)
+
+    check_exact(strategy, layers, before=load)
+    if strategy == "replicate":
+        check_exact(strategy, layers, after=load)
+    else:
+        with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor"):
+            load(dt.shard_model(built(layers), mesh_for(strategy), strategy=strategy))
+
+
 def shared_memory(strategy: str) -> None:
     def make() -> nn.Module:
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).double()
@@ -541,6 +555,7 @@ ROWS: dict[str, Callable[[str], None]] = {
     "options of the optimizer that differ between ranks": options_of_ranks,
     "a trainable parameter of the loss that is in no state": loss_parameters,
     "a unit that returns objects of your own classes": objects_and_views,
+    "`model.load_state_dict(tensors)`": plain_state_dicts,
     "two parameters, or a parameter and a buffer, in the same memory": shared_memory,
     "a parameter that several modules share, a module that runs several times": tied_and_repeated,
     "transposed weights, `channels_last`": strided,

@@ -109,7 +109,8 @@ def load_weights_(
     Host sync: copies from the host.
 
     Raises:
-        ConfigError: tensors on the meta device or that cannot be written, or a pattern or a name in ``rename`` without match.
+        ConfigError: tensors in memory instead of a path; tensors on the meta device or that cannot be written; a pattern or a
+            name in ``rename`` without match.
         CheckpointError: no weights in ``path``, a pickle, or an unreadable file.
         CorruptCheckpointError: an invalid file; for a step, any byte that does not match its digest.
         CheckpointMismatchError: names, shapes or dtypes that differ; lists the first ten.
@@ -403,6 +404,12 @@ def _add_path_to_errors(path: AnyPath) -> Iterator[None]:
 
 def _resolve_source(source: AnyPath | str) -> AnyPath:
     """Return the absolute path. Links are not resolved, because the name of their target may have no suffix."""
+    if isinstance(source, Mapping):
+        raise ConfigError(
+            f"{_CALLER}: path must be a file, a folder or a URL, got tensors in memory ({type(source).__name__}). Call "
+            "model.load_state_dict(tensors) before shard_model, which copies the values of rank 0 to all ranks, or write a "
+            "file with safetensors.torch.save_file."
+        )
     path = storage.resolve_path(source)
     return path if isinstance(path, storage.RemotePath) else Path(str(source)).absolute()
 
