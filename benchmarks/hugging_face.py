@@ -115,7 +115,7 @@ def generated(layers: int, strategy: Any) -> dict[str, float]:
         model: Any = dt.shard_model(_llama(layers), dt.build_mesh(), strategy=strategy, blocks=(_block(),)).eval()
         ids = torch.randint(VOCAB, (PROMPTS, PROMPT))
         options = {"max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
-        with torch.no_grad():
+        with dt.eval_mode(model):
             model.generate(
                 input_ids=ids, attention_mask=torch.ones_like(ids), **{**options, "max_new_tokens": 1, "min_new_tokens": 1}
             )

@@ -92,14 +92,14 @@ def _type_name(value: object) -> str:
 
 
 def check_params(params: Params, *, sharded: Sequence[str]) -> None:
-    """Refuse a model without parameters, or with meta, complex or gathered parameters.
+    """Refuse a model without parameters, or with meta, complex or whole parameters.
 
     Args:
         params: the model's parameters by clean name.
         sharded: names of the parameters that must be sharded.
 
     Raises:
-        ConfigError: no parameters, parameters on the meta device, complex parameters, or gathered copies instead of shards.
+        ConfigError: no parameters, parameters on the meta device, complex parameters, or whole tensors instead of shards.
     """
     if not params:
         raise ConfigError("init: the model has no parameters. Build its layers before step.init.")
@@ -110,11 +110,12 @@ def check_params(params: Params, *, sharded: Sequence[str]) -> None:
             f"init: {len(meta)} of {len(params)} parameters are on the meta device (first: {meta[0]}). "
             "Call dt.materialize first."
         )
-    gathered = [name for name in sharded if not is_dtensor(params[name])]
-    if gathered:
+    whole = [name for name in sharded if not is_dtensor(params[name])]
+    if whole:
         raise ConfigError(
-            f"init: {len(gathered)} of {len(params)} parameters are gathered copies, left by a forward outside of a step "
-            f"(first: {gathered[0]}). Run that forward under dt.eval_mode(model), and build the optimizer afterwards."
+            f"init: {len(whole)} of {len(params)} parameters are whole tensors in a sharded model (first: {whole[0]}): "
+            "its module was added after shard_model, or dt.unshard_params is open. Build the whole model before shard_model, "
+            "and call step.init outside of dt.unshard_params."
         )
 
 

@@ -206,7 +206,23 @@ def test_init_with_gathered_parameter_copies_is_refused(ranks, strategy):
         if strategy == "replicate":
             assert message == "no error"  # nothing is gathered
             continue
-        assert "are gathered copies" in message
+        assert "are whole tensors in a sharded model" in message
+        assert "dt.unshard_params is open" in message
+
+
+def begun_with_a_late_layer() -> str:
+    net = sharded("full_shard")
+    net.late = nn.Linear(2, 2)
+    try:
+        init_state(net, torch.optim.SGD(net.parameters(), lr=LR))
+    except ConfigError as error:
+        return str(error)
+    return "no error"
+
+
+def test_layer_added_between_shard_model_and_init_is_refused_by_name(ranks):
+    for message in ranks(2).run(begun_with_a_late_layer):
+        assert "are whole tensors in a sharded model (first: late.weight): its module was added after shard_model" in message
 
 
 def one_rank_alone(strategy: str) -> float:

@@ -146,7 +146,7 @@ def evaluated(strategy: str) -> dict[str, object]:
     before = [to_local(p).detach().clone() for p in (*state.params.values(), *means.values())]
     places = [to_local(p).data_ptr() for p in state.params.values()]
     with torch.no_grad():
-        outside = model(batch).sum().item()  # leaves gathered copies of the parameters
+        outside = model(batch).sum().item()
         with use_average(state):
             numbers = [dt.reduce_metrics(dt.evaluate(model, [batch], loss))["loss"]]
             with dt.shard.unshard_params(model):
