@@ -49,7 +49,7 @@ LOOP = """
         run = dt.open_run("run")
         mesh = dt.build_mesh()
         model = dt.shard_model(nn.Linear(4, 1), mesh)
-        data = torch.utils.data.TensorDataset(torch.randn(48, 4))
+        data = torch.utils.data.TensorDataset(torch.ones(48, 4))
         loader = dt.build_loader(data, mesh=mesh, global_batch_size=4, seed=0)
         step = dt.compose_step(lambda model, batch: dt.sum_loss(model(batch[0]).square().sum(1)))
         checkpoints = dt.Checkpointer("ckpt", memory_every="2ba")

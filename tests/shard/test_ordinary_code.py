@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -181,13 +181,21 @@ def hooks_on_one_rank(strategy: str) -> None:
 
 
 def backwards_by_hand(strategy: str) -> None:
-    model = dt.shard_model(built(layers), mesh_for(strategy), strategy=strategy)
-    x, several = batch_of(0).requires_grad_(), get_dist_info().world_size > 1
+    model, alone = dt.shard_model(built(layers), mesh_for(strategy), strategy=strategy), built(layers)
+    x = batch_of(0).requires_grad_()
     torch.autograd.grad(model(x).square().sum(), x)
-    state = dt.compose_step(squares).init(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    with pytest.raises(StepError, match=r"Call dt\.microbatch_step") if several else nullcontext():
-        model(x).square().sum().backward()
-        dt.apply_gradients(state, {})
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in (model, alone)]
+    state = dt.compose_step(squares).init(model, optimizers[0])
+    for net in (model, alone):
+        net(x).square().sum().backward()
+    if strategy == "replicate" and get_dist_info().world_size > 1:
+        with pytest.raises(StepError, match=r"Call dt\.microbatch_step"):
+            dt.apply_gradients(state, {})
+        return
+    dt.apply_gradients(state, {})
+    optimizers[1].step()
+    for (_, mine), param in zip(dt.full_params(state), alone.parameters(), strict=True):
+        torch.testing.assert_close(mine, param, rtol=0, atol=1e-12)
 
 
 def module_hooks(strategy: str) -> None:

@@ -369,6 +369,17 @@ def groups_in_state(state: Any) -> list[Any]:
     return list(getattr(state, "_fsdp_param_groups", None) or filter(None, [state._fsdp_param_group]))
 
 
+@contextmanager
+def averaged_gradients(group: Any) -> Iterator[None]:
+    """Let the group reduce gradients to their mean over ranks in a context. Mutates: ``group``."""
+    # None stands for the number of ranks. With a factor, FSDP2 divides twice if a shard has one rank.
+    before, group.gradient_divide_factor = group.gradient_divide_factor, None
+    try:
+        yield
+    finally:
+        group.gradient_divide_factor = before
+
+
 class UnitForward:
     """Hooks into the forward of one FSDP2 unit, given by its first module, and forwards without computation."""
 

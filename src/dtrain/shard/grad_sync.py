@@ -11,12 +11,11 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from dtrain.dist.init import get_dist_info
-from dtrain.dist.mesh import axis_size
-from dtrain.errors import StepError
 from dtrain.fqn import parameters_by_fqn, unwrap_module
 from dtrain.shard.fsdp2_private import (
     add_end_of_backward_hook,
     add_reduction_hook,
+    averaged_gradients,
     ensure_unsharded_once,
     forbid_double_backward,
     free_reduce_buffer,
@@ -79,8 +78,6 @@ class GradSync:
         self._num_reduced = 0
         if self._fixed_order:
             add_end_of_backward_hook(model, self._reduce_unreached)
-        # FSDP2 reduces after every backward, and a step divides by the global weight.
-        self._num_summed = 1 if spec.mesh is None else spec.mesh.size() // axis_size(spec.mesh, "tp")
         world_size = get_dist_info().world_size
         # A rank must take part in the collectives of each microbatch of the other ranks.
         self.needs_all_microbatches = self._sharded and spec.strategy != "replicate" and world_size > 1
@@ -398,13 +395,11 @@ class GradSync:
             # The hooks belong to the sharded parameters, and the model has the unsharded ones now.
             self.reshard()
             raise_hooks_outside_of_step(self._model)
-        elif present and self._num_summed > 1 and not self.copies.step_runs:
-            reset_iteration(self._model)
-            raise StepError(
-                f"backward: gradients of a model under strategy={self._spec.strategy!r} must come from a step, got a backward "
-                f"outside of a step, whose gradients would be sums over {self._num_summed} ranks. Call dt.microbatch_step. "
-                "Gradients of inputs (torch.autograd.grad) are allowed."
-            )
+        elif not self.copies.step_runs:
+            # The mean over ranks, as without dtrain. A step divides sums by the global weight.
+            with averaged_gradients(self._groups[index]):
+                reduce(self._within_replica)
+            return
         reduce(self._within_replica)
 
 

@@ -183,8 +183,9 @@ def current_params(model: nn.Module) -> Iterator[None]:
     groups = fsdp_param_groups(model)
     reshard(model, groups)
     grad_sync = unwrap_module(model).__dict__.get(GRAD_SYNC_ATTRIBUTE)
-    copies = GatheredCopies(nn.Identity()) if grad_sync is None else grad_sync.copies
-    copies.holders += 1
+    copies = None if grad_sync is None else grad_sync.copies
+    if copies is not None:
+        copies.holders += 1
     try:
         yield
     except BaseException:
@@ -192,7 +193,8 @@ def current_params(model: nn.Module) -> Iterator[None]:
         reshard_groups(groups)
         raise
     finally:
-        copies.holders -= 1
+        if copies is not None:
+            copies.holders -= 1
     reshard(model, groups)
 
 
