@@ -286,7 +286,7 @@ NO_ROOM = """
 
     with dt.init_dist() as info:
         model = dt.shard_model(nn.Linear(4, 4), dt.build_mesh())
-        loader = dt.build_loader(torch.randn(16, 4), mesh=dt.build_mesh(), global_batch_size=4, seed=0, collate=torch.stack)
+        loader = dt.build_loader(torch.ones(16, 4), mesh=dt.build_mesh(), global_batch_size=4, seed=0, collate=torch.stack)
         step = dt.compose_step(lambda model, batch: dt.sum_loss(model(batch).sum(1)))
         checkpoints = dt.Checkpointer("ckpt", memory_every=1)
         state = step.init(model, torch.optim.SGD(model.parameters(), lr=0.1), loader=loader)
