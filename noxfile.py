@@ -11,8 +11,8 @@ nox.options.default_venv_backend = "virtualenv"
 
 # A thread for each process, as there are as many processes as cores. Bytecode is kept: tests start thousands of processes.
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": ""}
-# Six workers on two cores, as many tests wait. The tests of a file run on one worker.
-SIDE_BY_SIDE = ("-n", "6", "--dist", "loadfile", "--no-loadscope-reorder")
+# Five workers on two cores, as many tests wait. The tests of a file run on one worker.
+SIDE_BY_SIDE = ("-n", "5", "--dist", "loadfile", "--no-loadscope-reorder")
 CORE = ("tests/step", "tests/shard", "tests/checkpoint", "tests/data", "tests/battery", "tests/launch/spawn", "tests/cli")
 
 

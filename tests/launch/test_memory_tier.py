@@ -211,7 +211,7 @@ def test_a_job_goes_on_with_fewer_nodes_and_takes_back_the_lost_one(start, port,
         where = place(port, node, f"{nodes - 1}:{nodes}")
         return start(loop(FEWER.strip()), deaths, n=1, options=[*where, "--max-restarts", "3", *timeout], **settings)
 
-    timeout = ["--replace-timeout", "1", "--grace", "0.5"]
+    timeout = ["--replace-timeout", "10", "--grace", "0.5"]
     with open(tmp_path / "err-0", "w") as err:
         jobs = [launch(node, **({"stderr": err} if node == 0 else {})) for node in range(nodes)]
     jobs[0].wait_for(*(f"ready-{rank}" for rank in range(nodes)))

@@ -28,7 +28,7 @@ REPEATED_SIGNAL_S = 0.3
 # The rank that failed first may still run its exit handlers when a peer fails.
 _FAILURE_COLLECT_S = 0.5
 # A rank that has left ``init_dist``, and so its peers, may still run its exit handlers. On a busy machine they take seconds.
-_LEAVING_S = 5.0
+_LEAVING_S = 10.0
 # The ranks of this node have only lost a connection. The cause may be another node, and a silent node is found after
 # ``DEFAULT_SILENCE_S``, at its next missing heartbeat.
 NODE_NEWS_S = DEFAULT_SILENCE_S + 3.0
