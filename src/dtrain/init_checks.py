@@ -198,7 +198,7 @@ def check_no_new_in_model(
         params: parameters of the state by clean name.
         model: model of the state.
         caller: function named in the error.
-        gathered: unsharded copies, which stand in the place of their parameters after a forward outside of a step.
+        gathered: unsharded copies, which stand in the place of their parameters while they are gathered.
         frozen_ok: if True, frozen parameters may be new.
 
     Raises:

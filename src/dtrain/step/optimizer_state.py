@@ -407,10 +407,10 @@ def _raise_if_different(
     for (path, key), by_rank in values.items():
         others = [rank for rank in range(len(gathered)) if rank in by_rank or not key]
         other = _first_other([by_rank.get(rank) for rank in others])
-        if other is not None and " of group " in path:
-            _raise_option(path, by_rank, "/".join(dict.fromkeys(type(state.optimizer).__name__ for state in states)), caller)
         if other is not None:
             names = "/".join(dict.fromkeys(type(state.optimizer).__name__ for state in states))
+            if " of group " in path:
+                _raise_option(path, by_rank, names, caller)
             raise DesyncError(
                 f"{caller}: optimizer state {path} of {names} must be equal on all ranks or a DTensor, but rank "
                 f"{others[other]} has another value than rank {others[0]}, and a checkpoint holds one. Build the optimizer on "

@@ -32,7 +32,6 @@ from dtrain.errors import ConfigError, DtrainError, OutOfMemoryError
 from dtrain.fqn import modules_by_fqn
 from dtrain.memory.device_memory import is_out_of_memory
 from dtrain.shard.buffers import restore_buffers
-from dtrain.shard.fsdp2_private import fsdp_param_groups, unsharded_params
 from dtrain.shard.grad_sync import grad_sync_of
 from dtrain.shard.unshard import eval_mode
 from dtrain.state import TrainState
@@ -120,7 +119,7 @@ def warn_if_untrained(loss: LossSum, caller: str, *, state: TrainState) -> None:
     if not leaves:
         return
     for model in (state.model, *grad_sync_of(state.model).units.other_sharded_models()):
-        for copy in (copy for group in fsdp_param_groups(model) for copy in unsharded_params(group)):
+        for copy in grad_sync_of(model).unsharded_params():
             leaves.pop(id(copy), None)
     if leaves:
         shape, count = tuple(next(iter(leaves.values())).shape), format_count(len(leaves), "trainable parameter")

@@ -17,7 +17,7 @@ from dtrain.errors import StepError
 from dtrain.init_checks import check_no_new_in_model, check_no_new_in_optimizer
 from dtrain.schedules.clock import Clock, EpochPosition
 from dtrain.schedules.durations import Duration
-from dtrain.shard.fsdp2_private import fsdp_param_groups, unsharded_params
+from dtrain.shard.grad_sync import grad_sync_of
 from dtrain.state import TrainState, check_block_open
 from dtrain.typing import Batch
 
@@ -101,8 +101,7 @@ def find_new_params(state: TrainState, caller: str) -> None:
 def check_all_params(state: TrainState, caller: str, *, frozen_ok: bool = False) -> None:
     """Refuse parameters that the model or the optimizer got after ``step.init``; see ``check_no_new_in_model``."""
     check_no_new_in_optimizer(state.params, state.model, state.optimizer, caller=caller)
-    # A forward outside of a step leaves unsharded copies in the place of parameters.
-    gathered = [copy for group in fsdp_param_groups(state.model) for copy in unsharded_params(group)]
+    gathered = grad_sync_of(state.model).unsharded_params()
     check_no_new_in_model(state.params, state.model, caller=caller, gathered=gathered, frozen_ok=frozen_ok)
 
 
