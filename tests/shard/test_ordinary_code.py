@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -449,6 +450,35 @@ def added_later(strategy: str) -> None:
     trained_on(lambda model: model.__setitem__(2, nn.Linear(4, 2).double()))
 
 
+def frozen_on_one_rank(strategy: str) -> None:
+    model = dt.shard_model(built(layers), mesh_for(strategy), strategy=strategy)
+    step = dt.compose_step(squares)
+    state, _ = step(step.init(model, torch.optim.SGD(model.parameters(), lr=0.1)), batch_of(0))
+    model[2].bias.requires_grad_(get_dist_info().rank == 0)
+    if get_dist_info().world_size == 1:
+        step(state, batch_of(1))
+        return
+    with pytest.raises(StepError, match=r"'2\.bias' must be trainable on all ranks or on none, got ranks \[0\] alone"):
+        step(state, batch_of(1))
+
+
+def accumulated_by_hand(strategy: str) -> None:
+    model = dt.shard_model(built(layers), mesh_for(strategy), strategy=strategy)
+    state = dt.compose_step(squares).init(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    state, _ = dt.microbatch_step(state, batch_of(0), loss_fn=squares)
+    with pytest.warns(UserWarning, match=r"microbatch_step drops the gradient of an earlier batch, which no update applied"):
+        state, _ = dt.microbatch_step(state, batch_of(1), loss_fn=squares)
+    state.drop_gradients()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        state, metrics = dt.microbatch_step(state, batch_of(2), loss_fn=squares)
+        # A second gradient of one batch, as in sharpness-aware minimization.
+        state.drop_gradients()
+        state, metrics = dt.microbatch_step(state, batch_of(2), loss_fn=squares)
+        state, _ = dt.optimizer_step(state, metrics)
+        dt.microbatch_step(state, batch_of(3), loss_fn=squares)
+
+
 class Complex(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -561,6 +591,8 @@ ROWS: dict[str, Callable[[str], None]] = {
     "a penalty on weights in the loss": penalty,
     "a `LossSum.weight` with a graph": weight_with_graph,
     "options of the optimizer that differ between ranks": options_of_ranks,
+    "parameters that are trainable on some ranks only": frozen_on_one_rank,
+    "two calls of `microbatch_step` before an update": accumulated_by_hand,
     "a trainable parameter of the loss that is in no state": loss_parameters,
     "a unit that returns objects of your own classes": objects_and_views,
     "`model.load_state_dict(tensors)`": plain_state_dicts,

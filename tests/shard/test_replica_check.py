@@ -74,7 +74,7 @@ def cases_of_two(folder):
 
 def test_replicas_that_differ_raise_in_the_next_step_or_at_the_save(ranks, tmp_path):
     for outcomes in ranks(2).run(cases_of_two, str(tmp_path)):
-        text = "{}: step {}: '{}' must be equal on all ranks, got a different value on rank 1 than on rank 0. "
+        text = "{}: step {}: '{}' must be equal on all ranks, got a different value on ranks [1] than on ranks [0]. "
         for case, caller, step, name in (
             ("replicate", "step", 1, "first.weight"),
             ("full_shard, whole", "step", 1, "temperature"),
@@ -106,12 +106,15 @@ def cases_of_four():
 def test_four_ranks_name_the_ranks_that_differ(ranks):
     for outcomes in ranks(4).run(cases_of_four):
         for case, where in (
-            ("replicate [3]", "'last.bias' must be equal on all ranks, got a different value on rank 3 than on ranks 0..2"),
-            ("replicate [2, 3]", "got a different value on ranks 2..3 than on ranks 0..1"),
-            ("replicate [1, 2]", "got a different value on ranks 1..2 than on ranks 0, 3"),
-            ("hybrid_shard", "'first.weight' must be equal on all ranks, got a different value on rank 3 than on rank 1"),
-            ("hybrid_shard, whole", "'temperature' must be equal on all ranks, got a different value on rank 1 than on"),
-            ("tp", "'last.bias' must be equal on all ranks, got a different value on rank 3 than on rank 2"),
+            (
+                "replicate [3]",
+                "'last.bias' must be equal on all ranks, got a different value on ranks [3] than on ranks [0, 1, 2]",
+            ),
+            ("replicate [2, 3]", "got a different value on ranks [2, 3] than on ranks [0, 1]"),
+            ("replicate [1, 2]", "got a different value on ranks [1, 2] than on ranks [0, 3]"),
+            ("hybrid_shard", "'first.weight' must be equal on all ranks, got a different value on ranks [3] than on ranks [1]"),
+            ("hybrid_shard, whole", "'temperature' must be equal on all ranks, got a different value on ranks [1] than on"),
+            ("tp", "'last.bias' must be equal on all ranks, got a different value on ranks [3] than on ranks [2]"),
         ):
             assert where in outcomes[case][1], (case, outcomes[case])
         assert outcomes["equal"] == outcomes["tp, equal"] == [6, "nothing"]

@@ -11,10 +11,10 @@ show a fault, or a difference that needs the values of each rank, the ranks gath
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from enum import IntFlag
 from functools import lru_cache
-from typing import NamedTuple, TypeVar, cast
+from typing import NamedTuple, NoReturn, TypeVar, cast
 
 import torch
 
@@ -22,6 +22,7 @@ from dtrain.dist.batch_info import BATCH_INDEX_BITS, DATA_HASH_SHIFT, BatchInfo
 from dtrain.dist.collectives import all_gather_json, all_gather_numbers, reduce_record
 from dtrain.dist.context import current_context
 from dtrain.dist.control_protocol import RowSpec
+from dtrain.dist.incident_protocol import format_ranks
 from dtrain.dist.rng import derive_seed, hash_rng_state
 from dtrain.errors import NonFiniteError, PeerError, StepError
 from dtrain.launch import heartbeats
@@ -31,7 +32,7 @@ from dtrain.schedules.clock import EpochPosition
 class ForwardRecord(NamedTuple):
     """Record that a rank sends before forward, as float64; also the sums, minima or maxima of the records of all ranks.
 
-    ``sync_before_forward`` sets the fields ``batch_code``, ``has_error``, ``loss_terms_hash`` and ``stop_signal``.
+    ``sync_before_forward`` sets the fields from ``batch_code`` on.
 
     Args:
         samples: local samples.
@@ -50,6 +51,7 @@ class ForwardRecord(NamedTuple):
         batch_code: position of the batch, ``BatchInfo.encode``; 0 if no loader returned the batch.
         has_error: 1 if the rank could not use its batch.
         loss_terms_hash: hash of the names of the loss terms.
+        trainable_hash: hash of the names of the trainable parameters.
         stop_signal: signal that asked the rank to stop, 0 without a signal.
     """
 
@@ -66,6 +68,7 @@ class ForwardRecord(NamedTuple):
     batch_code: float = 0
     has_error: float = 0
     loss_terms_hash: float = 0
+    trainable_hash: float = 0
     stop_signal: float = 0
 
 
@@ -124,6 +127,8 @@ def sync_before_forward(
     error: Exception | None = None,
     batch_info: BatchInfo | None = None,
     loss_terms: Sequence[str] = (),
+    trainable: Iterable[str] = (),
+    trainable_digest: int = 0,
     nonfinite_limit: int = 0,
     ranks_per_batch: int = 1,
     run_key: int = 0,
@@ -136,19 +141,21 @@ def sync_before_forward(
         error: error of this rank's batch. This rank raises the error, and the other ranks raise ``PeerError``.
         batch_info: info of this rank's batch, None if no loader returned the batch.
         loss_terms: names of the loss terms that this rank has declared weights for.
+        trainable: names of the trainable parameters, for the error of ranks with different ones.
+        trainable_digest: hash of ``trainable``, below 2**63.
         nonfinite_limit: number of losses in a row that are not finite, and are too many, for the message.
         ranks_per_batch: number of consecutive ranks that share a batch, which is counted once.
         run_key: identity of the run, for several runs that train in turns.
         step: step of the run, the same for a repeated attempt.
 
     Mutates: the preemption state of this process (see ``Preemption``); the status of ``batch_info``.
-    Collective: one record of fourteen numbers; on several nodes one exchange more if the ranks differ.
+    Collective: one record of fifteen numbers; on several nodes one exchange more if the ranks differ.
 
     Raises:
         PeerError: another rank passed an ``error``.
         NonFiniteError: some rank has seen too many losses that are not finite; on all ranks.
-        StepError: no rank has a sample, ranks disagree about the end of the epoch or about the loss terms, ranks that share a
-            batch have different batches, or an earlier step had no weight; on all ranks.
+        StepError: no rank has a sample, ranks disagree about the end of the epoch, the loss terms or the trainable
+            parameters, ranks that share a batch have different batches, or an earlier step had no weight; on all ranks.
     """
     heartbeats.heartbeat("step")
     context = current_context()
@@ -167,6 +174,7 @@ def sync_before_forward(
         batch_code=batch_code,
         has_error=error is not None,
         loss_terms_hash=_hash_values(*loss_terms),
+        trainable_hash=trainable_digest % 2**52,
         stop_signal=stop,
     )
     summary, rows = reduce_record(record, _forward_spec(ranks_per_batch))
@@ -184,6 +192,8 @@ def sync_before_forward(
         _check_batches(records, ranks_per_batch)
     else:
         position = _agree_position([low.batch_code], batch_info)
+    if low.trainable_hash != high.trainable_hash:
+        _raise_trainable_differ(trainable)
     several_batches = summary.ranks > ranks_per_batch
     return StepCounts(
         # The ranks of a batch have counted the same samples.
@@ -381,6 +391,17 @@ def _raise_reported_errors(records: Sequence[ForwardRecord], nonfinite_limit: in
     raise StepError(
         "step: an earlier step had weight 0 on all ranks together, or a weight that differs from batch_spec.weight, so its "
         "mean loss is undefined. Look for masked batches."
+    )
+
+
+def _raise_trainable_differ(trainable: Iterable[str]) -> NoReturn:
+    """Name the first parameter that is trainable on some ranks only. Collective: one exchange of JSON."""
+    by_rank = [set(names) for names in cast("list[list[str]]", all_gather_json(list(trainable), caller="step"))]
+    name = min(set.union(*by_rank) - set.intersection(*by_rank))
+    ranks = [rank for rank, names in enumerate(by_rank) if name in names]
+    raise StepError(
+        f"step: the parameter {name!r} must be trainable on all ranks or on none, got ranks {format_ranks(ranks)} alone. "
+        "Call requires_grad_ alike on all ranks: the reduction of its gradient would wait for the other ranks."
     )
 
 

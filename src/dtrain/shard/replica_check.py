@@ -18,7 +18,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -27,6 +26,7 @@ from torch import Tensor, nn
 from dtrain import spans
 from dtrain.dist.collectives import all_gather_json
 from dtrain.dist.dtensor import is_dtensor, shard_box, to_local
+from dtrain.dist.incident_protocol import format_ranks
 from dtrain.dist.init import get_dist_info
 from dtrain.errors import DesyncError, StepError
 from dtrain.memory.device_memory import is_out_of_memory
@@ -117,24 +117,16 @@ def raise_first_difference(caller: str, step: int, gathered: Sequence[Any]) -> N
         return
     name, values = next(iter(differing.items()))
     (majority, _), *_ = Counter(values[rank] for rank in sorted(values)).most_common()
-    minority_ranks = [rank for rank in sorted(values) if values[rank] != majority]
-    majority_ranks = [rank for rank in sorted(values) if values[rank] == majority]
-    spans.record_event("desync", step=step, tensor=name, ranks=minority_ranks)
+    minority = [rank for rank in sorted(values) if values[rank] != majority]
+    others = [rank for rank in sorted(values) if values[rank] == majority]
+    spans.record_event("desync", step=step, tensor=name, ranks=minority)
     parts = len({key for key, _ in by_entry})
     raise DesyncError(
-        f"{caller}: step {step}: {name!r} must be equal on all ranks, got a different value on "
-        f"{format_ranks(minority_ranks)} than on {format_ranks(majority_ranks)}. {len(differing)} of {parts} parts differ. "
+        f"{caller}: step {step}: {name!r} must be equal on all ranks, got a different value on ranks "
+        f"{format_ranks(minority)} than on ranks {format_ranks(others)}. {len(differing)} of {parts} parts differ. "
         "Look for code that runs on some ranks only, for random numbers of global generators (dt.step.random_like draws "
         "equal numbers) or for a faulty device, and resume from an earlier checkpoint."
     )
-
-
-def format_ranks(ranks: Sequence[int]) -> str:
-    """Format ranks as text: ``rank 3``, ``ranks 0..2, 5``."""
-    starts = [0, *(index + 1 for index, (rank, after) in enumerate(pairwise(ranks)) if after != rank + 1), len(ranks)]
-    runs = [(ranks[start], ranks[stop - 1]) for start, stop in pairwise(starts)]
-    text = ", ".join(str(first) if first == last else f"{first}..{last}" for first, last in runs[:8])
-    return f"rank{'s' if len(ranks) > 1 else ''} {text}{', ...' if len(runs) > 8 else ''}"
 
 
 @dataclass(slots=True, eq=False)

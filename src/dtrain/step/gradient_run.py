@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from dtrain import spans
-from dtrain.arguments import format_error_line
+from dtrain.arguments import format_error_line, warn
+from dtrain.data.batch import get_batch_infos
 from dtrain.dist.collective_replay import EQUAL_MICROBATCHES_ADVICE, CheckedGuard, check_collectives
 from dtrain.dist.incident import report_missing_ranks
 from dtrain.dist.init import get_dist_info
@@ -101,6 +102,9 @@ def run_gradient(
     entered = spans.begin_step_once()
     watch: BatchWatch | None = None
     try:
+        # The inner functions of a composed step may run several times in a step.
+        if entered and isinstance(state, TrainState) and state._step_counts is not None:
+            state = _begin_again(state, batch, caller)
         run = _begin_run(state, batch, caller)
         error: Exception | None = None
         try:
@@ -135,6 +139,23 @@ def run_gradient(
             watch.record(state)
         if entered:
             spans.end("step")
+
+
+def _begin_again(state: TrainState, batch: Batch, caller: str) -> TrainState:
+    """Return the state for a further gradient before the update: at the position of ``batch`` if it is another batch.
+
+    Warn if the loop has not dropped the gradients of the call before, which would be lost.
+    """
+    if any([param.grad is not None for param in state._trainable.values()]):  # noqa: C419
+        warn(
+            f"{caller} drops the gradient of an earlier batch, which no update applied. To accumulate gradients, join the "
+            "batches and pass microbatch_size. To skip an update, or for a second gradient of a batch, call "
+            "state.drop_gradients() before."
+        )
+    before = state._step_batch
+    if before is None or before.statuses == tuple(info.status for info in get_batch_infos(batch)):
+        return state
+    return begin_step(state._replace(_step_batch=None, clock=before.clock_before), batch)
 
 
 def _begin_run(state: TrainState, batch: Batch, caller: str) -> GradientRun:
@@ -239,6 +260,8 @@ class GradientRun:
             error=error,
             batch_info=state._step_batch.info if state._step_batch is not None else None,
             loss_terms=list(self.weights),
+            trainable=state._trainable,
+            trainable_digest=state._trainable_digest,
             nonfinite_limit=monitor.nonfinite_losses.limit or 0,
             ranks_per_batch=spec.ranks_per_batch,
             run_key=id(state._run_context),

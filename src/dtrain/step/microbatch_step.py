@@ -53,9 +53,9 @@ def microbatch_step(
     Returns:
         ``state`` with the counts that ranks agreed on, and metrics ``loss``, the terms and ``aux``, as local sums.
 
-    Mutates: ``.grad`` of the parameters; earlier gradients are dropped. Gradient hooks of parameters run once, on the mean
-    gradient. Buffers that the model's forward changes, which are
-    then synchronized across ranks as ``shard_model(buffers=...)`` says.
+    Mutates: ``.grad`` of the parameters; earlier gradients are dropped, with a warning if they are those of a call since the
+    last update. Gradient hooks of parameters run once, on the mean gradient. Buffers that the model's forward changes, which
+    are then synchronized across ranks as ``shard_model(buffers=...)`` says.
     Collective: one record before forward, and for a sharded model on several ranks one after backward;
     the model's own gathers; in the first step of a sharded model one record per unit, which compares the order of units; with
     several sharded models, records per unit in each step in which ranks have different numbers of microbatches; one
@@ -81,9 +81,9 @@ def microbatch_step(
         NonFiniteError: the losses of ten steps in a row were infinite or NaN on some rank. All ranks raise, in a later step,
             because nothing waits for the device. ``dt.transforms.nonfinite`` changes the number, or stops the check.
         StepError: no rank has a sample, no parameter got a gradient, a forward wrote a parameter and the write would be lost or
-            differ between ranks, gradient hooks differ between ranks, ranks ran different units or have weights of different
-            terms, or the global weight is zero. On a GPU the weight reaches the host late: the gradient of such a step is zero,
-            and the next step raises.
+            differ between ranks, gradient hooks differ between ranks, ranks have different trainable parameters, ran different
+            units or have weights of different terms, or the global weight is zero. On a GPU the weight reaches the host late:
+            the gradient of such a step is zero, and the next step raises.
     """
 
     def prepare() -> tuple[Microbatches, Mapping[str, Tensor | float]]:

@@ -27,11 +27,12 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from dtrain.arguments import format_error_line, warn
 from dtrain.dist.collectives import all_gather_json, all_gather_numbers, raise_if_any_failed
 from dtrain.dist.dtensor import is_dtensor, shard_box
+from dtrain.dist.incident_protocol import format_ranks
 from dtrain.dist.init import get_dist_info
 from dtrain.dist.rng import derive_seed
 from dtrain.errors import ConfigError, DesyncError, DtrainError
 from dtrain.memory.device_memory import is_out_of_memory
-from dtrain.shard.replica_check import ReplicatedEntry, format_ranks, hash_tensors, replicated_entries, wraps_tensors
+from dtrain.shard.replica_check import ReplicatedEntry, hash_tensors, replicated_entries, wraps_tensors
 from dtrain.state import TrainState
 
 # These options choose the implementation of a step, not its result. They may differ after a resume on another machine.
@@ -106,7 +107,7 @@ def _raise_option(path: str, by_rank: Mapping[int, str], optimizer: str, caller:
     ranks: dict[str, list[int]] = {}
     for rank, text in by_rank.items():
         ranks.setdefault(text, []).append(rank)
-    values = " and ".join(f"{text} on {format_ranks(same)}" for text, same in list(ranks.items())[:3])
+    values = " and ".join(f"{text} on ranks {format_ranks(same)}" for text, same in list(ranks.items())[:3])
     raise DesyncError(
         f"{caller}: the option {path} of {optimizer} must be equal on all ranks, got {values}. Set it from values that all "
         "ranks share: a scheduler such as ReduceLROnPlateau from dt.reduce_metrics(metrics)['loss'], not from this rank's loss."
