@@ -69,6 +69,9 @@ def loss_of(come_to: Callable[[str], None]) -> dt.typing.LossFn:
     return dt.mean_loss(mean, weight=len)
 
 
+LOSS = loss_of(lambda _: None)
+
+
 class Run:
     """A run whose loop is interrupted at each of some places, (where in the body, batches before), and run again."""
 
@@ -211,6 +214,28 @@ def test_skip_omits_the_interrupted_batch():
         run.cell()
     run.loader.skip(0)
     assert run.to_the_end()[0] == whole[:3] + whole[4:]
+
+
+def test_update_that_a_loop_by_hand_leaves_out_uses_up_its_batch(tmp_path):
+    def begun() -> tuple[dt.data.Loader, dt.TrainState]:
+        loader, model = loader_of("map"), nn.Linear(1, 1)
+        state = dt.compose_step(LOSS).init(model, torch.optim.SGD(model.parameters(), lr=0.1), loader=loader)
+        return loader, state
+
+    loader, state = begun()
+    batches = loader.until(LENGTH)
+    state, _ = dt.microbatch_step(state, next(batches), loss_fn=LOSS)
+    state.drop_gradients()
+    second = next(batches)
+    state, metrics = dt.microbatch_step(state, second, loss_fn=LOSS)
+    state, _ = dt.optimizer_step(state, metrics)
+    dt.save_sharded(tmp_path, state)
+    assert (state.step, state.clock.samples) == (1, 4)
+    expected = next(batches).tolist()
+
+    loader, state = begun()
+    dt.load_sharded(tmp_path, state)
+    assert next(loader.until(LENGTH)).tolist() == expected
 
 
 def test_first_step_consumes_a_batch_shared_by_two_states():

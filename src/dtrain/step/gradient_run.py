@@ -144,18 +144,18 @@ def run_gradient(
 def _begin_again(state: TrainState, batch: Batch, caller: str) -> TrainState:
     """Return the state for a further gradient before the update: at the position of ``batch`` if it is another batch.
 
-    Warn if the loop has not dropped the gradients of the call before, which would be lost.
+    Warn if the gradient of another batch would be lost.
     """
+    before, infos = state._step_batch, get_batch_infos(batch)
+    origin = None if before is None else before.info
+    if origin is not None and any(info.loader is origin.loader and info.begin == origin.begin for info in infos):
+        return state
     if any([param.grad is not None for param in state._trainable.values()]):  # noqa: C419
         warn(
             f"{caller} drops the gradient of an earlier batch, which no update applied. To accumulate gradients, join the "
-            "batches and pass microbatch_size. To skip an update, or for a second gradient of a batch, call "
-            "state.drop_gradients() before."
+            "batches and pass microbatch_size. To skip an update, call state.drop_gradients() before."
         )
-    before = state._step_batch
-    if before is None or before.statuses == tuple(info.status for info in get_batch_infos(batch)):
-        return state
-    return begin_step(state._replace(_step_batch=None, clock=before.clock_before), batch)
+    return state if before is None else begin_step(state._replace(_step_batch=None, clock=before.clock_before), batch)
 
 
 def _begin_run(state: TrainState, batch: Batch, caller: str) -> GradientRun:
