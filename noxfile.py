@@ -101,7 +101,7 @@ def package(session: nox.Session) -> None:
     """Build the sdist, and the wheel from it. Where nothing else is installed, try the wheel, and run tests of the sdist."""
     folder = Path(session.create_tmp()).resolve()  # a path that holds in another folder, too
     shutil.rmtree(folder / "dist", ignore_errors=True)
-    # The session's environment is new, and holds what the build needs alone. An environment for each build would fetch it twice.
+    # The environment is new, and holds the build alone. An environment for each build would fetch the same packages twice.
     install(session, *nox.project.load_toml("pyproject.toml")["build-system"]["requires"], "build")
     session.run("python", "-m", "build", "--no-isolation", "--outdir", str(folder / "dist"))
     (wheel,), (sdist,) = (list((folder / "dist").glob(ending)) for ending in ("*.whl", "*.tar.gz"))
