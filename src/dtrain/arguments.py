@@ -72,7 +72,7 @@ def _describe_arguments(caller: str, signature: inspect.Signature, args: Sequenc
     foreign = FOREIGN_ARGUMENTS.get({"save": "save_sharded", "load": "load_sharded"}.get(caller, caller), {})
     parameters = [p for p in signature.parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     takes_any_number = len(parameters) < len(signature.parameters)
-    names = [parameter.name for parameter in parameters if parameter.name != "self"]
+    names = [p.name for p in parameters if p.name != "self" and not p.name.startswith("_")]
     by_position = [p.name for p in parameters if p.kind is not p.KEYWORD_ONLY]
     filled = {*by_position[: len(args)], *kwargs}
     missing = [p.name for p in parameters if p.default is p.empty and p.name not in filled]

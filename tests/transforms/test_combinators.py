@@ -1,6 +1,7 @@
 """Combinators: the steps and parameters of a wrapped transform, and the arguments of a batch function."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -13,8 +14,9 @@ from dtrain.dist.rng import generator
 from dtrain.errors import ConfigError
 from dtrain.schedules.clock import Clock
 from dtrain.schedules.durations import RunLength
+from dtrain.step.normalization import make_metric
 from dtrain.step.transform import Transform, make_step_context
-from dtrain.transforms.combinators import between, every, masked, on_batch
+from dtrain.transforms.combinators import between, every, masked, named, on_batch
 from origins import placed, places
 
 BATCH = torch.arange(12.0).reshape(4, 3) / 12
@@ -271,6 +273,11 @@ def test_invalid_mask_type_is_refused(where):
         (lambda: between(False, 5, dt.transforms.ema(0.5)), "needs a whole number of ba, got False ba"),
         (lambda: between(0, 5, None), "between: needs a Transform, got None"),
         (lambda: masked(dt.transforms.clip_by_norm, "0.*"), "masked: got the function clip_by_norm"),
+        (lambda: named("slow", dt.transforms.ema), "named: got the function ema"),
+        (lambda: named(dt.transforms.ema(0.5), "slow"), "named: needs a Transform, got 'slow'"),
+        (lambda: named("a b", dt.transforms.ema(0.5)), "named: name must be letters, digits and underscores, got 'a b'"),
+        (lambda: named("more", dt.auto_microbatch()), "named: transform must be .*, got 'auto_microbatch'. List"),
+        (lambda: named("more", dt.transforms.scale_lr(0.5)), "named: transform must be .*, got 'scale_lr'. Give .* schedule"),
         (lambda: on_batch(None, name="x"), r"on_batch: fn must be a function \(batch, generator\) -> batch, got None"),
         (lambda: on_batch(lambda b, g: b, name="a b"), "name must be letters, digits and underscores, got 'a b'"),
     ],
@@ -382,3 +389,150 @@ def test_a_batch_function_that_fails_on_one_rank_raises_on_all(ranks):
     answers = ranks(2).run(batch_method_that_fails, 1)
     assert answers[1] == ["ValueError", "no partner for this sample"]
     assert answers[0] == ["PeerError", "step: rank 1 could not use its batch (1 of 2 ranks). See the error of that rank."]
+
+
+def averages(state: dt.TrainState) -> dict[str, torch.Tensor]:
+    return {name: flat(content["params"].values()) for name, content in state.transform_states.items() if "params" in content}
+
+
+def flat(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([tensor.detach().flatten() for tensor in tensors])
+
+
+def state_after(transforms: list[Transform], steps: int = 3) -> dt.TrainState:
+    step = dt.compose_step(LOSS, transforms)
+    state = begin(step)
+    for _ in range(steps):
+        state, _ = step(state, BATCH)
+    return state
+
+
+FAST, SLOW = dt.transforms.ema(0.5), dt.transforms.ema(0.9)
+
+
+@pytest.mark.parametrize(
+    "transforms",
+    [
+        pytest.param([FAST, named("slow", SLOW)], id="the second"),
+        pytest.param([named("slow", SLOW), FAST], id="the first"),
+        pytest.param([named("slow", named("other", SLOW)), FAST], id="twice"),
+        pytest.param([named("slow", replace(SLOW, name="other")), FAST], id="after replace"),
+        pytest.param([named("ema", named("slow", FAST)), named("slow", SLOW)], id="exchanged"),
+        pytest.param([every(1, FAST), every(1, named("slow", SLOW))], id="inside of every"),
+        pytest.param([FAST, named("slow", masked(every(1, SLOW), "**"))], id="around every and masked"),
+    ],
+)
+def test_named_average_equals_the_average_alone(transforms):
+    state = state_after(transforms)
+    assert list(state.transform_states) == [transform.name for transform in transforms]
+    fast, slow = (averages(state_after([each]))["ema"] for each in (FAST, SLOW))
+    torch.testing.assert_close(averages(state), {"ema": fast, "slow": slow}, rtol=0, atol=0)
+    with dt.transforms.use_average(state, "slow"):
+        torch.testing.assert_close(flat(state.params.values()), slow, rtol=0, atol=0)
+
+
+def test_named_transforms_are_saved_and_resumed_by_name(tmp_path):
+    step = dt.compose_step(LOSS, [FAST, named("slow", SLOW)])
+    state = state_after([FAST, named("slow", SLOW)], 3)
+    dt.save_sharded(tmp_path, state)
+    whole = averages(step(state, BATCH)[0])
+    loaded = dt.load_sharded(tmp_path, begin(step))
+    torch.testing.assert_close(averages(step(loaded, BATCH)[0]), whole, rtol=0, atol=0)
+
+
+def test_named_batch_function_has_its_own_random_numbers():
+    drawn: dict[str, list[float]] = {"first": [], "second": []}
+
+    def draw(name, batch, generator):
+        drawn[name].append(torch.rand((), generator=generator).item())
+        return batch
+
+    first, second = (on_batch(partial(draw, name), name="noise") for name in drawn)
+    state = state_after([first, named("more_noise", second)], 2)
+    assert state.seed == 0
+    assert len({*drawn["first"], *drawn["second"]}) == 4
+
+
+def test_named_loss_wrapper_sees_its_state():
+    seen: list = []
+
+    def transform(value: int) -> Transform:
+        def loss(inner, context):
+            seen.append((context.state.transform_states["mine"]["value"], context.generator.initial_seed()))
+            return inner
+
+        return Transform(name="mine", init=lambda state: {"value": value}, loss=loss)
+
+    state_after([transform(1), named("second", transform(2))], 1)
+    assert sorted(value for value, _ in seen) == [1, 2]
+    assert len({seed for _, seed in seen}) == 2
+
+
+def test_named_clips_of_two_parts_equal_the_clips_alone():
+    clip = dt.transforms.clip_by_norm(0.01)
+    both = state_after([masked(clip, "0.*"), named("clip_last", masked(clip, "2.*"))])
+    state = begin(step := dt.compose_step(LOSS, [recorder_of_clips()]))
+    for _ in range(3):
+        state, _ = step(state, BATCH)
+    torch.testing.assert_close(flat(both.params.values()), flat(state.params.values()))
+
+
+def recorder_of_clips() -> Transform:
+    def update(inner):
+        def update_fn(state, metrics):
+            for prefix in ("0.", "2."):
+                torch.nn.utils.clip_grad_norm_([param for name, param in state.params.items() if name.startswith(prefix)], 0.01)
+            return inner(state, metrics)
+
+        return update_fn
+
+    return Transform(name="by_hand", update=update)
+
+
+def test_two_watches_of_two_metrics_keep_their_losses_apart():
+    def add_metric(inner):
+        def grad_fn(state, batch, *, microbatch_size=None):
+            state, metrics = inner(state, batch, microbatch_size=microbatch_size)
+            value = float("nan") if state.step == 1 else 1.0
+            return state, {**metrics, "other": make_metric(value, 1.0, state.device)}
+
+        return grad_fn
+
+    watch = [dt.monitors.watch_loss(), named("watch_other", dt.monitors.watch_loss(metric="other"))]
+    step = dt.compose_step(LOSS, [Transform(name="other", grad=add_metric), *watch])
+    state = begin(step)
+    for _ in range(3):
+        state, _ = step(state, BATCH)
+    with pytest.raises(dt.errors.NonFiniteError, match="step 1 was nan"):
+        step(state, BATCH)
+
+
+@pytest.mark.parametrize(
+    ("transform", "name"), [(FAST, "slow"), (dt.transforms.swa(start=1, end=3, every=1), "mine"), (every(2, FAST), "slow")]
+)
+@pytest.mark.parametrize("where", [lambda transform: transform, lambda transform: masked(transform, "**")])
+def test_renaming_a_state_by_replace_is_refused_with_the_right_line(transform, name, where):
+    step = dt.compose_step(LOSS, [FAST, where(replace(transform, name=name))])
+    with pytest.raises(ConfigError, match=rf"made as '{transform.name}'.*dt\.transforms\.named\('{name}', transform\)"):
+        begin(step)
+
+
+def test_renaming_a_transform_without_state_by_replace_still_works():
+    clip = dt.transforms.clip_by_norm(1.0)
+    assert state_after([clip, replace(clip, name="clip_again")]).step == 3
+    own = recorder([], "own")
+    assert state_after([replace(own, name="other", grad=None, loss=None, update=None)]).step == 3
+
+
+@pytest.mark.parametrize(
+    ("transform", "advice"),
+    [
+        (FAST, r"dt\.transforms\.named\('ema_2', transform\)"),
+        (dt.transforms.scale_lr(0.5), "one schedule"),
+        (dt.transforms.loss_scale(), "List loss_scale once"),
+        (dt.auto_microbatch(), "List auto_microbatch once"),
+    ],
+)
+def test_transform_listed_twice_is_refused_with_advice_that_works(transform, advice):
+    with pytest.raises(ConfigError, match=f"names must differ.*{advice}"):
+        dt.compose_step(LOSS, [transform, transform])

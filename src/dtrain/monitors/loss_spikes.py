@@ -151,10 +151,11 @@ class _PendingLosses:
 
 
 def _pending_losses(state: TrainState) -> _PendingLosses:
-    cache = state._run_context.transform_cache
-    if _NAME not in cache:
-        cache[_NAME] = _PendingLosses(slots=[(-1, AsyncScalar(state.device)) for _ in range(_DELAY_STEPS + 1)])
-    pending: _PendingLosses = cache[_NAME]
+    # ``named`` changes the seed: each watch of a run keeps its own losses.
+    cache, key = state._run_context.transform_cache, f"{_NAME}.{state.seed}"
+    if key not in cache:
+        cache[key] = _PendingLosses(slots=[(-1, AsyncScalar(state.device)) for _ in range(_DELAY_STEPS + 1)])
+    pending: _PendingLosses = cache[key]
     return pending
 
 

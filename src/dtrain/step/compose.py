@@ -45,8 +45,10 @@ from dtrain.step.transform import (
     Transform,
     UpdateFn,
     check_transform,
+    explain_listed_once,
     make_step_context,
     needs_division,
+    state_key,
 )
 from dtrain.typing import Batch, LossFn, Metrics, TransformState
 
@@ -149,6 +151,13 @@ class Step:
 
     def _init_transform_states(self, state: TrainState) -> dict[str, TransformState]:
         states = [(t, t.init(state)) for t in self.transforms]
+        for transform, content in states:
+            if content and state_key(transform) != transform.name:
+                raise ConfigError(
+                    f"init: a transform must keep the name of its state, got {transform.name!r} for a transform made as "
+                    f"{state_key(transform)!r}, whose functions read that name. Use "
+                    f"dt.transforms.named({transform.name!r}, transform) instead of dataclasses.replace."
+                )
         return {t.name: transform_state for t, transform_state in states if not t.read_only}
 
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
@@ -420,9 +429,10 @@ def check_step_parts(caller: str, loss_fn: LossFn, transforms: Sequence[Transfor
     names = [t.name for t in transforms]
     repeated = sorted({name for name in names if names.count(name) > 1})
     if repeated:
+        advice = next(filter(None, (explain_listed_once(t) for t in transforms if t.name == repeated[0])), "")
         raise ConfigError(
             f"{caller}: transform names must differ (they key transform states), got {repeated[0]!r} twice. "
-            "Pass name= to one of them."
+            + (advice or f"Rename one: dt.transforms.named('{repeated[0]}_2', transform).")
         )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
 import torch
@@ -105,12 +105,41 @@ class Transform:
     uses_grad: bool = True
     read_only: bool = False
     hyperparameters: tuple[Hyperparameter, ...] = ()
+    # The name and the stages of the construction: ``dataclasses.replace`` carries both over. See ``state_key``.
+    _made_as: tuple[object, ...] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         if not self.name or not self.name.replace("_", "").isalnum():
             raise ConfigError(
                 f"Transform: name must be letters, digits and underscores, got {self.name!r}. Write it as a Python name."
             )
+        if self._made_as is None:
+            object.__setattr__(self, "_made_as", (self.name, *_stages(self)))
+
+
+def _stages(transform: Transform) -> tuple[object, ...]:
+    return transform.loss, transform.grad, transform.grad_step, transform.update
+
+
+def state_key(transform: Transform) -> str:
+    """Return the name under which the functions of ``transform`` read its state.
+
+    The name differs from ``transform.name`` after ``dataclasses.replace(transform, name=...)``, which keeps the functions.
+    """
+    assert transform._made_as is not None, "set after construction"
+    key, *stages = transform._made_as
+    same = any(stages) and all(now is before for now, before in zip(_stages(transform), stages, strict=True))
+    return str(key) if same else transform.name
+
+
+def explain_listed_once(transform: Transform) -> str:
+    """Return advice for a transform that a step lists only once, under its own name; "" for all other transforms."""
+    prefix = transform.name.partition("_")[0]
+    if prefix in ("scale", "set") and getattr(transform.update, "__module__", "").startswith("dtrain."):
+        return f"Give {transform.name} one schedule, the product of the factors: lambda step: warmup(step) * decay(step)."
+    if transform.grad_step is not None or transform.name in ("auto_microbatch", "local_sgd", "diloco"):
+        return f"List {transform.name} once, under its own name: it acts on the whole step."
+    return ""
 
 
 @dataclass(frozen=True, slots=True)

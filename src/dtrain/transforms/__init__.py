@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from dtrain.transforms.combinators import between as between
     from dtrain.transforms.combinators import every as every
     from dtrain.transforms.combinators import masked as masked
+    from dtrain.transforms.combinators import named as named
     from dtrain.transforms.combinators import on_batch as on_batch
     from dtrain.transforms.context_sharding import ContextParallelTransform as ContextParallelTransform
     from dtrain.transforms.context_sharding import context_parallel as context_parallel

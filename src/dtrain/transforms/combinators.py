@@ -1,7 +1,7 @@
 """Combine transforms: limit steps (``every``, ``between``) or parameters (``masked``), wrap a batch function (``on_batch``).
 
 A combined transform keeps the name of the inner transform. So its state, its entry in a checkpoint and its random stream stay
-the same. A run may be resumed with or without the combinator.
+the same. A run may be resumed with or without the combinator. ``named`` alone changes the name, to use a transform twice.
 """
 
 from __future__ import annotations
@@ -15,12 +15,22 @@ import torch
 from torch import Tensor
 
 from dtrain.data.batch import FailedBatch, copy_batch_info, map_microbatches, to_device
+from dtrain.dist.rng import derive_seed
 from dtrain.errors import ConfigError
 from dtrain.fqn import compile_patterns
 from dtrain.schedules.clock import Clock
 from dtrain.schedules.durations import Duration, parse_window
 from dtrain.state import TrainState
-from dtrain.step.transform import GradFn, StepContext, Transform, check_transform, make_step_context
+from dtrain.step.transform import (
+    BeforeDivision,
+    GradFn,
+    StepContext,
+    Transform,
+    check_transform,
+    explain_listed_once,
+    make_step_context,
+    state_key,
+)
 from dtrain.typing import Batch, LossFn, Metrics, Params, TransformState
 
 ParamFilter: TypeAlias = str | Sequence[str] | Callable[[str, Tensor], bool]
@@ -134,6 +144,75 @@ def masked(transform: Transform, select: ParamFilter) -> Transform:
     return replace(_wrap_stages(transform, mask_loss, mask_stage), init=lambda state: transform.init(with_subset(state)))
 
 
+def named(name: str, transform: Transform) -> Transform:
+    """Return ``transform`` with its state under ``name``, so that one step may list a transform twice.
+
+    The name is the key of the state in ``state.transform_states`` and in checkpoints, and part of the seed of the random
+    numbers. So two named transforms draw different numbers. Metrics keep their names: if two transforms add the same metric,
+    one of the values remains.
+
+    Args:
+        name: letters, digits and underscores, different from the names of the other transforms of the step.
+        transform: transform to rename, also inside of ``every``, ``between`` or ``masked``, or around them.
+
+    Example:
+        >>> import dtrain as dt
+        >>> loss_fn = dt.mean_loss(lambda model, x: model(x).mean(), weight=len)
+        >>> slow = dt.transforms.named("slow", dt.transforms.ema(0.75))
+        >>> step = dt.compose_step(loss_fn, [dt.transforms.ema(0.5), slow])
+        >>> model = torch.nn.Linear(1, 1, bias=False)
+        >>> _ = torch.nn.init.constant_(model.weight, 4.0)
+        >>> state = step.init(model, torch.optim.SGD(model.parameters(), lr=0.5))
+        >>> state, _ = step(state, torch.ones(2, 1))  # the weight goes to 3.5
+        >>> for name in ("ema", "slow"):
+        ...     with dt.transforms.use_average(state, name):
+        ...         model.weight.item()
+        3.75
+        3.875
+
+    Raises:
+        ConfigError: not a transform, a ``name`` that is no name, or a transform that a step lists only once
+            (``auto_microbatch``, ``loss_scale``, ``scale_lr`` and the like).
+    """
+    check_transform(transform, "named", 'dt.transforms.named("slow", {})')
+    if not isinstance(name, str) or not name.replace("_", "").isalnum():
+        raise ConfigError(
+            f"named: name must be letters, digits and underscores, got {name!r}. Write it first, as in "
+            "dt.transforms.named('slow', dt.transforms.ema(0.999))."
+        )
+    if advice := explain_listed_once(transform):
+        raise ConfigError(f"named: transform must be one that a step may list twice, got {transform.name!r}. {advice}")
+    key, own_stream = state_key(transform), derive_seed("named", name)
+    other_names = {key: name, name: key}
+
+    def rename(state: TrainState) -> TrainState:
+        """Exchange the states of ``key`` and ``name``, and the seeds. A second call restores the state."""
+        states = {other_names.get(each, each): content for each, content in state.transform_states.items()}
+        return state._replace(transform_states=states, seed=state.seed ^ own_stream)
+
+    def rename_loss(wrap: LossWrapper) -> LossWrapper:
+        return lambda inner, context: wrap(inner, replace(context, state=rename(context.state)))
+
+    def rename_stage(wrap: Callable[[StepFn], StepFn]) -> Callable[[StepFn], StepFn]:
+        def renamed_wrap(inner: StepFn) -> StepFn:
+            def inner_fn(state: TrainState, *args: Any, **options: Any) -> tuple[TrainState, Metrics]:
+                after, metrics = inner(rename(state), *args, **options)
+                return rename(after), metrics
+
+            wrapped = wrap(inner_fn)
+
+            def step_fn(state: TrainState, *args: Any, **options: Any) -> tuple[TrainState, Metrics]:
+                after, metrics = wrapped(rename(state), *args, **options)
+                return rename(after), metrics
+
+            return step_fn
+
+        return BeforeDivision(renamed_wrap) if isinstance(wrap, BeforeDivision) else renamed_wrap
+
+    renamed = _wrap_stages(transform, rename_loss, rename_stage)
+    return replace(renamed, name=name, init=lambda state: transform.init(rename(state)), _made_as=None)
+
+
 def on_batch(fn: BatchFn, *, name: str) -> Transform:
     """Apply ``fn`` to this rank's whole batch before the batch is split, so the result does not depend on the microbatch size.
 
@@ -223,13 +302,15 @@ def _wrap_stages(
     wrap_stage: Callable[[Callable[[StepFn], StepFn]], Callable[[StepFn], StepFn]],
 ) -> Transform:
     """Wrap the stages that ``transform`` has."""
-    return replace(
+    wrapped = replace(
         transform,
         loss=transform.loss and wrap_loss(transform.loss),
         grad=transform.grad and wrap_stage(transform.grad),
         grad_step=transform.grad_step and wrap_stage(transform.grad_step),
         update=transform.update and wrap_stage(transform.update),
     )
+    stages = wrapped.loss, wrapped.grad, wrapped.grad_step, wrapped.update
+    return replace(wrapped, _made_as=(state_key(transform), *stages))
 
 
 # masked
