@@ -8,7 +8,7 @@ from draws import generator
 from dtrain.errors import ConfigError
 from dtrain.losses import soft_cross_entropy
 from dtrain.transforms.batches.batch_transform import as_probabilities, mix_rows
-from dtrain.transforms.batches.mixup import label_smoothing, mixup, mixup_batch, smooth_labels
+from dtrain.transforms.batches.mixup import cutmix_batch, label_smoothing, mixup, mixup_batch, smooth_labels
 
 
 def batch(n: int = 6) -> dict[str, object]:
@@ -173,6 +173,57 @@ def test_label_smoothing_refuses_regression_targets(dtype):
         step(state, {"x": torch.ones(4, 1), "y": torch.zeros(4, dtype=dtype)})
 
 
+BINARY = r"at least two classes, got torch\.float32 of shape .*on_batch: y \* \(1 - s\) \+ s / 2"
+
+
+def test_label_smoothing_refuses_binary_targets():
+    with pytest.raises(ConfigError, match=BINARY):
+        seen_by(label_smoothing(0.2), given={"x": torch.ones(4, 2), "y": torch.ones(4, 1)})
+
+
+def test_label_smoothing_of_zero_takes_binary_targets():
+    model = torch.nn.Linear(2, 1)
+    loss = dt.mean_loss(lambda model, batch: (model(batch["x"]) - batch["y"]).square().mean(), weight=lambda batch: 4)
+    step = dt.compose_step(loss, [label_smoothing(0.0)])
+    state = step.init(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert step(state, {"x": torch.ones(4, 2), "y": torch.ones(4, 1)})[0].step == 1
+
+
+@pytest.mark.parametrize("method", [label_smoothing(0.1, num_classes=3), mixup(num_classes=3)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_probabilities_of_indices_have_the_precision_of_the_inputs(method, dtype):
+    seen: list[torch.dtype] = []
+
+    def loss(model, batch):
+        seen.append(batch["y"].dtype)
+        return soft_cross_entropy(model(batch["x"].float()), batch["y"])
+
+    step = dt.compose_step(loss, [method])
+    model = torch.nn.Linear(2, 3)
+    state = step.init(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    step(state, {"x": torch.ones(4, 2, dtype=dtype), "y": torch.arange(4) % 3})
+    assert seen == [torch.float64 if dtype == torch.float64 else torch.float32]
+
+
+def test_label_smoothing_needs_no_inputs_at_the_usual_keys():
+    seen: list[torch.Tensor] = []
+
+    def loss(model, batch):
+        seen.append(batch["label"])
+        return soft_cross_entropy(model(batch["a"]), batch["label"])
+
+    step = dt.compose_step(loss, [label_smoothing(0.3, num_classes=3, target_key="label")])
+    model = torch.nn.Linear(2, 3)
+    step(step.init(model, torch.optim.SGD(model.parameters(), lr=0.1)), {"a": torch.ones(1, 2), "label": torch.tensor([0])})
+    torch.testing.assert_close(seen[0], torch.tensor([[0.8, 0.1, 0.1]]))
+
+
+def test_cutmix_probabilities_have_the_precision_of_the_images():
+    images = torch.ones(2, 1, 2, 2, dtype=torch.float64)
+    made = cutmix_batch({"x": images, "y": torch.tensor([0, 1])}, num_classes=2, box=(0, 0, 1, 1), order=SWAP)
+    assert made["y"].dtype == torch.float64
+
+
 REFUSED = {
     "no order": (lambda: mixup_batch(batch(), num_classes=3, coefficient=0.5), r"mixup: generator must be given"),
     "no classes": (
@@ -217,6 +268,9 @@ REFUSED = {
         r"the value at 'x' must be a tensor, got a list",
     ),
     "label_smoothing: smoothing": (lambda: label_smoothing(1.1), r"label_smoothing: smoothing must be in \[0, 1\], got 1\.1"),
+    "label_smoothing: numbers": (lambda: smooth_labels(torch.ones(4)), BINARY),
+    "label_smoothing: one class": (lambda: smooth_labels(torch.ones(4, 1)), BINARY),
+    "label_smoothing: one class, given": (lambda: smooth_labels(torch.ones(4, 1), num_classes=1), BINARY),
     "label_smoothing: no classes": (
         lambda: smooth_labels(torch.tensor([1])),
         r"label_smoothing: num_classes must be given for class indices, got None\. Give num_classes=",

@@ -253,7 +253,8 @@ def cutmix_batch(
             )
         if order is None:
             order = sample_permutation(len(x), tensor_rng, x.device)
-    y = to_probabilities(y, num_classes, ignore_index=ignore_index, caller="cutmix")
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    y = to_probabilities(y, num_classes, ignore_index=ignore_index, dtype=dtype, caller="cutmix")
     if y.ndim > 2:
         raise ConfigError(
             f"cutmix: targets must be [batch] or [batch, classes], got shape {tuple(y.shape)}. "
@@ -399,12 +400,33 @@ def smooth_labels(
                 [0.0000, 0.0000, 0.0000, 0.0000]])
 
     Raises:
-        ConfigError: ``smoothing`` is outside of ``[0, 1]``, or ``num_classes`` is missing for indices.
+        ConfigError: ``smoothing`` is outside of ``[0, 1]``, ``num_classes`` is missing for indices, or float targets have one
+            class, or no axis of classes (``[batch]`` without ``num_classes``).
 
     Source: Szegedy et al. 2016, arXiv:1512.00567, section 7.
     """
+    return _smooth(targets, smoothing, num_classes, ignore_index, torch.float32)
+
+
+def _smooth(targets: Tensor, smoothing: float, num_classes: int | None, ignore_index: int, dtype: torch.dtype) -> Tensor:
+    """Smooth as ``smooth_labels`` does; class indices become probabilities of ``dtype``."""
     check_number("label_smoothing", "smoothing", smoothing, minimum=0, maximum=1)
-    return to_probabilities(targets, num_classes, ignore_index=ignore_index, smoothing=smoothing, caller="label_smoothing")
+    if smoothing and targets.is_floating_point():
+        # The last axis of one number per sample is the batch; one class has no other class to share with.
+        without_classes = targets.ndim < 2 and num_classes is None
+        if without_classes or targets.shape[-1:] == (1,):
+            raise ConfigError(f"label_smoothing: {_describe_float_targets(targets)}")
+    return to_probabilities(
+        targets, num_classes, ignore_index=ignore_index, smoothing=smoothing, dtype=dtype, caller="label_smoothing"
+    )
+
+
+def _describe_float_targets(targets: Tensor, key: str = "") -> str:
+    return (
+        "targets must be class indices (int64) or probabilities [batch, classes] of at least two classes, "
+        f"got {targets.dtype} of shape {tuple(targets.shape)}{key}. "
+        "Smooth binary targets with dt.transforms.on_batch: y * (1 - s) + s / 2."
+    )
 
 
 def label_smoothing(
@@ -439,7 +461,7 @@ def label_smoothing(
 
     Raises:
         ConfigError: ``smoothing`` is outside of ``[0, 1]`` (a schedule is checked in each step). In a step: the targets are
-            neither indices nor probabilities.
+            neither indices nor probabilities of at least two classes.
 
     Source: Szegedy et al. 2016, arXiv:1512.00567, section 7.
 
@@ -455,12 +477,17 @@ def label_smoothing(
     def smooth(batch: Batch, *, smoothing: float, generator: torch.Generator) -> Batch:
         key, targets = get_targets(batch, target_key, "label_smoothing")
         if targets.is_floating_point() and targets.ndim < 2:
-            raise ConfigError(
-                "label_smoothing: targets must be class indices (int64) or probabilities [batch, classes], "
-                f"got {targets.dtype} of shape {tuple(targets.shape)} at {key!r}. "
-                "Pass class indices or probabilities."
-            )
-        smoothed = smooth_labels(targets, smoothing, num_classes=num_classes, ignore_index=ignore_index)
+            raise ConfigError(f"label_smoothing: {_describe_float_targets(targets, f' at {key!r}')}")
+        smoothed = _smooth(targets, smoothing, num_classes, ignore_index, _probability_dtype(batch))
         return replace_tensors(batch, {key: smoothed})
 
     return batch_transform(smooth, name="label_smoothing", at_clock={"smoothing": smoothing_at})
+
+
+def _probability_dtype(batch: Batch) -> torch.dtype:
+    """Return the dtype of probabilities made from class indices: that of the inputs, but at least float32."""
+    try:
+        return torch.promote_types(get_inputs(batch, None, "label_smoothing")[1].dtype, torch.float32)
+    except ConfigError:
+        # No inputs at the usual keys, which label_smoothing does not need.
+        return torch.float32
