@@ -1,6 +1,8 @@
 import math
 import warnings
+from fractions import Fraction
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -184,3 +186,60 @@ def test_peak_value_finds_the_largest_value():
     assert peak_value(dt.schedules.with_unit("dur", dt.schedules.linear(0.0, 1.0, 1.0))) == 1.0
     assert peak_value([0.25, 0.5].__getitem__) == 0.5
     assert peak_value([].__getitem__) is None
+
+
+@pytest.mark.parametrize(
+    "value",
+    [np.float32(0.5), np.float64(0.5), np.array(0.5), torch.tensor(0.5), Fraction(1, 2)],
+    ids=["float32", "float64", "array", "tensor", "fraction"],
+)
+def test_numbers_of_any_kind_become_floats(value):
+    for given in (value, lambda step: value):
+        read = hyperparameter(given, "x", "[0, 1)")(Clock())
+        assert read == 0.5
+        assert type(read) is float
+
+
+def test_whole_numbers_of_a_schedule_stay_whole():
+    assert [type(hyperparameter(lambda step, value=value: value, "x")(Clock())) for value in (3, np.int64(3))] == [int, int]
+
+
+@pytest.mark.parametrize(
+    ("value", "advice"),
+    [
+        (None, r"got None from its schedule at step 7\. Does the function return\?"),
+        ("0.5", r"got '0\.5' from its schedule at step 7\. Return a float"),
+        (np.array([0.5]), r"got array\(\[0\.5\]\) from its schedule at step 7\. Return a float"),
+        (1j, r"got 1j from its schedule at step 7\. Return a float"),
+    ],
+    ids=["none", "text", "array", "complex"],
+)
+@pytest.mark.parametrize("allowed", [None, "[0, 1)"])
+def test_schedule_that_returns_no_number_is_refused(value, advice, allowed):
+    with pytest.raises(ConfigError, match=f"x must be a number, {advice}"):
+        hyperparameter(lambda step: value, "x", allowed)(Clock(step=7))
+
+
+def test_schedule_that_returns_nothing_late_in_the_run_is_found_before_the_run():
+    late = hyperparameter(lambda step: 0.5 if step < 40 else None, "x", "[0, 1)")
+    with pytest.raises(ConfigError, match=r"x must be a number, got None from its schedule at step 40\. Does the function"):
+        check_over_run(late, RunLength(total=100))
+    assert "x must be a number, got None from its schedule at step 40." in (check_over_run(late, None) or "")
+
+
+def test_scheduler_of_torch_is_refused_with_the_value_to_pass():
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.5)
+    for scheduler in (torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5), torch.optim.lr_scheduler.LambdaLR):
+        with pytest.raises(ConfigError, match=r"scale_lr: factor must be .*, got torch's LambdaLR.*the function that LambdaLR"):
+            dt.transforms.scale_lr(scheduler)
+
+
+def test_numbers_of_numpy_scale_an_option_of_numpy():
+    loss = dt.mean_loss(lambda model, x: model(x).mean(), weight=len)
+    step = dt.compose_step(loss, [dt.transforms.scale_lr(lambda step: np.float32(0.5))])
+    model = nn.Linear(1, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    optimizer.param_groups[0]["lr"] = np.float32(0.5)
+    before = model.weight.item()
+    step(step.init(model, optimizer), torch.ones(1, 1))
+    assert model.weight.item() == pytest.approx(before - 0.25)

@@ -9,6 +9,7 @@ schedule factories.
 from __future__ import annotations
 
 import math
+import numbers
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -111,11 +112,16 @@ class Hyperparameter:
         """Return the value for the next step.
 
         Raises:
-            ConfigError: the schedule returns a value that is not allowed.
+            ConfigError: the schedule returns a value that is no number or is not allowed.
         """
         if not callable(self.value):
             return self.value
         value = self.value(clock.count(self.unit))
+        if type(value) is not float:
+            number = to_number(value)
+            if number is None:
+                raise ConfigError(f"{_describe_non_number(self.label, value)} at step {clock.step}. {_advise_on_return(value)}")
+            value = number
         if self.allowed is not None and not self.allowed.is_satisfied(value):
             raise ConfigError(
                 f"{self.label} must be {self.allowed.text}, got {value!r} from its schedule at step {clock.step}. "
@@ -147,7 +153,15 @@ def hyperparameter(value: float | Schedule, label: str, allowed: str | Constrain
         ConfigError: ``value`` is neither a finite number nor a function, or the number is not allowed.
     """
     condition = parse_interval(allowed) if isinstance(allowed, str) else allowed
+    if hasattr(value, "get_last_lr"):
+        name = value.__name__ if isinstance(value, type) else type(value).__name__
+        raise ConfigError(
+            f"{label} must be a number or a function of the step, got torch's {name}, which sets the rates of the optimizer "
+            "itself. Pass the function that LambdaLR takes, or a schedule such as dt.schedules.cosine(1.0, 0.0, 600)."
+        )
     if not callable(value):
+        number = None if isinstance(value, bool) else to_number(value)
+        value = value if number is None else number
         if not is_number(value) or not math.isfinite(value):
             raise ConfigError(
                 f"{label} must be a finite number or a schedule (a function of the step), got {value!r}. "
@@ -161,6 +175,23 @@ def hyperparameter(value: float | Schedule, label: str, allowed: str | Constrain
 def is_number(value: object) -> bool:
     """Return True if ``value`` is an int or a float. True and False are not numbers."""
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def to_number(value: object) -> float | None:
+    """Convert a real number (numpy's, a tensor without axes) to a plain float or int; return None for other values."""
+    if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
+        value = value.item()
+    if isinstance(value, int):
+        return value
+    return float(value) if isinstance(value, numbers.Real) else None
+
+
+def _describe_non_number(label: str, value: object) -> str:
+    return f"{label} must be a number, got {value!r} from its schedule"
+
+
+def _advise_on_return(value: object) -> str:
+    return "Does the function return?" if value is None else "Return a float, such as float(value)."
 
 
 STEP_UNIT = "ba"
@@ -238,9 +269,15 @@ def check_over_run(hyper: Hyperparameter, run: RunLength | None) -> str | None:
         return None
     last = None if run is None else _last_count(hyper.unit, run)
     integer, end = hyper.unit != "dur", _HORIZONS[hyper.unit] if last is None else last
+    allowed = hyper.allowed
+
+    def fits(value: object) -> bool:
+        number = value if type(value) is float else to_number(value)
+        return number is not None and allowed.is_satisfied(number)
+
     try:
         violation = _find_first_violation(
-            hyper.value, hyper.allowed.is_satisfied, _sample_counts(end, integer=integer), nearest=1 if integer else 1e-6
+            hyper.value, fits, _sample_counts(end, integer=integer), nearest=1 if integer else 1e-6
         )
     except _ScheduleCallError as error:
         if last is None:
@@ -254,7 +291,11 @@ def check_over_run(hyper: Hyperparameter, run: RunLength | None) -> str | None:
         return None
     count, value = violation
     when = f"step {count}" if hyper.unit == "ba" else f"{count} {hyper.unit}"
-    problem = f"{hyper.label} must be {hyper.allowed.text}, got {value!r} from its schedule at {when}"
+    problem = f"{hyper.label} must be {allowed.text}, got {value!r} from its schedule at {when}"
+    if to_number(value) is None:
+        problem = f"{_describe_non_number(hyper.label, value)} at {when}"
+        if last is not None:
+            raise ConfigError(f"{problem}. {_advise_on_return(value)}")
     if last is not None:
         of_run = "" if run is None or run.total is None else f" of a run of {run.total}"
         raise ConfigError(

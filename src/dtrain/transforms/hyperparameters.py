@@ -17,7 +17,7 @@ from dtrain.dist.init import get_dist_info
 from dtrain.errors import ConfigError
 from dtrain.fqn import compile_patterns
 from dtrain.schedules.clock import Clock
-from dtrain.schedules.hyperparameters import Hyperparameter, hyperparameter, is_number, warn_if_absolute_lr
+from dtrain.schedules.hyperparameters import Hyperparameter, hyperparameter, is_number, to_number, warn_if_absolute_lr
 from dtrain.state import TrainState
 from dtrain.step.normalization import make_metric
 from dtrain.step.transform import Transform, UpdateFn
@@ -396,7 +396,9 @@ def _read_option(group: Mapping[str, Any], option: str, caller: str, owner: str 
         value = value[int(index)]
     elif index:
         value = None
-    # A learning rate may be a tensor on the device.
+    # Numpy's numbers are numbers too. A learning rate may be a tensor on the device.
+    if not isinstance(value, bool | Tensor):
+        value = to_number(value)
     if not is_number(value) and not (isinstance(value, Tensor) and value.ndim == 0):
         which = f"the group {group['name']!r}" if "name" in group else "a group"
         numbers = [key for key, value in group.items() if is_number(value)]
