@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import dtrain as dt
-from dtrain.dist.dtensor import full_tensor
+from dtrain.dist.dtensor import full_tensor, is_dtensor
 from dtrain.dist.init import get_dist_info
 from dtrain.errors import ConfigError, DtrainError, StepError
 from shard.test_param_objects import WORLDS, mesh_for, strategies
@@ -293,6 +293,35 @@ def penalty(strategy: str) -> None:
         check_exact(strategy, layers, loss_fn=loss_fn, blocks=(nn.Linear,))
     else:
         message = "must not compute with a sharded parameter outside of the forward of its unit.* torch says: RuntimeError: "
+        check_refused(strategy, layers, message, loss_fn=loss_fn, kind=StepError, blocks=(nn.Linear,))
+    for read in (squares_of_whole, whole_sum_of_squares, squares_of_shard):
+        check_penalty_on_shards(strategy, read)
+
+
+def squares_of_whole(param: torch.Tensor) -> torch.Tensor:
+    return (param.full_tensor() if is_dtensor(param) else param).square().sum()
+
+
+def whole_sum_of_squares(param: torch.Tensor) -> torch.Tensor:
+    total = param.square().sum()
+    return total.full_tensor() if is_dtensor(total) else total
+
+
+def squares_of_shard(param: torch.Tensor) -> torch.Tensor:
+    return (param.to_local() if is_dtensor(param) else param).square().sum()
+
+
+def check_penalty_on_shards(strategy: str, read: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """No rank reduces the gradient that reaches a shard outside of its unit."""
+
+    def loss_fn(model: nn.Module, x: torch.Tensor) -> dt.LossSum:
+        total = model(x).square().sum() + len(x) * sum(read(p) for p in model.parameters())
+        return dt.LossSum(total=total, weight=len(x))
+
+    if get_dist_info().world_size == 1 or strategy in ("replicate", "shard_grad_op"):
+        check_exact(strategy, layers, loss_fn=loss_fn, blocks=(nn.Linear,))
+    else:
+        message = r"outside of the forward of its unit, got '[02]\.(weight|bias)'"
         check_refused(strategy, layers, message, loss_fn=loss_fn, kind=StepError, blocks=(nn.Linear,))
 
 

@@ -288,6 +288,11 @@ def sharded_params(group: Any) -> list[nn.Parameter]:
     return [param.sharded_param for param in group.fsdp_params]
 
 
+def reduced_params(groups: Sequence[Any]) -> list[nn.Parameter]:
+    """Return the sharded parameters of ``groups`` whose gradients FSDP2 reduces over several ranks."""
+    return [param for group in groups if group.mesh_info.mesh.size() > 1 for param in sharded_params(group)]
+
+
 def compute_dtypes(group: Any) -> tuple[torch.dtype, torch.dtype]:
     """Return the dtypes in which ``group`` computes and reduces gradients. Since torch 2.15 parameters have own policies."""
     first = group.fsdp_params[0]

@@ -25,6 +25,7 @@ from dtrain.shard.fsdp2_private import (
     intercept_reduction,
     is_idle,
     is_unit,
+    reduced_params,
     replace_views_of_empty_units,
     reset_iteration,
     reshard_groups,
@@ -36,7 +37,7 @@ from dtrain.shard.fsdp2_private import (
     wait_for_reduction,
     zero_fill_missing_grads,
 )
-from dtrain.shard.params import DataAssignments, ParamHooks, StepHook, raise_hooks_outside_of_step
+from dtrain.shard.params import DataAssignments, ParamHooks, StepHook, UsesOutside, has_grad_hook, raise_hooks_outside_of_step
 from dtrain.shard.precision import add_stashed_grads_, has_low_precision_grads, stash_low_precision_grads_
 from dtrain.shard.replica_check import ForwardWrites
 from dtrain.shard.replicate import BucketReducer
@@ -91,6 +92,8 @@ class GradSync:
         self.hooks = ParamHooks()
         self.writes = ForwardWrites(model, 1 if spec.mesh is None else spec.mesh.size())
         self._assignments = DataAssignments(parameters_by_fqn(model)[0] if self._sharded else {})
+        self.uses = UsesOutside()
+        self._watched_digest: int | None = None
         # Outside of all other hooks.
         self.copies = GatheredCopies(model)
 
@@ -117,8 +120,12 @@ class GradSync:
     def _begin_sharded_step(self, state: TrainState | None, *, within_replica: bool) -> None:
         if self._sharded and not is_idle(self._model, self._groups):
             reset_iteration(self._model)
-        if state is not None:
-            self._assignments.check(state.params)
+        if state is not None and self._sharded:
+            self.uses.described.clear()
+            # Either may replace the parameters, or the trainable ones among them.
+            if self._assignments.check(state.params) or self._watched_digest != state._trainable_digest:
+                self._watched_digest = state._trainable_digest
+                self.uses.watch(state._trainable, reduced_params(self._groups))
         self._deferred.clear()
         self._num_reduced = 0
         self._order.clear()
@@ -168,8 +175,8 @@ class GradSync:
         return self._skipped.complete_forward(loss)
 
     def describe_params(self, *, uneven: bool) -> list[str]:
-        """Return hooks on parameters and writes of forwards as text that ranks compare. ``uneven``: see ``ForwardWrites``."""
-        return [*self.hooks.described, *self.writes.describe(uneven=uneven)]
+        """Return hooks, uses and writes of parameters as text that ranks compare. ``uneven``: see ``ForwardWrites``."""
+        return [*self.hooks.described, *self.uses.described, *self.writes.describe(uneven=uneven)]
 
     def forward_empty(self) -> Tensor | None:
         """Take part in the collectives of a microbatch of other ranks. Return a zero for backward, None if nothing waits."""
@@ -391,7 +398,7 @@ class GradSync:
                 self._order.append(index)
             self._present.update([(index, position) for position in present])
             self._missing.update([(index, position) for position in missing])
-        elif any([param._backward_hooks for param in sharded_params(self._groups[index])]):  # noqa: C419
+        elif any(map(has_grad_hook, sharded_params(self._groups[index]))):
             # The hooks belong to the sharded parameters, and the model has the unsharded ones now.
             self.reshard()
             raise_hooks_outside_of_step(self._model)

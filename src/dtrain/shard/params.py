@@ -30,8 +30,14 @@ from dtrain.fqn import buffers_by_fqn, modules_by_fqn, parameters_by_fqn
 
 if TYPE_CHECKING:
     import torch.distributed.fsdp
+    from torch.utils.hooks import RemovableHandle
 
-_HOOKS = "hooks"
+_HOOKS, _USES = "hooks", "uses"
+USED_OUTSIDE = (
+    "the loss, or a forward, must not compute with a sharded parameter outside of the forward of its unit{name}. Compute in "
+    "the forward of the block that owns the parameter, or name the parameter in ignored_params. Add the gradient of a weight "
+    "penalty to .grad in the update of a transform."
+)
 # The globals of the functions that register_multi_grad_hook registers. They count the gradients of one backward.
 _MULTI_GRAD_HOOKS = vars(torch.autograd.graph)
 # torch stores these attributes itself: the identity of a parameter in FSDP2, and the mark of a DTensor that is a parameter.
@@ -129,8 +135,8 @@ class DataAssignments:
         self._addresses: tuple[list[int], list[int]] = [], []
         self.check(params)
 
-    def check(self, params: Mapping[str, Tensor]) -> None:
-        """Compare with the last call.
+    def check(self, params: Mapping[str, Tensor]) -> bool:
+        """Compare with the last call. Return True if a shard is another tensor since.
 
         Raises:
             StepError: the data of a parameter were assigned, by name.
@@ -139,7 +145,7 @@ class DataAssignments:
         # Every step asks, so the usual answer comes first.
         storages, ids = [param.untyped_storage()._cdata for param in tensors], [id(param._local_tensor) for param in tensors]
         if (storages, ids) == self._addresses:
-            return
+            return False
         rows = zip(self._names, tensors, self._shards, storages, self._addresses[0], strict=False)
         assigned = next(
             (name for name, param, shard, now, seen in rows if shard() is param._local_tensor and now != seen), None
@@ -150,6 +156,53 @@ class DataAssignments:
                 f"step: `param.data = tensor` has no effect on the sharded parameter {assigned!r}, because torch stores its "
                 "shard elsewhere. Write in place: param.data.copy_(tensor)."
             )
+        return True
+
+
+class UsesOutside:
+    """Notices a loss that computes with the shard of a parameter: ``param.full_tensor()``, ``param.to_local()``.
+
+    FSDP2 stores reduced gradients in ``.grad`` itself, so autograd reaches a shard only if the loss has used the shard. No rank
+    reduces this gradient.
+    """
+
+    def __init__(self) -> None:
+        self._handles: list[RemovableHandle] = []
+        # A line for each parameter that a backward of this step has reached, which ranks compare.
+        self.described: dict[str, None] = {}
+
+    def watch(self, trainable: Mapping[str, Tensor], sharded: Iterable[Tensor]) -> None:
+        """Watch the parameters of ``trainable`` that are in ``sharded``, and no others. Mutates: their hooks."""
+        ids = {id(param) for param in sharded}
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        for name, param in trainable.items():
+            if id(param) in ids:
+                hook = StepHook(self._note, f"{_USES} - {name}")
+                # torch warns of other hooks when it pickles the parameter.
+                hook.__torch_unserializable__ = True  # type: ignore[attr-defined]
+                self._handles.append(param.register_hook(hook))
+                # ``model.to`` keeps this dict and drops its connection with autograd, which the assignment makes again.
+                param._backward_hooks = param._backward_hooks
+
+    def _note(self, line: str, _: Tensor) -> None:
+        self.described[line] = None
+
+
+def raise_if_used_outside(facts: Sequence[Sequence[str]], caller: str) -> None:
+    """Refuse a loss of some rank that has used the shard of a parameter.
+
+    Args:
+        facts: ``UsesOutside.described`` of each rank, among other facts.
+        caller: function named in the error.
+
+    Raises:
+        StepError: the first such parameter, by name; on all ranks.
+    """
+    names = [line.split(" ", 2)[2] for lines in facts for line in lines if line.startswith(_USES)]
+    if names:
+        raise StepError(f"{caller}: {USED_OUTSIDE.format(name=f', got {names[0]!r}')}")
 
 
 class StepHook(partial[Any]):
@@ -256,11 +309,11 @@ def _run_on_whole_gradient(name: str, param: Tensor, hooks: Iterable[Callable[[T
 
 def names_with_hooks(params: Mapping[str, Tensor]) -> list[str]:
     """Return the parameters with hooks of the user, by name."""
-    # Every step asks, so the usual answers come first: no hook, or one hook of a BucketReducer.
+    # Every step asks, so the usual answers come first: no hook, or one hook of dtrain.
     return [
         name
         for name, param in params.items()
-        if (param._backward_hooks and _hooks_of(param)[0])
+        if ((hooks := param._backward_hooks) and [*map(type, hooks.values())] != [StepHook] and _hooks_of(param)[0])
         or ((hooks := param._post_accumulate_grad_hooks) and [*map(type, hooks.values())] != [StepHook] and _hooks_of(param)[1])
     ]
 
@@ -272,6 +325,11 @@ def _hooks_of(param: Tensor, *, paused: bool = False) -> tuple[list[Any], list[A
         for hooks in (param._backward_hooks, param._post_accumulate_grad_hooks)
     )
     return before, after
+
+
+def has_grad_hook(param: Tensor) -> bool:
+    """Return True if ``param`` has a hook of the user on its gradient."""
+    return bool(param._backward_hooks and _hooks_of(param)[0])
 
 
 def raise_if_hooks_differ(facts: Sequence[Sequence[str]]) -> None:
@@ -299,7 +357,7 @@ def raise_hooks_outside_of_step(model: nn.Module) -> NoReturn:
     Raises:
         StepError: always, with the name of the first parameter with hooks.
     """
-    name = next(name for name, param in parameters_by_fqn(model)[0].items() if param._backward_hooks)
+    name = next(name for name, param in parameters_by_fqn(model)[0].items() if has_grad_hook(param))
     raise StepError(
         f"backward: the hook of the parameter {name!r} runs in a step only, because the model is sharded. Call "
         "dt.microbatch_step, or remove the hook."

@@ -31,7 +31,7 @@ from dtrain.errors import ConfigError, StepError
 from dtrain.memory.device_memory import release_cached_memory
 from dtrain.shard.buffers import BufferSync, buffer_sync_of
 from dtrain.shard.grad_sync import GradSync, grad_sync_of
-from dtrain.shard.params import raise_if_hooks_differ
+from dtrain.shard.params import USED_OUTSIDE, raise_if_hooks_differ, raise_if_used_outside
 from dtrain.shard.replica_check import raise_if_written, replica_check_of
 from dtrain.shard.replicate import all_reduce_grads_
 from dtrain.shard.skipped_units import ExchangeFn
@@ -59,11 +59,6 @@ PrepareFn = Callable[[], tuple[Microbatches, Mapping[str, Tensor | float]]]
 _NO_MICROBATCHES = Microbatches(batch=None)
 # Made once, because a step without other ranks enters it twice.
 _NO_CONTEXT = nullcontext()
-_USED_OUTSIDE = (
-    "the loss, or a forward, must not compute with a sharded parameter outside of the forward of its unit. Compute in the "
-    "forward of the block that owns the parameter, or name the parameter in ignored_params. Add the gradient of a weight "
-    "penalty to .grad in the update of a transform."
-)
 
 
 def run_gradient(
@@ -132,7 +127,9 @@ def run_gradient(
             # torch has no class for this error. Under tensor parallelism it may have another cause.
             of_dtensor = type(failure) is RuntimeError and "DTensor" in str(failure)
             if of_dtensor and mesh is not None and axis_size(mesh, "tp") == 1:
-                raise StepError(f"{caller}: {_USED_OUTSIDE} torch says: {format_error_line(failure)}") from failure
+                raise StepError(
+                    f"{caller}: {USED_OUTSIDE.format(name='')} torch says: {format_error_line(failure)}"
+                ) from failure
             raise
     finally:
         if watch is not None:
@@ -362,6 +359,8 @@ class GradientRun:
             if len(outcome.param_facts) > 1:
                 raise_if_options_differ(state, outcome.param_facts, self.caller)
             param_facts = [facts[:-1] for facts in outcome.param_facts]
+            if self.grad_sync.uses.described or len(param_facts) > 1:
+                raise_if_used_outside(param_facts, self.caller)
             raise_if_hooks_differ(param_facts)
             raise_if_written(param_facts, state.spec.strategy, uneven=self.is_uneven)
             self.grad_sync.confirm_order()
