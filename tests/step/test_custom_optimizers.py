@@ -406,7 +406,7 @@ ON_RANKS = {
     owns_part: f"DesyncError: apply_gradients: optimizer state 'momentum' of 0.bias of Custom {DIFFERS}",
     local_norm: f"DesyncError: apply_gradients: optimizer state 'norm' of 0.bias of Custom {DIFFERS}",
     number_of_rank: (
-        "DesyncError: apply_gradients: the option 'rank' of group 0 of Custom must be equal on all ranks, got 0 on rank 0 and "
+        "DesyncError: apply_gradients: the option 'rank' of group 0 of Custom must be equal on all ranks, got 0 on ranks [0] and "
     ),
     on_one_rank: f"DesyncError: apply_gradients: optimizer state 'momentum' of 0.bias of Custom {DIFFERS}",
     reads_own_part: "DesyncError: apply_gradients: Custom.step must read equal numbers on all ranks, but rank 1 has read ",
@@ -429,6 +429,35 @@ def first_steps(strategy: str) -> dict[str, str]:
         except (ConfigError, DistError) as error:
             messages[one.__name__] = f"{type(error).__name__}: {error}"
     return messages
+
+
+def noisy_update() -> str:
+    """The error of the first step with gradient noise that each rank draws for itself."""
+
+    def update(inner):
+        def noisy(state, metrics):
+            for param in state.params.values():
+                param.grad += torch.full_like(param.grad, 0.1 * dist.get_rank())
+            return inner(state, metrics)
+
+        return noisy
+
+    model = laid_out("replicate")
+    step = dt.compose_step(LOSS, [dt.Transform(name="noise", update=update)])
+    state = step.init(model, torch.optim.AdamW(model.parameters(), lr=0.1))
+    with pytest.raises(DistError) as raised:
+        step(state, own_batch("replicate"))
+    return f"{type(raised.value).__name__}: {raised.value}"
+
+
+def test_gradients_that_differ_between_ranks_are_named_before_the_state_of_the_optimizer(ranks):
+    for line in ranks(2).run(noisy_update):
+        assert line.startswith(
+            "DesyncError: apply_gradients: the gradient of '0.weight' must be equal on all ranks before the "
+        )
+        assert "but rank 1 has another gradient than rank 0" in line
+        assert "dt.step.random_like" in line
+        assert "\n" not in line
 
 
 @each_layout

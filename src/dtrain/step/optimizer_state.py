@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import zip_longest
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import torch
@@ -247,16 +247,18 @@ def check_update(state: TrainState, update: Callable[[], object], *, caller: str
 
     State that no checkpoint can hold is reported by a warning on rank 0, and is not compared.
     Collective: on several ranks, two exchanges on the control channel; a third if the numbers or the state differ.
-    Host sync: one for the state that several ranks hold.
+    Host sync: one for the gradients that several ranks hold, and one for the state.
 
     Raises:
         ConfigError: an optimizer that fails on sharded parameters.
-        DesyncError: on all ranks, numbers or state that differ between ranks.
+        DesyncError: on all ranks, numbers or state that differ between ranks. If the gradients differed before, the error names
+            the gradient.
         PeerError: another rank failed.
     """
     state._run_context.optimizer_checked = True
     together = get_dist_info().world_size > 1 and state.spec.mesh is not None and state.spec.replica_info is None
     log = _NumberLog(state.params.values()) if together else None
+    grads = _hash_grads(state) if together else []
     error: Exception | None = None
     try:
         with log or nullcontext():
@@ -272,10 +274,36 @@ def check_update(state: TrainState, update: Callable[[], object], *, caller: str
         return
     texts, entries = (_describe_leaves([state]), _entries([state])) if storable else ([], [])
     hashes = [_hash_of(log.numbers), _hash_of([f"{path} {text}" for path, text in texts])]
-    rows = all_gather_numbers([*hashes, *_digest(entries, state.device)], caller=caller)
-    if len({row[0] for row in rows}) > 1:
+    rows = all_gather_numbers([*hashes, *_digest(_with_hashes(entries, state.device)), 0, *_digest(grads)], caller=caller)
+    numbers_differ, of_state, of_grads = (
+        len({row[0] for row in rows}) > 1,
+        [row[1:5] for row in rows],
+        [row[5:] for row in rows],
+    )
+    # An optimizer may make different gradients equal. If not, its state is not the cause.
+    if (numbers_differ or _differ(of_state)) and _differ(of_grads):
+        _raise_gradient(grads, caller)
+    if numbers_differ:
         _raise_first_number(log.numbers, type(state.optimizer).__name__, caller)
-    _raise_if_different([state], [row[1:] for row in rows], texts, entries, caller)
+    _raise_if_different([state], of_state, texts, entries, caller)
+
+
+def _hash_grads(state: TrainState) -> list[ReplicatedEntry]:
+    """Return the gradients that several ranks hold, with hashes, before the update changes them."""
+    grads = {name: grad for name, param in state.params.items() if (grad := param.grad) is not None}
+    dense = {name: grad for name, grad in grads.items() if grad.layout is torch.strided}
+    return _with_hashes(list(replicated_entries(dense)), state.device)
+
+
+def _raise_gradient(hashed: Sequence[ReplicatedEntry], caller: str) -> None:
+    """Raise with the first gradient that differs. Collective: one exchange of JSON."""
+    difference = _find_difference([[e.name, e.shard_key, str(e.hash)] for e in hashed], caller)
+    if difference is not None:
+        raise DesyncError(
+            f"{caller}: the gradient of {difference.path!r} must be equal on all ranks before the update, but rank "
+            f"{difference.rank} has another gradient than rank {difference.first}. In a transform, draw random numbers with "
+            "dt.step.random_like, and compute with nothing that differs between ranks."
+        )
 
 
 def _warn_if_not_storable(state: TrainState) -> bool:
@@ -314,7 +342,7 @@ def check_saved_state(states: Sequence[TrainState], *, caller: str) -> None:
         return
     texts = _describe_leaves(states)
     entries = _entries(states)
-    row = [_hash_of([f"{path} {text}" for path, text in texts]), *_digest(entries, states[0].device)]
+    row = [_hash_of([f"{path} {text}" for path, text in texts]), *_digest(_with_hashes(entries, states[0].device))]
     _raise_if_different(states, all_gather_numbers(row, caller=caller), texts, entries, caller)
 
 
@@ -357,9 +385,8 @@ def _hash_of(texts: Sequence[str]) -> int:
     return derive_seed(*texts) & _BITS
 
 
-def _digest(entries: Sequence[ReplicatedEntry], device: torch.device) -> tuple[int, int, int]:
+def _digest(hashed: Sequence[ReplicatedEntry]) -> tuple[int, int, int]:
     """Hash what all ranks hold, which shards of replicas this rank holds, and the shards."""
-    hashed = _with_hashes(entries, device)
     whole, shards = ([entry for entry in hashed if bool(entry.shard_key) is cut] for cut in (False, True))
     keys = _hash_of([f"{entry.name} {entry.shard_key}" for entry in shards])
     return _hash_of([f"{e.name} {e.hash}" for e in whole]), keys, _hash_of([f"{e.name} {e.hash}" for e in shards])
@@ -394,11 +421,40 @@ def _raise_if_different(
 
     Collective: one exchange of JSON if the rows show a difference.
     """
-    shards = {(row[2], row[3]) for row in rows}
-    if len({(row[0], row[1]) for row in rows}) == 1 and len(shards) == len({keys for keys, _ in shards}):
+    if not _differ(rows):
         return
     hashed = _with_hashes(entries, states[0].device)
-    mine: Any = [[path, "", text] for path, text in texts] + [[e.name, e.shard_key, str(e.hash)] for e in hashed]
+    mine = [[path, "", text] for path, text in texts] + [[e.name, e.shard_key, str(e.hash)] for e in hashed]
+    difference = _find_difference(mine, caller)
+    if difference is None:
+        return
+    names = "/".join(dict.fromkeys(type(state.optimizer).__name__ for state in states))
+    if " of group " in difference.path:
+        _raise_option(difference.path, difference.by_rank, names, caller)
+    raise DesyncError(
+        f"{caller}: optimizer state {difference.path} of {names} must be equal on all ranks or a DTensor, but rank "
+        f"{difference.rank} has another value than rank {difference.first}, and a checkpoint holds one. Build the optimizer on "
+        "dt.optim.MatrixOptimizer, which places its state, or use strategy='shard_grad_op', which shards it."
+    )
+
+
+def _differ(rows: Sequence[Sequence[float]]) -> bool:
+    """Return True if the rows of texts, whole tensors, keys and shards show a difference."""
+    shards = {(row[2], row[3]) for row in rows}
+    return len({(row[0], row[1]) for row in rows}) > 1 or len(shards) != len({keys for keys, _ in shards})
+
+
+class _Difference(NamedTuple):
+    """First part that differs: its path, its text by rank, the first rank that holds it, and the first with another text."""
+
+    path: str
+    by_rank: dict[int, str]
+    first: int
+    rank: int
+
+
+def _find_difference(mine: Any, caller: str) -> _Difference | None:
+    """Find the first part that differs among rows of path, shard and text. Collective: one exchange of JSON."""
     values: dict[tuple[str, str], dict[int, str]] = {}
     gathered: Any = all_gather_json(mine, caller=caller)
     for rank, leaves in enumerate(gathered):
@@ -409,11 +465,5 @@ def _raise_if_different(
         others = [rank for rank in range(len(gathered)) if rank in by_rank or not key]
         other = _first_other([by_rank.get(rank) for rank in others])
         if other is not None:
-            names = "/".join(dict.fromkeys(type(state.optimizer).__name__ for state in states))
-            if " of group " in path:
-                _raise_option(path, by_rank, names, caller)
-            raise DesyncError(
-                f"{caller}: optimizer state {path} of {names} must be equal on all ranks or a DTensor, but rank "
-                f"{others[other]} has another value than rank {others[0]}, and a checkpoint holds one. Build the optimizer on "
-                "dt.optim.MatrixOptimizer, which places its state, or use strategy='shard_grad_op', which shards it."
-            )
+            return _Difference(path, by_rank, others[0], others[other])
+    return None
