@@ -189,6 +189,8 @@ def backwards_by_hand(strategy: str) -> None:
     state = dt.compose_step(squares).init(model, optimizers[0])
     for net in (model, alone):
         net(x).square().sum().backward()
+    with pytest.raises(StepError, match="optimizer_step: no step is in progress"):
+        dt.optimizer_step(state, {})
     if strategy == "replicate" and get_dist_info().world_size > 1:
         with pytest.raises(StepError, match=r"Call dt\.microbatch_step"):
             dt.apply_gradients(state, {})

@@ -39,6 +39,19 @@ def test_apply_without_gradients_is_refused():
         apply_gradients(state, {})
 
 
+def test_optimizer_step_after_a_backward_by_hand_is_refused_before_the_update():
+    state = state_with_gradient()
+    before = {name: p.detach().clone() for name, p in state.params.items()}
+    with pytest.raises(StepError, match=r"optimizer_step: no step is in progress.* call dt\.apply_gradients"):
+        optimizer_step(state, {})
+    for name, param in state.params.items():
+        assert torch.equal(param, before[name])
+    after, _ = apply_gradients(state, {})
+    with pytest.raises(StaleStateError, match="optimizer_step: this state was stepped already"):
+        optimizer_step(state, {})
+    assert after.step == 0
+
+
 WITHOUT_CLOSURE = [
     kind
     for name, kind in sorted(vars(torch.optim).items())

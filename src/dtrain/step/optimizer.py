@@ -393,7 +393,17 @@ def optimizer_step(state: TrainState, metrics: Metrics) -> tuple[TrainState, Met
             state, metrics = dt.microbatch_step(state, batch, loss_fn=loss_fn, microbatch_size=8)
             dt.clip_grad_norm_(state.params, 1.0)
             state, metrics = dt.optimizer_step(state, metrics)
+
+    Raises:
+        StepError: no step is in progress, because the gradients are those of a backward by hand; before the update.
+        Exception: as ``apply_gradients``.
     """
+    if isinstance(state, TrainState) and state._step_counts is None:
+        state._check_not_stale("optimizer_step")
+        raise StepError(
+            "optimizer_step: no step is in progress, so the clock has no counts of a batch. Call dt.microbatch_step before. "
+            "After a backward by hand call dt.apply_gradients, which leaves the clock as it is."
+        )
     with DelayedInterrupt() as interrupt:
         interrupt.begin()
         state, metrics = apply_gradients(state, metrics)
