@@ -36,7 +36,7 @@ def test_failing_sink_is_dropped_and_others_continue():
     spans.set_listener(heard := Heard())
     try:
         log = multi(failing, kept)
-        with pytest.warns(UserWarning, match=r"^Failing: no luck\. Metrics are no longer logged there\.$"):
+        with pytest.warns(UserWarning, match=r"^Failing: ZeroDivisionError: no luck\. Metrics are no longer logged there\.$"):
             log(0, {"loss": 1.0})
         log(1, {"loss": 1.0})
         log(2, {"loss": 1.0})
@@ -44,8 +44,28 @@ def test_failing_sink_is_dropped_and_others_continue():
         spans.set_listener(None)
     assert (failing.calls, failing.closed) == (1, 1)
     assert len(kept.records) == 3
-    assert failed_loggers()[before:] == (FailedLogger(name="Failing", step=0, error="no luck"),)
-    assert [(event["name"], event["logger"], event["error"]) for event in heard.events] == [("dropped", "Failing", "no luck")]
+    assert failed_loggers()[before:] == (FailedLogger(name="Failing", step=0, error="ZeroDivisionError: no luck"),)
+    assert [(event["name"], event["logger"], event["error"]) for event in heard.events] == [
+        ("dropped", "Failing", "ZeroDivisionError: no luck")
+    ]
+
+
+def test_an_error_without_a_text_is_named_by_its_class():
+    def failing(step, numbers):
+        raise NotImplementedError
+
+    with pytest.warns(UserWarning, match=r"^failing: NotImplementedError\. Metrics are no longer logged there\.$"):
+        multi(failing)(0, {})
+
+
+def test_each_logger_of_several_gets_numbers_of_its_own():
+    def changing(step, numbers):
+        numbers["loss"] = 0.0
+
+    kept, numbers = in_memory(), {"loss": 5.0}
+    multi(changing, kept)(1, numbers)
+    assert kept.column("loss") == {1: 5.0}
+    assert numbers == {"loss": 5.0}
 
 
 class Heard:
@@ -90,7 +110,7 @@ def test_close_reaches_every_sink_once_and_later_records_are_ignored():
 
 def test_sink_failing_to_close_warns():
     log = fault_tolerant(Failing(), name="mine")
-    with pytest.warns(UserWarning, match="mine: nor here. Metrics"):
+    with pytest.warns(UserWarning, match="mine: OSError: nor here. Metrics"):
         close(log)
 
 
@@ -149,7 +169,7 @@ def test_hanging_sink_is_dropped_without_blocking_others(gate):
     log = multi(apart, kept)
     log(1, {})
     until(lambda: apart._find_failure() is not None)
-    with pytest.warns(UserWarning, match=r"hanging: no answer for 0\.5 s. Metrics are no longer logged there"):
+    with pytest.warns(UserWarning, match=r"hanging: TimeoutError: no answer for 0\.5 s. Metrics are no longer logged there"):
         log(2, {})
     log(3, {})
     close(log)
@@ -161,7 +181,7 @@ def test_close_waits_for_hanging_sink_only_until_timeout(gate):
     log = fault_tolerant(lambda step, numbers: gate.wait(), name="slow", timeout_s=PATIENCE_S)
     log._close_timeout_s = 0.1
     log(1, {})
-    with pytest.warns(UserWarning, match=r"slow: not finished 0\.1 s after the end\. [01] records? still queued"):
+    with pytest.warns(UserWarning, match=r"slow: TimeoutError: not finished 0\.1 s after the end\. [01] records? still queued"):
         close(log)
 
 
@@ -170,7 +190,7 @@ def test_failure_in_background_sink_warns_in_main_thread():
     log = fault_tolerant(failing, timeout_s=PATIENCE_S)
     log(1, {})
     until(lambda: failing.calls)
-    with pytest.warns(UserWarning, match="Failing: no luck"):
+    with pytest.warns(UserWarning, match="Failing: ZeroDivisionError: no luck"):
         close(log)
 
 
@@ -201,7 +221,7 @@ def test_slow_sink_drops_records_beyond_queue_limit(gate):
 
 def test_conversion_error_drops_sink(gate):
     log = BackgroundLogger("odd", in_memory, convert=lambda numbers: 1 / 0, timeout_s=PATIENCE_S)
-    with pytest.warns(UserWarning, match="odd: division by zero"):
+    with pytest.warns(UserWarning, match="odd: ZeroDivisionError: division by zero"):
         log(1, {})
 
 

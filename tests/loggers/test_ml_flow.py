@@ -167,7 +167,9 @@ def silent_server() -> Iterator[str]:
 
 def test_hanging_server_warns_once(silent_server, tmp_path):
     log = mlflow("digits", path=tmp_path, tracking_uri=silent_server, timeout_s=0.3)
-    with pytest.warns(UserWarning, match=r"mlflow: (not finished|no answer for) 0.3 s.*. Metrics are no longer logged there"):
+    with pytest.warns(
+        UserWarning, match=r"mlflow: TimeoutError: (not finished|no answer for) 0.3 s.*. Metrics are no longer logged there"
+    ):
         log_and_close(log)
 
 

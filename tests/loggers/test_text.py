@@ -39,7 +39,9 @@ def test_closed_stream_warns_once():
     out = io.StringIO()
     out.close()
     log = console(stream=out)
-    with pytest.warns(UserWarning, match=r"console: I/O operation on closed file. Metrics are no longer logged there"):
+    with pytest.warns(
+        UserWarning, match=r"console: ValueError: I/O operation on closed file. Metrics are no longer logged there"
+    ):
         log(1, {})
     log(2, {})
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from dtrain import spans
-from dtrain.arguments import check_number, format_count, single_line, warn
+from dtrain.arguments import check_number, format_count, format_error_line, warn
 from dtrain.dist.context import exit_exception, register_shutdown_hook
 from dtrain.dist.init import get_dist_info
 from dtrain.errors import ConfigError
@@ -47,7 +47,7 @@ class Logger(Protocol):
 def multi(*loggers: Logger) -> Logger:
     """Combine several loggers into one logger that calls all of them in order.
 
-    A logger that raises is dropped with one warning. The remaining loggers continue.
+    A logger that raises is dropped with one warning. The remaining loggers continue. Each gets a dict of its own.
 
     Args:
         loggers: functions of ``(step, numbers)``, such as ``jsonl(...)``; your own functions are made ``fault_tolerant``.
@@ -77,7 +77,8 @@ class _MultiLogger:
 
     def __call__(self, step: int, numbers: Mapping[str, Any], /) -> None:
         for logger in self._loggers:
-            logger(step, numbers)
+            # A logger may change its numbers.
+            logger(step, dict(numbers))
 
     @property
     def takes_media(self) -> bool:
@@ -86,7 +87,7 @@ class _MultiLogger:
     def log_media(self, step: int, media: Mapping[str, Any], /) -> None:
         for logger in self._loggers:
             if takes_media(logger):
-                logger.log_media(step, media)  # type: ignore[attr-defined]
+                logger.log_media(step, dict(media))  # type: ignore[attr-defined]
 
     def close(self) -> None:
         for logger in self._loggers:
@@ -255,7 +256,7 @@ def null_logger(step: int, numbers: Mapping[str, Any], /) -> None:
 
 def report_failure(name: str, step: int | None, error: BaseException) -> None:
     """Record and warn that a logger is no longer used. Call in the main thread, so that the warning points to the loop."""
-    text = single_line(error) or type(error).__name__
+    text = format_error_line(error).removesuffix(": ")
     _FAILED.append(FailedLogger(name=name, step=step, error=text))
     spans.record_event("dropped", logger=name, error=text)
     warn(f"{name}: {text}. Metrics are no longer logged there.")
