@@ -406,7 +406,7 @@ ON_RANKS = {
     owns_part: f"DesyncError: apply_gradients: optimizer state 'momentum' of 0.bias of Custom {DIFFERS}",
     local_norm: f"DesyncError: apply_gradients: optimizer state 'norm' of 0.bias of Custom {DIFFERS}",
     number_of_rank: (
-        "DesyncError: apply_gradients: the option 'rank' of group 0 of Custom must be equal on all ranks, got 0 on ranks [0] and "
+        "DesyncError: apply_gradients: the option 'rank' of group 0 of Custom must be equal on all ranks, got 0 on ranks [0]"
     ),
     on_one_rank: f"DesyncError: apply_gradients: optimizer state 'momentum' of 0.bias of Custom {DIFFERS}",
     reads_own_part: "DesyncError: apply_gradients: Custom.step must read equal numbers on all ranks, but rank 1 has read ",
