@@ -14,7 +14,7 @@ from dtrain import spans
 from dtrain.arguments import format_error_line, warn
 from dtrain.data.batch import get_batch_infos
 from dtrain.dist.collective_replay import EQUAL_MICROBATCHES_ADVICE, CheckedGuard, check_collectives
-from dtrain.dist.incident import report_missing_ranks
+from dtrain.dist.incident import is_collective_error, report_missing_ranks
 from dtrain.dist.init import get_dist_info
 from dtrain.dist.mesh import axis_size
 from dtrain.dist.rng import hash_rng_state, seeded_rng
@@ -117,7 +117,12 @@ def run_gradient(
                 run.buffers.begin_step()
                 with run._guarded(records_units) as run.checked:
                     run._begin_forwards()
-                    accumulate(run)
+                    try:
+                        accumulate(run)
+                    except Exception as failure:
+                        if run.state.spec.mesh is not None and run.guard is None and run.checked is None:
+                            run._explain_to_caller(failure)
+                        raise
                     run._end_backwards()
                 return run._finish()
         except BaseException as failure:
@@ -316,6 +321,16 @@ class GradientRun:
         run_plan = (self.num_microbatches, self.counts.shapes_hash, *conditions)
         # A rank without a microbatch is led through the units by records, which a trace lacks.
         return guard.attempt(run_plan, traced=self.uneven_plan is None)
+
+    def _explain_to_caller(self, failure: Exception) -> None:
+        """Say in a note of an error of the loss that other ranks may wait for this rank. Mutates: ``failure``."""
+        if self.world_size == 1 or is_collective_error(failure):
+            return
+        failure.add_note(
+            f"{self.caller}: if ranks other than {get_dist_info().rank} did not raise this error, they wait in this step until "
+            "this rank ends, or until the timeout_s of init_dist. Let the error end this rank. Steps can go on only after an "
+            "error on all ranks, or with dt.auto_microbatch, which raises on all ranks."
+        )
 
     def _begin_forwards(self) -> None:
         if self.guard is not None:

@@ -73,10 +73,12 @@ def microbatch_step(
 
     Raises:
         StaleStateError: ``state`` was stepped already.
-        Exception: any error of ``loss_fn`` or the model. The gradients are dropped, so all ranks may run the step again.
+        Exception: any error of ``loss_fn`` or the model, on the ranks that have it. The gradients are dropped, so all ranks may
+            run the step again after an error on all ranks. Let an error on some ranks end these ranks: the others wait for
+            them in the step, and raise ``DistError`` when they end, or at the timeout of ``init_dist``.
         ConfigError: a batch that cannot be counted or split, as a batch with an autograd graph cannot be split, a loss that is
             not a ``LossSum`` of single numbers, or a loss and a ``weight`` with different terms.
-        PeerError: another rank raised one of these errors.
+        PeerError: another rank could not count or split its batch, or has another such error before the forward.
         DistError: a collective timed out or lost a peer; the message names the missing ranks.
         NonFiniteError: the losses of ten steps in a row were infinite or NaN on some rank. All ranks raise, in a later step,
             because nothing waits for the device. ``dt.transforms.nonfinite`` changes the number, or stops the check.
