@@ -1,7 +1,7 @@
 """Datasets that can only be iterated: the same global batches for every number of ranks, and exact resumes."""
 
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, zip_longest
 
 import pytest
 import torch
@@ -284,6 +284,48 @@ def test_evaluation_within_an_epoch_does_not_change_training_batches(kind):
         if len(seen) in (10, 23, 28):
             assert numbers(loader.one_epoch()) == [*range(23)]
     assert seen == [*range(23)] * 2
+
+
+def first_tokens(batches) -> list[int]:
+    return list(
+        chain.from_iterable((batch if torch.is_tensor(batch) else batch["input_ids"][:, 0]).tolist() for batch in batches)
+    )
+
+
+SHARED = {"stateful": lambda: Remembering(23), "node": lambda: dt.data.pack_tokens([[k] * 4 for k in range(23)], seq=4)}
+
+
+@pytest.mark.parametrize("kind", SHARED)
+@pytest.mark.parametrize("workers", [0, 1])
+def test_loaders_over_one_dataset_object_do_not_move_each_other(kind, workers):
+    dataset = SHARED[kind]()
+    train, held, seen = build(dataset, num_workers=workers), build(dataset, global_batch_size=4), []
+    for batch in train.until("2ep"):
+        seen += first_tokens([batch])
+        if len(seen) in (5, 23, 33):
+            assert first_tokens(held.one_epoch()) == [*range(23)]
+        elif len(seen) in (10, 38):
+            next(held.one_epoch())
+    assert seen == [*range(23)] * 2
+
+
+@pytest.mark.parametrize("kind", SHARED)
+@pytest.mark.parametrize(
+    "epochs", [lambda loader: loader.until("1ep"), lambda loader: loader.one_epoch()], ids=["until", "one"]
+)
+def test_loops_over_one_dataset_object_may_alternate(kind, epochs):
+    dataset = SHARED[kind]()
+    one, other = build(dataset), build(dataset, global_batch_size=4)
+    pairs = [*zip_longest(one.until("1ep"), epochs(other))]
+    assert first_tokens(pair[0] for pair in pairs if pair[0] is not None) == [*range(23)]
+    assert first_tokens(pair[1] for pair in pairs) == [*range(23)]
+
+
+@pytest.mark.parametrize("kind", SHARED)
+def test_new_loader_over_a_dataset_that_was_read_begins_at_its_start(kind):
+    dataset = SHARED[kind]()
+    next(build(dataset).until("1ep"))
+    assert first_tokens(build(dataset).until("1ep")) == [*range(23)]
 
 
 def drawn(sample, generator):

@@ -17,6 +17,7 @@ from typing import Any, ClassVar, NamedTuple, TypeAlias, cast
 
 from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.weak import WeakIdKeyDictionary
 
 from dtrain import spans
 from dtrain.data.balance import BatchBalance, Dealer, DealtBatch
@@ -108,8 +109,8 @@ class MapBatchSource:
     options: BatchOptions
     is_indexed: ClassVar[bool] = True
     """True if samples can be read again by index, in any order."""
-    single_reader: ClassVar[bool] = False
-    """True if the dataset has a single position, so that a second reader moves the first reader."""
+    shared_reads: ClassVar[None] = None
+    """Reads of a dataset with a single position, so that a second reader moves the first reader; None for other datasets."""
     can_skip: ClassVar[bool] = True
     """True if samples of a global batch can be skipped."""
 
@@ -303,24 +304,41 @@ def next_item(items: Iterator[LoaderItem]) -> LoaderItem | None:
 
 
 @dataclass(slots=True)
-class InitialState:
-    """Initial state of a dataset that continues at its position in a new iteration, so that an epoch can rewind the dataset.
+class DatasetReads:
+    """Reads of a stateful dataset object in this process, by all loaders over it: each read moves the one position it has.
 
     Args:
-        state: state of the dataset before this process read any sample.
+        start_state: state of the dataset before this process read any sample.
         is_iterating: True after an iteration has begun, until it reaches its end.
+        reader: the iteration over items that read the dataset last; another one loads its own state before it reads on.
     """
 
-    state: Plain = None
+    start_state: Plain = None
     is_iterating: bool = False
+    reader: object = None
 
     def rewind(self, dataset: Any) -> None:
         """Rewind for a new iteration. Mutates: ``dataset``, to its start, and this object."""
         if self.is_iterating:
-            dataset.load_state_dict(deepcopy(self.state))
-        elif self.state is None:
-            self.state = deepcopy(dataset.state_dict())
+            dataset.load_state_dict(deepcopy(self.start_state))
+        elif self.start_state is None:
+            self.start_state = deepcopy(dataset.state_dict())
         self.is_iterating = True
+
+
+# The dataset is the user's object, so its position is a fact of the process, whichever loader reads it. Keys are weak.
+_READS = WeakIdKeyDictionary()
+
+
+def reads_of(dataset: Any) -> DatasetReads:
+    """Return the reads of ``dataset``; for a loader of torchdata, the reads of its node."""
+    node = getattr(dataset, "root", dataset) if restarts_each_iteration(dataset) else dataset
+    try:
+        reads: DatasetReads = _READS.setdefault(node, DatasetReads())
+    # A class with slots may allow no weak reference.
+    except TypeError:
+        return DatasetReads()
+    return reads
 
 
 class EpochReader(IterableDataset[WorkerBatch]):
@@ -334,7 +352,7 @@ class EpochReader(IterableDataset[WorkerBatch]):
     """
 
     def __init__(self, source: IterableBatchSource, begin: Position, state: Plain, *, skip: bool) -> None:
-        self.fetcher, self.initial_state = source.fetcher, source.initial_state
+        self.fetcher, self.reads = source.fetcher, source.reads
         self.rank, self.ranks, self.pre_sharded = source.options.rank, source.options.ranks, source.pre_sharded
         self.samples_per_step, self.splits_over_workers = source.samples_per_step, source.adapter is not None
         self.dealer = source.options.dealer
@@ -358,7 +376,7 @@ class EpochReader(IterableDataset[WorkerBatch]):
             except Exception as error:  # noqa: BLE001
                 payload = failed_payload(error)
             if payload is None:
-                self.initial_state.is_iterating = False
+                self.reads.is_iterating = False
                 return
             if watched is not None:
                 payload.changed_by_reading = self.fetcher.changed_since(watched)
@@ -385,7 +403,7 @@ class EpochReader(IterableDataset[WorkerBatch]):
             # A loaded state may hold for its own epoch only, so the epoch is set first.
             dataset.set_epoch(self.begin.epoch)
         if has_state(dataset) and not self.splits_over_workers and not restarts_each_iteration(dataset):
-            self.initial_state.rewind(dataset)
+            self.reads.rewind(dataset)
         if self.state is not None and self.begin.samples > 0:
             # The dataset may keep and change the state that it loads.
             dataset.load_state_dict(deepcopy(self.state))
@@ -444,8 +462,11 @@ class IterableBatchSource:
     options: BatchOptions
     pre_sharded: bool = False
     adapter: MosaicAdapter | None = None
-    initial_state: InitialState = field(default_factory=InitialState)
+    reads: DatasetReads = field(init=False)
     is_indexed: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        self.reads = reads_of(self.fetcher.dataset)
 
     @property
     def global_batch_size(self) -> int:
@@ -458,9 +479,9 @@ class IterableBatchSource:
         return self.global_batch_size // self.options.ranks if self.pre_sharded else self.global_batch_size
 
     @property
-    def single_reader(self) -> bool:
-        """True if the dataset has a state and is read in this process; see ``MapBatchSource``."""
-        return self.options.workers.count == 0 and has_state(self.fetcher.dataset)
+    def shared_reads(self) -> DatasetReads | None:
+        """Reads of a dataset that has a state and is read in this process; see ``MapBatchSource``."""
+        return self.reads if self.options.workers.count == 0 and has_state(self.fetcher.dataset) else None
 
     @property
     def can_skip(self) -> bool:

@@ -85,7 +85,7 @@ class Loader:
     ) -> None:
         self._source, self.seed, self._fingerprint = source, seed, dict(fingerprint)
         self.position, self.skipped = Position(), SkippedSamples(samples=[])
-        self._allow_data_change, self._evaluations = allow_data_change, 0
+        self._allow_data_change = allow_data_change
         self._device, self._prefetch_factor, self._reads_ahead = device, prefetch_factor, reads_ahead(source, device)
         self._digest = hash_fingerprint(self._fingerprint)
         # Ranks compare more facts of their data than a checkpoint holds.
@@ -243,8 +243,10 @@ class Loader:
         Returns:
             ``pending``, until it is issued.
         """
-        position, evaluations = self.position, self._evaluations
-        items, context, identity = self._items(position, goal), current_context(), self._identity
+        position, context, identity = self.position, current_context(), self._identity
+        items, reads, reader = self._items(position, goal, self._dataset_state), self._source.shared_reads, object()
+        if reads is not None:
+            reads.reader = reader
         while True:
             try:
                 item = next_item(items)
@@ -275,8 +277,8 @@ class Loader:
             item.status.epoch_ended = issued.status.epoch_ended
             self._step_expected, self._issued = issued.is_stepped, None
             # A loop that was stopped reads no further batch. The loop restarts before the next batch is read, since the
-            # samples to skip may be unreadable, and if one_epoch() has moved the dataset.
-            has_moved = self._evaluations != evaluations and self._source.single_reader
+            # samples to skip may be unreadable, and if one_epoch() or another loader has moved the dataset.
+            has_moved = reads is not None and reads.reader is not reader
             if (stops and any(condition.stopped for condition in stops)) or self._skip_target is self.position or has_moved:
                 return None
             if self.position is not position:
@@ -293,12 +295,25 @@ class Loader:
             >>> [batch.tolist() for batch in loader.one_epoch()]
             [[0, 1], [2, 3], [4]]
         """
-        position = Position(epoch=self.position.epoch)
-        self._evaluations += 1
-        for item in self._items(position, Duration(position.epoch + 1, "ep"), evaluation=True):
-            self.skipped.add(item.skipped)
-            if not item.position_only:
-                yield item.batch
+        position, state, reads, reader = (
+            Position(epoch=self.position.epoch),
+            cast("Plain", None),
+            self._source.shared_reads,
+            object(),
+        )
+        goal, has_moved = Duration(position.epoch + 1, "ep"), True
+        while has_moved:
+            has_moved = False
+            if reads is not None:
+                reads.reader = reader
+            for item in self._items(position, goal, state, evaluation=True):
+                self.skipped.add(item.skipped)
+                position, state = item.position_after, item.dataset_state
+                if not item.position_only:
+                    yield item.batch
+                has_moved = reads is not None and reads.reader is not reader
+                if has_moved:
+                    break
 
     def skip(self, samples: int) -> None:
         """Skip the next ``samples`` over all ranks, for example unreadable samples. Call ``skip`` on every rank.
@@ -449,8 +464,10 @@ class Loader:
             raise ConfigTypeError(f"loader.{caller}: the dataset has no length. Count in batches, as in until('1000ba').")
         return epoch_batches
 
-    def _items(self, position: Position, goal: Duration, *, evaluation: bool = False) -> Iterator[LoaderItem]:
-        """Iterate over the items, on the device.
+    def _items(
+        self, position: Position, goal: Duration, state: Plain, *, evaluation: bool = False
+    ) -> Generator[LoaderItem, None, None]:
+        """Iterate over the items from ``position``, where an iterable dataset has the state ``state``, on the device.
 
         Raises:
             DataError: the dataset or the device raised an error.
@@ -472,7 +489,6 @@ class Loader:
                 is_last=lambda item: not self._source.is_indexed and item.ends_epoch,
             )
 
-        state = None if evaluation else self._dataset_state
         try:
             watched = self._reads_ahead and items_with_changes(read, self._source, position, goal, state, evaluation=evaluation)
             yield from watched or read(position, state)
