@@ -10,6 +10,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -168,6 +169,24 @@ def test_parquet_has_row_groups_of_a_few_megabytes_and_takes_types(tmp_path: Pat
     shard.close()
 
 
+LISTS: dict[str, tuple[list[Any], list[list[Any]]]] = {
+    "numbers": ([[1], (2,), range(3), {4}, np.arange(2), torch.tensor(5)[None]], [[1], [2], [0, 1, 2], [4], [0, 1], [5]]),
+    "0-d": ([[1], [torch.tensor(2), np.array(3), np.int8(4), pa.scalar(5)]], [[1], [2, 3, 4, 5]]),
+    "whole numbers as floats": ([[0.5], [1], np.arange(2)], [[0.5], [1.0], [0.0, 1.0]]),
+    "flags": ([[True], np.zeros(1, bool), [np.True_]], [[True], [False], [True]]),
+    "texts": ([["a"], np.array(["b"]), ["c", None]], [["a"], ["b"], ["c", None]]),
+    "nothing": ([[1], [], np.array([]), [None]], [[1], [], [], [None]]),
+    "arrow": ([[1], pa.array([2, 3])], [[1], [2, 3]]),
+}
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_parquet_lists_of_one_type_are_kept(name: str, tmp_path: Path) -> None:
+    values, expected = LISTS[name]
+    write_shards([{"a": value} for value in values], tmp_path / "out", format="parquet")
+    assert [list(sample["a"]) for sample in samples_of(tmp_path / "out")] == expected
+
+
 REFUSED: dict[str, tuple[str, list[Any], dict[str, Any], str]] = {
     "no samples": ("mds", [], {}, "samples must not be empty"),
     "no mapping": ("mds", [3], {}, "sample 0: must be a mapping of names to values, got int: '3'"),
@@ -204,7 +223,18 @@ REFUSED: dict[str, tuple[str, list[Any], dict[str, Any], str]] = {
     "struct with more": ("parquet", [{"a": {"b": 1}}, {"a": {"b": 1, "c": 2}}], {}, "must be a mapping of b"),
     "text as bytes": ("parquet", [{"a": b"x"}, {"a": "x"}], {}, "sample 1, column 'a': must be of type binary, got str"),
     "flag as number": ("parquet", [{"a": 1}, {"a": True}], {}, "must be of type int64, got bool"),
-    "strange list": ("parquet", [{"a": [1]}, {"a": ["x"]}], {}, "column 'a': Could not convert 'x'"),
+    "strange list": ("parquet", [{"a": [1]}, {"a": ["x"]}], {}, "sample 1, column 'a': must be a list of int64, got str in it"),
+    "fraction in a list": ("parquet", [{"a": [1]}, {"a": [2, 3.5]}], {}, "must be a list of int64, got float in it"),
+    "fraction in an array": ("parquet", [{"a": np.arange(2)}, {"a": np.array([0.5])}], {}, "list of int64, got float64 in it"),
+    "fraction in a tensor": ("parquet", [{"a": torch.arange(2)}, {"a": torch.ones(1)}], {}, "list of int64, got float32 in it"),
+    "list of 0-d tensors": ("parquet", [{"a": [1]}, {"a": [torch.tensor(0.5)]}], {}, "list of int64, got float32 in it"),
+    "typed list": ("parquet", [{"a": [0.25]}], {"columns": {"a": "list<int32>"}}, "must be a list of int32, got float in it"),
+    "list of lists": ("parquet", [{"a": [[1]]}, {"a": [[2], [0.5]]}], {}, "must be a list of int64, got float in it"),
+    "list in a struct": ("parquet", [{"a": {"b": [1]}}, {"a": {"b": [0.5]}}], {}, "must be a list of int64, got float in it"),
+    "decimals in a list": ("parquet", [{"a": [1]}, {"a": [Decimal("0.5")]}], {}, "must be a list of int64, got Decimal in it"),
+    "flags in an array": ("parquet", [{"a": [1]}, {"a": np.ones(1, bool)}], {}, "must be a list of int64, got bool in it"),
+    "letters of a text": ("parquet", [{"a": ["x"]}, {"a": "yz"}], {}, "must be a list of string, got str"),
+    "number for a list": ("parquet", [{"a": [1]}, {"a": 2}], {}, "must be a list of int64, got int"),
     "matrix": ("parquet", [{"a": np.zeros((2, 2))}], {}, "1-dimensional"),
     "bz2 parts": ("parquet", [{"a": 1}], {"compression": "bz2"}, "Parquet does not support bz2"),
     "no ending": (

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import io
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -252,13 +252,38 @@ class ParquetWriter(ShardWriter):
                 raise TypeError(f"must be a mapping of {', '.join(names)}, got {str(value)[:60]!r}")
             for field in kind:
                 self._check(value[field.name], field.type)
-        elif types.is_list(kind) and types.is_nested(kind.value_type):
-            for item in value:
-                self._check(item, kind.value_type)
-        elif not types.is_nested(kind):
-            expected = next((expected for test, expected in _PYTHON_TYPES.items() if getattr(types, test)(kind)), object)
-            if not isinstance(value, expected) or (isinstance(value, bool) and expected not in (bool, object)):
-                raise TypeError(f"must be of type {kind}, got {type(value).__name__}")
+        elif types.is_list(kind):
+            self._check_items(value, kind.value_type)
+        elif not types.is_nested(kind) and not self._converts_exactly(type(value), kind):
+            raise TypeError(f"must be of type {kind}, got {type(value).__name__}")
+
+    def _check_items(self, values: Any, kind: Any) -> None:
+        """Refuse a list whose values ``_check`` refuses. An array and a long list are checked by their types alone."""
+        # pyarrow compares the types of its own arrays, and returns a text as a list of letters.
+        if isinstance(values, self._arrow.Array):
+            return
+        if isinstance(values, str | Mapping) or not isinstance(values, Iterable):
+            raise TypeError(f"must be a list of {kind}, got {type(values).__name__}")
+        if self._arrow.types.is_nested(kind):
+            for item in values:
+                self._check(item, kind)
+            return
+        is_array = isinstance(values, np.ndarray) and values.dtype != object
+        kinds = {values.dtype.type} if is_array else set(map(type, values)) - {type(None)}
+        if all(self._converts_exactly(found, kind) for found in kinds):
+            return
+        for item in map(to_numpy, values):
+            found = item.dtype.type if isinstance(item, np.ndarray) and item.ndim == 0 else type(item)
+            if item is not None and not issubclass(found, self._arrow.Scalar) and not self._converts_exactly(found, kind):
+                raise TypeError(
+                    f"must be a list of {kind}, got {found.__name__} in it. Convert the values, or pass columns={{name: type}}"
+                )
+
+    def _converts_exactly(self, found: type, kind: Any) -> bool:
+        """Return True if pyarrow keeps the value, or raises, when it converts a value of type ``found`` to ``kind``."""
+        types = self._arrow.types
+        expected = next((expected for test, expected in _PYTHON_TYPES.items() if getattr(types, test)(kind)), (object,))
+        return issubclass(found, expected) and (not issubclass(found, bool) or bool in expected or object in expected)
 
     def size(self, encoded: tuple[dict[str, Any], int], /) -> int:
         """Return the estimated bytes of a row."""
@@ -277,12 +302,12 @@ class ParquetWriter(ShardWriter):
         return out.getvalue()
 
 
-_PYTHON_TYPES: Mapping[str, Any] = {
-    "is_boolean": bool,
+_PYTHON_TYPES: Mapping[str, tuple[type, ...]] = {
+    "is_boolean": (bool, np.bool_),
     "is_integer": (int, np.integer),
     "is_floating": (float, int, np.floating, np.integer),
-    "is_string": str,
-    "is_binary": bytes,
+    "is_string": (str,),
+    "is_binary": (bytes,),
 }
 
 
