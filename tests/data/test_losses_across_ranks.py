@@ -60,6 +60,42 @@ def test_unreadable_samples_on_one_rank_stop_all_ranks(ranks, kind, workers, len
     )
 
 
+def trained_around_trouble(within: bool) -> list[list[int]]:
+    mesh = dt.build_mesh()
+    rank, count = dt.dist.data_rank(mesh)
+    dataset = Troubled(32, 14 if rank == count - 1 else -1, fail)
+    loader = dt.build_loader(dataset, mesh=mesh, global_batch_size=8, seed=0, shuffle=False)
+    model = dt.shard_model(torch.nn.Linear(1, 1), mesh, strategy="replicate")
+    step = dt.compose_step(lambda model, batch: dt.LossSum(total=model(batch[:, None] / 1.0).sum(), weight=len(batch)))
+    state, seen, done = step.init(model, torch.optim.SGD(model.parameters(), lr=0.1), loader=loader), list[list[int]](), False
+    while not done:
+        batches = loader.until("1ep")
+        try:
+            while (batch := next(batches, None)) is not None:
+                try:
+                    state, _ = step(state, batch)
+                    seen.append(batch.tolist())
+                except (dt.errors.DataError, dt.errors.PeerError):
+                    if not within:
+                        raise
+                    loader.skip(4)
+            done = True
+        except (dt.errors.DataError, dt.errors.PeerError):
+            loader.skip(4)
+    return seen
+
+
+@pytest.mark.parametrize("within", [False, True], ids=["new loop", "in the loop"])
+def test_skip_after_a_batch_that_one_rank_could_not_read_begins_with_it_on_all_ranks(ranks, within):
+    shares = ranks(2).run(trained_around_trouble, within)
+    assert [first + second for first, second in zip(*shares, strict=True)] == [
+        [*range(8)],
+        [*range(12, 20)],
+        [*range(20, 28)],
+        [*range(28, 32)],
+    ]
+
+
 def evaluated_with_trouble() -> str:
     mesh = dt.build_mesh()
     dataset = Troubled(64, 21 if dt.dist.data_rank(mesh)[0] == 1 else -1, fail)

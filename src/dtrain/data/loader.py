@@ -53,7 +53,7 @@ from dtrain.data.sample_lengths import LengthSource
 from dtrain.data.sample_order import BlockShuffle, dataset_order
 from dtrain.data.workers import WorkerConfig, workers_for_rank
 from dtrain.device import is_accelerator
-from dtrain.dist.batch_info import DATA_HASH_SHIFT, BatchInfo
+from dtrain.dist.batch_info import DATA_HASH_SHIFT, BatchInfo, BatchStatus
 from dtrain.dist.context import current_context
 from dtrain.dist.init import get_dist_info
 from dtrain.dist.mesh import data_rank
@@ -254,6 +254,9 @@ class Loader:
                 if get_dist_info().world_size > 1:
                     # The step on this batch raises the error on all ranks, so that no rank waits.
                     yield self._failed_batch(error, position)
+                    # The loop has handled the error of the step, and has skipped the batch.
+                    if self._skip_target is self.position is not position:
+                        return pending
                 raise
             if item is None:
                 return pending
@@ -319,7 +322,8 @@ class Loader:
         """Skip the next ``samples`` over all ranks, for example unreadable samples. Call ``skip`` on every rank.
 
         Skipped samples count towards the epoch, but not as batches or samples of the run. They follow the batch that was
-        issued last, also if the step on that batch was interrupted. A running ``until`` continues after them.
+        issued last, also if the step on that batch was interrupted. If some rank could not read a batch, they begin with that
+        batch on all ranks. A running ``until`` continues after them.
 
         Mutates: the position.
 
@@ -336,13 +340,19 @@ class Loader:
         check_int("loader.skip", "samples", samples, minimum=0)
         if not self._source.can_skip:
             raise ConfigError("loader.skip: the dataset is split over ranks, so the loader cannot skip. Skip in the dataset.")
-        position, batches = self.position, self._source.epoch_batches()
+        position, batches = self._skip_begin(), self._source.epoch_batches()
         self.position = (
             replace(position, samples=position.samples + samples) if batches is None else batches.skip(position, samples)
         )
         # The dataset's state is older than the new position.
         self._dataset_state = self._loop_start = None
         self._skip_target = self.position
+
+    def _skip_begin(self) -> Position:
+        """Return the position of the first sample that ``skip`` leaves out."""
+        issued = self._issued
+        is_unread = issued is not None and issued.status.unread and issued.position_after is self.position
+        return issued.position_before if issued is not None and is_unread else self.position
 
     def state_dict(self) -> dict[str, Plain]:
         """Return the position, the properties of the order (seed, shuffle, size), and a digest of the dataset's fingerprint.
@@ -417,7 +427,8 @@ class Loader:
         """
         status, after, independent = item.status, item.position_after, item.independent_epochs
         if pending is not None and (pending.position_before, pending.position_after) == (before, after):
-            status, pending.status.started = pending.status, False
+            status = pending.status
+            status.started = status.unread = False
         size = self._source.options.global_batch_size
         begin, end = before.in_epoch(size), after.in_epoch(size)
         # The ranks end their epochs independently, but the position moves when all ranks have ended.
@@ -448,7 +459,11 @@ class Loader:
     def _failed_batch(self, error: DtrainError, position: Position) -> FailedBatch:
         place = position.in_epoch(self._source.options.global_batch_size)
         self._last_batch_info = BatchInfo(
-            loader=self._identity, begin=place, end=place, position_hash=self._position_hash(position)
+            loader=self._identity,
+            begin=place,
+            end=place,
+            position_hash=self._position_hash(position),
+            status=BatchStatus(unread=True),
         )
         return FailedBatch(error, self._last_batch_info)
 
@@ -492,9 +507,10 @@ class Loader:
         try:
             watched = self._reads_ahead and items_with_changes(read, self._source, position, goal, state, evaluation=evaluation)
             yield from watched or read(position, state)
-        except DtrainError:
-            raise
         except Exception as error:
+            # Python may close this generator when the names of this module are gone, so the handler has builtin names alone.
+            if isinstance(error, DtrainError):
+                raise
             raise DataError(f"loader: {describe_error(error)}") from error
 
     def __repr__(self) -> str:

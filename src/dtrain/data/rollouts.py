@@ -179,7 +179,7 @@ class RolloutBuffer:
                 if dt.reduce_metrics(metrics)["kl"] > 0.02:
                     buffer.discard()
         """
-        position = self._loader.position
+        position = self._loader._skip_begin()
         self._loader.skip(max(0, (self._last_pass - position.epoch) * self._source.order.size - position.samples))
 
     def __iter__(self) -> Iterator[Batch]:

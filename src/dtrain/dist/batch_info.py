@@ -18,11 +18,13 @@ class BatchStatus:
         epoch_ended: True if the epoch ended with the batch for all ranks, None before a step on the batch.
         started: True once a step on the batch has begun.
         consumed: True once a step on the batch is complete.
+        unread: True if some rank could not read the batch, so that no rank has made a step on it.
     """
 
     epoch_ended: bool | None = None
     started: bool = False
     consumed: bool = False
+    unread: bool = False
 
 
 # Not frozen, because a frozen record takes twice as long to make, and each batch makes a record.

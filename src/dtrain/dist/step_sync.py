@@ -49,7 +49,7 @@ class ForwardRecord(NamedTuple):
             host yet. See ``ReplicaCheck``.
         elapsed_s: time since the last step of this run began, in seconds.
         batch_code: position of the batch, ``BatchInfo.encode``; 0 if no loader returned the batch.
-        has_error: 1 if the rank could not use its batch.
+        has_error: 1 if the rank could not use its batch, 2 if its loader could not read the batch.
         loss_terms_hash: hash of the names of the loss terms.
         trainable_hash: hash of the names of the trainable parameters.
         stop_signal: signal that asked the rank to stop, 0 without a signal.
@@ -172,7 +172,7 @@ def sync_before_forward(
         )
     record = record._replace(
         batch_code=batch_code,
-        has_error=error is not None,
+        has_error=0 if error is None else 2 if batch_info is not None and batch_info.status.unread else 1,
         loss_terms_hash=_hash_values(*loss_terms),
         trainable_hash=trainable_digest % 2**52,
         stop_signal=stop,
@@ -180,6 +180,8 @@ def sync_before_forward(
     summary, rows = reduce_record(record, _forward_spec(ranks_per_batch))
     total, low, high = (ForwardRecord(*row) for row in (summary.sums, summary.minima, summary.maxima))
     preemption.record(int(high.stop_signal), run_key=run_key, step=step)
+    if high.has_error == 2 and batch_info is not None:
+        batch_info.status.unread = True
     if error is not None:
         raise error
     first_different, different_rng = map(int, summary.changes)
