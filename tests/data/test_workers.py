@@ -305,3 +305,16 @@ def test_dataset_that_draws_late_draws_the_same_numbers_without_a_change_of_the_
     beside = []
     drawn(lambda: beside.append(draw()))
     assert beside == alone
+
+
+@pytest.mark.parametrize("options", ["", ", num_workers=1"])
+def test_script_may_end_within_a_loop(options):
+    program = f"""
+        import torch, dtrain as dt
+        loader = dt.build_loader(torch.arange(9.), global_batch_size=4, seed=0{options})
+        batches = iter(loader)
+        print(len(next(batches)))
+    """
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "4\n", "")

@@ -116,7 +116,8 @@ def _load_in_workers(source: Any, requests: Any, workers: WorkerConfig) -> Itera
     done_event = batches._workers_done_event = _DoneEvent(batches._workers_done_event)
     children: list[Any] = [child for child in multiprocessing.active_children() if child not in before]
     # Python ends the workers of a loop that was not closed with SIGTERM, which they ignore, and then waits.
-    at_exit = partial(_kill, children, only_in=os.getpid())
+    exited: list[int] = []
+    at_exit = partial(_kill, children, only_in=os.getpid(), exited=exited)
     atexit.register(at_exit)
     try:
         yield from _next_batches(batches, children, workers)
@@ -126,17 +127,24 @@ def _load_in_workers(source: Any, requests: Any, workers: WorkerConfig) -> Itera
         raise
     finally:
         batches._shutdown_workers()
-        # Workers ignore SIGTERM, which torch uses to end workers.
-        _kill([child for child in children if child.is_alive()])
-        for child in children:
-            child.join()
-        _remove_leaked_shared_memory({child.pid for child in children if child.exitcode != 0})
-        atexit.unregister(at_exit)
+        # If Python closes a loop after the hooks of exit, the names of this module are gone, and the workers are dead.
+        if not exited:
+            # Workers ignore SIGTERM, which torch uses to end workers.
+            _kill([child for child in children if child.is_alive()])
+            for child in children:
+                child.join()
+            _remove_leaked_shared_memory({child.pid for child in children if child.exitcode != 0})
+            atexit.unregister(at_exit)
         del batches
 
 
-def _kill(children: list[Any], *, only_in: int | None = None) -> None:
-    """Kill workers; with ``only_in``, only if this process has that id, since a forked child inherits the hooks of exit."""
+def _kill(children: list[Any], *, only_in: int | None = None, exited: list[int] | None = None) -> None:
+    """Kill workers; with ``only_in``, only if this process has that id, since a forked child inherits the hooks of exit.
+
+    Mutates: ``exited``, which gets the id of the process.
+    """
+    if exited is not None:
+        exited.append(os.getpid())
     if only_in in (None, os.getpid()):
         for child in children:
             child.kill()
