@@ -225,6 +225,8 @@ class RunContext:
         transform_cache: by transform name, values that a transform keeps for this run between steps but not in checkpoints.
             They belong to the run, because several runs may use one transform.
         lineage: identity of the run in its checkpoints. A load replaces the whole object.
+        mark: ``StateMark`` of the state at the last save or load; None before.
+        changes: number of saves that have found another mark than before on some rank.
         checkpointers: by checkpoint root, the ``Checkpointer`` that ``save_sharded`` opened for the run.
         group_options: names of the options of each parameter group at the beginning of the run.
         optimizer_checked: True after the first update, which is checked; see ``step.optimizer_state``.
@@ -244,6 +246,8 @@ class RunContext:
     monitor: StepMonitor = field(default_factory=StepMonitor)
     transform_cache: dict[str, Any] = field(default_factory=dict)
     lineage: Lineage = field(default_factory=Lineage)
+    mark: Any = None
+    changes: int = 0
     checkpointers: dict[str, Any] = field(default_factory=dict)
     group_options: tuple[frozenset[str], ...] = ()
     optimizer_checked: bool = False

@@ -71,6 +71,18 @@ def load_counted(root: str, strategy: str, what: Any, several: bool, ignore: lis
     return found_in(state.model)
 
 
+def test_step_is_written_again_if_an_extra_state_has_changed_since(tmp_path):
+    state = state_of(two(3))
+    assert dt.save_sharded(tmp_path, state).result().written
+    assert not dt.save_sharded(tmp_path, state).result().written
+    state.model[0].calls = 4
+    assert dt.save_sharded(tmp_path, state).result().written
+    state = dt.load_sharded(tmp_path, state_of(two()))
+    assert not dt.save_sharded(tmp_path, state).result().written
+    state.model[0].calls = 5
+    assert dt.save_sharded(tmp_path, state).result().written
+
+
 @pytest.mark.parametrize(("world", "strategy", "mode"), CASES)
 def test_extra_state_comes_back_to_its_rank(tmp_path, ranks, world, strategy, mode):
     several = strategy == "shard_grad_op"

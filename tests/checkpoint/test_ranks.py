@@ -280,6 +280,41 @@ def test_different_files_across_ranks_are_reported(saved, ranks):
         assert "ranks see different files in" in failed
 
 
+def change_on_last_rank(root: str, strategy: str) -> list[bool]:
+    state = trainable(strategy, 5)
+    state = train(state, 1)
+    written = []
+
+    def save(**options: Any) -> None:
+        written.append(save_sharded(root, state, **options).result().written)
+
+    save()
+    with torch.no_grad():
+        state.model(torch.ones(2, 5))
+        state.model.seen -= 1
+    reshard(state.model)
+    save(mode="async")
+    save()
+    if strategy == "full_shard" and get_dist_info().rank == 1:
+        to_local(state.params["first.weight"]).data.zero_()
+    save()
+    save()
+    state = load_sharded(root, state)
+    save()
+    with torch.no_grad():
+        state.params["first.weight"].mul_(2)
+    save()
+    return [*written, digest(load_sharded(root, trainable(strategy, 6)), rng=False) == digest(state, rng=False)]
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "replicate"])
+def test_step_is_written_again_if_one_rank_has_changed_its_shard(tmp_path, ranks, strategy):
+    # The forward counts a buffer, and gathers the parameters.
+    changed = strategy == "full_shard"
+    expected = [True, True, False, changed, False, False, True, True]
+    assert ranks(2).run(change_on_last_rank, str(tmp_path), strategy) == [expected] * 2
+
+
 def retention_on_ranks(root: str) -> list:
     state = sharded_state("full_shard", filled=True)
     handles = []

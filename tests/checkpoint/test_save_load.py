@@ -512,3 +512,40 @@ def test_final_save_of_a_saved_or_loaded_step_writes_nothing(tmp_path):
     loaded = load_sharded(tmp_path, plain_state(1))
     assert not save_sharded(tmp_path, loaded).result().written
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("step-*/*")} == before
+
+
+CHANGES = {
+    "a weight": lambda state: nn.init.zeros_(state.model.last.weight),
+    "a weight through .data": lambda state: state.model.last.weight.data.zero_(),
+    "memory of a weight": lambda state: setattr(state.model.last.weight, "data", torch.zeros(2, 7)),
+    "a buffer": lambda state: state.model.seen.add_(1),
+    "a buffer that is another tensor": lambda state: setattr(state.model, "seen", torch.tensor(99)),
+    "the learning rate": lambda state: state.optimizer.param_groups[0].update(lr=0.125),
+    "the optimizer's state": lambda state: state.optimizer.state[state.model.last.weight]["exp_avg"].zero_(),
+    "an average": lambda state: state.transform_states["ema"]["shadow"]["last.weight"].zero_(),
+}
+
+
+@pytest.mark.parametrize("after", ["save", "async save", "load"])
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_step_is_written_again_if_the_state_has_changed_since(tmp_path, change, after):
+    state = train(plain_state(), 1)
+    save_sharded(tmp_path, state, mode="async" if after == "async save" else "sync")
+    state = load_sharded(tmp_path, plain_state(1)) if after == "load" else state
+    assert not save_sharded(tmp_path, state).result().written
+    with torch.no_grad():
+        change(state)
+    assert save_sharded(tmp_path, state).result().written
+    assert digest(load_sharded(tmp_path, plain_state(1)), rng=False) == digest(state, rng=False)
+    assert not save_sharded(tmp_path, state).result().written
+
+
+def test_step_is_not_written_again_after_forwards_that_change_nothing(tmp_path):
+    state = train(plain_state(), 1)
+    save_sharded(tmp_path / "a", state)
+    with torch.inference_mode():
+        state.model.last(state.model.first(torch.ones(2, 5)))
+    state.model.last(torch.ones(2, 7)).sum().backward()
+    save_sharded(tmp_path / "weights", state, scope="weights", dtype=torch.bfloat16)
+    assert not save_sharded(tmp_path / "a", state).result().written
+    assert not save_sharded(tmp_path / "weights", state, scope="weights", dtype=torch.bfloat16).result().written

@@ -79,7 +79,7 @@ class SaveResult:
         step: step of the state.
         path: folder of the step.
         bytes: bytes written by all ranks; 0 if the step was not written.
-        written: False if this process had committed or loaded the step before, and no object has changed since.
+        written: False if this process had committed or loaded the step before, and nothing has changed since.
     """
 
     step: int

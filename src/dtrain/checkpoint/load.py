@@ -48,7 +48,7 @@ from dtrain.checkpoint.plan import TensorRead, full_region, group_by_size, plan_
 from dtrain.checkpoint.reader import CheckpointReader, keep_open, open_checkpoint, with_own_buffers
 from dtrain.checkpoint.retention import check_free_space
 from dtrain.checkpoint.save_thread import save_thread
-from dtrain.checkpoint.state_dict import content_key, digest_stored_entries, gc_paused
+from dtrain.checkpoint.state_dict import content_key, digest_stored_entries, gc_paused, mark_state
 from dtrain.checkpoint.step_choice import (
     CorruptMemoryError,
     OnCorrupt,
@@ -422,7 +422,7 @@ def read_checkpoint(
         open_file=open_file,
         values=values,
         ignored=ignored,
-        entry_digest=digest_stored_entries(values.entries),
+        entry_digest=digest_stored_entries(values.entries, values.modules),
     )
 
 
@@ -607,6 +607,7 @@ def _apply(
                 new_states[name] = _fill_state(state, plan, targets, loaded.iter_tensors(name, targets))
                 state._run_context.load_generation = new_states[name]._generation
                 finish_load(state.model, loaded.values.modules[name])
+                state._run_context.mark = mark_state(new_states[name])
             except BaseException as error:
                 mark_interrupted_write(state, _CALLER, error)
                 raise

@@ -36,6 +36,7 @@ from dtrain.checkpoint.lock import Lock, lock_root
 from dtrain.checkpoint.node_memory import copy_to_next_node, find_memory_root, memory_root
 from dtrain.checkpoint.save_thread import SaveTask, leave_saves, process_instance, save_thread
 from dtrain.checkpoint.state_dict import (
+    StateMark,
     States,
     check_equal_on_all_ranks,
     collect_contents,
@@ -43,6 +44,8 @@ from dtrain.checkpoint.state_dict import (
     content_key,
     digest_entries,
     gc_paused,
+    has_changed,
+    mark_state,
     mark_unequal_values,
     rank_hashes,
 )
@@ -157,15 +160,15 @@ def save_sharded(
 
     Returns:
         A handle, whose ``result()`` is the ``SaveResult``. A step that this process has committed or loaded already is not
-        written again unless a loader, a stateful object or ``extra`` has changed since.
+        written again unless weights, buffers, the optimizer, a loader, a stateful object or ``extra`` have changed since.
 
     Mutates: ``state._run_context``; files. A step of the same run that this process did not write (after going back to an older
     step) is replaced. A folder at this step that is no valid checkpoint is moved aside with a warning.
     Collective: exchanges of JSON on the control group, and in the background thread on the background group; every rank must
     call it. Every rank writes its own shards; each replica of a shard writes a part of the tensors.
     Host sync: none for tensors on the CPU. On a GPU one per tensor in ``extra``, one for the digest of parameters that several
-    ranks hold, and one for such optimizer state. Other tensors on a GPU are copied to pinned memory in the order of the current
-    stream; ``"async"`` does not wait for the copy.
+    ranks hold, one for such optimizer state, and one if the last save or load was of the same step. Other tensors on a GPU are
+    copied to pinned memory in the order of the current stream; ``"async"`` does not wait for the copy.
 
     Raises:
         DesyncError: parameters or optimizer state that several ranks hold differ; see ``Step.init(replica_check_every=)``.
@@ -204,9 +207,11 @@ def start_save(
                 target = memory_root(target.root if isinstance(target, Checkpointer) else storage.resolve_path(target), _CALLER)
             checkpointer = target if isinstance(target, Checkpointer) else checkpointer_of(target, states.values())
             shared, write_plan, facts = _plan_save(states, extra, scope, dtype, options)
+            marks = [mark_state(state) for state in states.values()]
+            facts["changed"] = list(map(has_changed, states.values(), marks))
         # The group of the leaders is made by the training thread.
         leaders = leader_group() if options.mode == "memory" else None
-        total_bytes, entry_digests = _agree_on_contents(states, facts, shared)
+        total_bytes, entry_digests = _agree_on_contents(states, facts, shared, marks)
         if scope == "all":
             check_saved_state(list(states.values()), caller=_CALLER)
         save_thread().wait_for_slot(_MAX_IN_FLIGHT)
@@ -347,21 +352,28 @@ def _plan_save(
     return contents.shared, write_plan, facts
 
 
-def _agree_on_contents(states: States, facts: dict[str, Any], shared: dict[str, Any]) -> tuple[int, list[str]]:
+def _agree_on_contents(
+    states: States, facts: dict[str, Any], shared: dict[str, Any], marks: Sequence[StateMark]
+) -> tuple[int, list[str]]:
     """Check that contents and replicas are equal on all ranks and that no earlier save failed.
 
     Args:
         states: states by name.
         facts: facts about this rank.
         shared: values of the run.
+        marks: marks of the states.
 
     Returns:
         The bytes of all ranks, and the digest of the entries of each rank.
 
-    Mutates: ``shared``, in which the extra states of modules that differ between ranks are marked.
+    Mutates: ``shared``, in which the extra states of modules that differ between ranks are marked; the run context of the
+        states, which counts the changes of any rank.
     Collective: one exchange of JSON on the control group, and one more if replicas differ.
     """
     facts_by_rank = cast(list[dict[str, Any]], all_gather_json(facts, caller=_CALLER))
+    for index, (state, mark) in enumerate(zip(states.values(), marks, strict=True)):
+        state._run_context.mark = mark
+        state._run_context.changes += any(facts["changed"][index] for facts in facts_by_rank)
     failed = [rank for rank, facts in enumerate(facts_by_rank) if facts["failed"]]
     # After an agreed stop this save comes first; the end of the init_dist block raises the failure.
     if failed and not current_context().preemption.is_agreed():

@@ -29,11 +29,12 @@ import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import xxhash
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from dtrain.checkpoint import layout, tree_json
 from dtrain.checkpoint.data_file import as_bytes
@@ -41,15 +42,19 @@ from dtrain.checkpoint.extra import check_plain_tensors, saved_entries, short_ke
 from dtrain.checkpoint.layout import SaveScope
 from dtrain.checkpoint.mismatch import check_own_memory
 from dtrain.checkpoint.model_state import check_state_dicts, extra_state_modules, get_extra_states, optimizer_section
+from dtrain.dist.dtensor import to_local
 from dtrain.dist.incident_protocol import format_ranks
 from dtrain.dist.rng import rng_state
 from dtrain.errors import ConfigError
 from dtrain.shard.buffers import persistent_buffers
 from dtrain.state import TrainState
+from dtrain.step.optimizer_state import stored_options
 from dtrain.step.step_clock import check_all_params
 
 # Sections whose tensors a load writes into tensors of the state.
 _FILLED_IN_PLACE = ("params", "buffers", "transforms")
+# A write through ``.data`` and a batch norm do not change the version counter of a tensor, but most of its elements.
+_SAMPLED_ELEMENTS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
@@ -78,7 +83,8 @@ States = Mapping[str, TrainState]
 def content_key(states: States, scope: SaveScope, dtype: torch.dtype | None, entry_digests: Sequence[str]) -> object:
     """Return a key of the contents of a save. Two saves with equal keys have the same contents.
 
-    A step changes the parameters, but the loop may change objects of the run between two saves of one step.
+    A step changes the parameters. Between two saves of one step the loop may change objects of the run, and parameters,
+    buffers or the optimizer, which the run context counts.
 
     Args:
         states: states by name.
@@ -86,7 +92,63 @@ def content_key(states: States, scope: SaveScope, dtype: torch.dtype | None, ent
         dtype: dtype of the stored parameters.
         entry_digests: ``digest_entries`` of each rank.
     """
-    return (tuple((name, state.step) for name, state in states.items()), scope, dtype, tuple(entry_digests))
+    numbers = tuple((name, state.step, state._run_context.changes) for name, state in states.items())
+    return (numbers, scope, dtype, tuple(entry_digests))
+
+
+class StateMark(NamedTuple):
+    """Mark that shows a later change of a state's tensors or options.
+
+    Args:
+        facts: the step, plain values, and the version counter and the address of each tensor.
+        samples: some bytes of each tensor, by device.
+    """
+
+    facts: list[object]
+    samples: dict[torch.device, Tensor]
+
+
+def mark_state(state: TrainState) -> StateMark:
+    """Return the mark of a state: parameters, persistent buffers, the optimizer's state and options, and transform states.
+
+    The caller must disable autograd. Host sync: none.
+    """
+    facts: list[object] = [state.step]
+    samples: dict[torch.device, list[Tensor]] = {}
+    buffers = [persistent_buffers(state.model, state.spec, own=own) for own in (False, True)]
+    options = [stored_options(group) for group in state.optimizer.param_groups]
+    optimizer = [*state.optimizer.state.values(), options]
+    for leaf in tree_leaves([dict(state.params), buffers, optimizer, dict(state.transform_states)]):
+        if not isinstance(leaf, Tensor):
+            facts.append(repr(leaf))
+            continue
+        local = to_local(leaf)
+        facts += [tensor._version for tensor in (leaf, local) if not tensor.is_inference()]
+        if tree_json.storage_problem(local) is None:
+            facts += [local.device, local.data_ptr()]
+            samples.setdefault(local.device, []).append(_sample(local))
+    return StateMark(facts, {device: torch.cat(parts) for device, parts in samples.items()})
+
+
+def _sample(tensor: Tensor) -> Tensor:
+    """Return the bytes of elements that are spread evenly over the memory of a plain tensor."""
+    in_storage = tensor.untyped_storage().nbytes() // tensor.itemsize - tensor.storage_offset()
+    count = max(0, min(tensor.numel(), in_storage))
+    spread = tensor.detach().as_strided((min(count, _SAMPLED_ELEMENTS),), (max(1, count // _SAMPLED_ELEMENTS),))
+    return spread.resolve_conj().resolve_neg().contiguous().view(torch.uint8)
+
+
+def has_changed(state: TrainState, mark: StateMark) -> bool:
+    """Return True if ``mark`` of ``state`` differs from its mark at the last save or load.
+
+    Host sync: one per device, if the last save or load was of the same step.
+    """
+    last: StateMark | None = state._run_context.mark
+    return (
+        last is None
+        or last.facts != mark.facts
+        or not all(torch.equal(sample, last.samples[device]) for device, sample in mark.samples.items())
+    )
 
 
 def collect_contents(
@@ -194,13 +256,13 @@ def rank_hashes(contents: CheckpointContents) -> dict[str, str]:
 
 
 def digest_entries(contents: CheckpointContents, hashes: Mapping[str, str]) -> str:
-    """Return a digest of the objects and of ``extra`` as a load on this rank would get them.
+    """Return a digest of the objects, of ``extra`` and of modules' extra states as a load on this rank would get them.
 
     Args:
         contents: contents of a save.
         hashes: their ``content_hashes``.
     """
-    digests: dict[str, str] = {}
+    digests = rank_hashes(contents)
     for section in (layout.EXTRA, layout.OBJECTS):
         own = contents.values[section]
         for path, value in _iter_parts({section: contents.shared.get(section, {})}):
@@ -217,9 +279,15 @@ def digest_entries(contents: CheckpointContents, hashes: Mapping[str, str]) -> s
     return _digest_of_hashes(digests)
 
 
-def digest_stored_entries(entries: Mapping[str, Any]) -> str:
-    """Return the ``digest_entries`` of entries that a load has read. Call before the load gives them to their objects."""
-    digests = {}
+def digest_stored_entries(entries: Mapping[str, Any], modules: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return the ``digest_entries`` of values that a load has read. Call before the load gives them to their objects.
+
+    Args:
+        entries: values of entries, by key.
+        modules: extra states of modules, by the names of the states and the names of the extra states.
+    """
+    paths = {f"{tree_json.state_prefix(name)}modules": states for name, states in modules.items()}
+    digests = {path: _hash(*tree_json.encode(states, path)) for path, states in paths.items()}
     for key, value in entries.items():
         path = key if key.startswith(f"{layout.EXTRA}/") else tree_json.join_key(layout.OBJECTS, key)
         digests[path] = _hash(*tree_json.encode(value, path))

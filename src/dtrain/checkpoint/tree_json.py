@@ -121,7 +121,7 @@ def _encode(tree: Any, path: str, tensors: dict[str, Tensor], depth: int) -> Any
     if isinstance(tree, float):
         return float(tree) if math.isfinite(tree) else {TAG: "float", "value": str(float(tree))}
     if isinstance(tree, Tensor):
-        if (problem := _storage_problem(tree)) is not None:
+        if (problem := storage_problem(tree)) is not None:
             raise ConfigError(f"{_readable(path)}: a tensor must {problem[0]}. Save {problem[1]} instead.")
         tensors[path] = tree
         return _tensor_text(tree.dtype, tuple(tree.shape), is_dtensor(tree))
@@ -158,7 +158,7 @@ def _encode_dict(tree: dict[Any, Any], path: str, tensors: dict[str, Tensor], de
     return {TAG: "dict", "items": [[key, value] for key, value in values.items()]}
 
 
-def _storage_problem(tensor: Tensor) -> tuple[str, str] | None:
+def storage_problem(tensor: Tensor) -> tuple[str, str] | None:
     """Return the reason why a tensor cannot be stored, and what to save instead; None if it can be stored."""
     if tensor.layout is not torch.strided:
         remedy = "tensor.values() and tensor.offsets()" if tensor.is_nested else "tensor.to_dense()"
