@@ -18,7 +18,7 @@ from dtrain.typing import Stateful
 
 LOADER, STATEFUL = "loader", "stateful"
 DICT_TYPES = (dict, OrderedDict, Counter)
-"""Classes of the dicts that a checkpoint can hold. All are decoded as dict, which the owners accept."""
+"""Classes of the dicts that a checkpoint can hold."""
 _FILLED = (*DICT_TYPES, list)
 _VALUES = (type(None), bool, int, float, str, tuple)
 

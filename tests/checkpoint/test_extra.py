@@ -530,6 +530,17 @@ def test_plain_data_are_filled_in_place(tmp_path):
     assert (counts, type(counts), order, list(order)) == (Counter(a=3), Counter, OrderedDict(z=1, a=2), ["z", "a"])
 
 
+def test_parts_of_plain_data_keep_their_kind(tmp_path):
+    saved = {"seen": Counter(a=1), "order": OrderedDict(z=1, a=torch.ones(1)), "held": Counter(b=2), "other": Counter(c=3)}
+    dt.save_sharded(tmp_path, begin()[1], extra={"box": saved})
+    held, other = Counter(x=1), {"y": 1}
+    box: dict[str, Any] = {"held": held, "other": other}
+    dt.load_sharded(tmp_path, begin()[1], extra={"box": box})
+    assert repr(box) == repr(saved)
+    assert (box["held"] is held, other) == (True, {"y": 1})
+    box["seen"]["b"] += 1
+
+
 def test_object_that_occurs_twice_is_filled_once(tmp_path):
     dt.save_sharded(tmp_path, begin()[1], extra={"rows": [[1], [2]]})
     row: list[int] = []

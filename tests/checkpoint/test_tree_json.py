@@ -51,9 +51,18 @@ def test_tensors_round_trip_by_path():
     )
 
 
-def test_dict_subclasses_and_numpy_floats_decode_as_builtins():
-    tree = {"o": OrderedDict(b=1, a=2), "c": Counter({5: 2}), "f": np.float64(0.1)}
-    assert repr(round_trip(tree)) == "{'o': {'b': 1, 'a': 2}, 'c': {5: 2}, 'f': 0.1}"
+def test_counters_and_ordered_dicts_keep_their_kind():
+    tree = {"o": OrderedDict(b=Counter(x=3), a=torch.ones(2)), "c": Counter({5: 2}), "n": OrderedDict()}
+    assert repr(round_trip(tree)) == repr(tree)
+    values, tensors = tree_json.encode(tree, "x")
+    filled = tree_json.fill_tensors(tree_json.decode_structure(values, "x"), lambda key, ref: tensors[key])
+    assert repr(filled) == repr(tree)
+    kept = tree_json.keep_skipped(filled, {"o": {"a": 7, "b": 8}}, ["a"])
+    assert repr(kept["o"]) == repr(OrderedDict(b=Counter(x=3), a=7))
+
+
+def test_numpy_floats_decode_as_floats():
+    assert repr(round_trip({"f": np.float64(0.1)})) == "{'f': 0.1}"
 
 
 class Color(IntEnum):
@@ -75,6 +84,7 @@ REFUSED = {
     "numpy integer": ({"n": np.int64(1)}, r"x/n: .* got numpy.int64"),
     "enum": ({"e": Color.RED}, r"x/e: .* got .*Color"),
     "defaultdict": ({"d": defaultdict(int)}, r"x/d: .* got collections.defaultdict"),
+    "subclass of a list": ([torch.Size([1])], r"x/0: .* got torch.Size"),
     "key": ({"k": {1.5: 0}}, r"x/k: keys must be strings or integers, got float 1.5"),
     "bool key": ({"k": {True: 0}}, r"x/k: keys must be strings or integers, got bool True"),
     "twin keys": ({"k": {1: 0, "1": 0}}, r"x/k: two keys have the same text"),
@@ -118,6 +128,8 @@ DAMAGED = {
     "extra field": {"$": "tuple", "items": [], "more": 1},
     "tuple of no list": {"$": "tuple", "items": 3},
     "pairs": {"$": "dict", "items": [[1, 2, 3]]},
+    "pairs of a Counter": {"$": "Counter", "items": {"a": 1}},
+    "unknown dict": {"$": "defaultdict", "items": []},
     "pair with a list as key": {"$": "dict", "items": [[[], 2]]},
     "float": {"$": "float", "value": "0.5"},
     "float of no text": {"$": "float", "value": ["nan"]},

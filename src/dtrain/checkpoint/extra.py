@@ -278,7 +278,7 @@ def _content_problem(value: Any, stored: Any) -> str | None:
             return f"is stored as {stored.ref}, and a tensor {content.dtype} {list(content.shape)} was passed"
         problem = write_problem(content)
         return None if problem is None else f"must {problem}"
-    if type(stored) is not (dict if type(content) in DICT_TYPES else type(content)):
+    if type(stored) not in (DICT_TYPES if type(content) in DICT_TYPES else (type(content),)):
         return f"is stored as {_kind(stored)}, and {_kind(content)} was passed"
     return None
 
@@ -341,7 +341,10 @@ class _Filling:
             is_equal = (old.dtype, old.shape) == (new.dtype, new.shape)
             fits = is_equal and write_problem(old, self._read_only) is None
         else:
-            fits = (type(old) in DICT_TYPES and type(new) is dict) or (type(old) is list and type(new) is list)
+            # A dict would not count as a Counter does.
+            fits = type(old) in (*DICT_TYPES, list) and (
+                type(new) is type(old) or (type(new) is dict and type(old) is not list)
+            )
         if not fits or id(old) in self._filled:
             return new
         self.fill(old, new)

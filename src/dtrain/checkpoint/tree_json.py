@@ -7,6 +7,7 @@ becomes a text that begins with ``$``, because there are many, and every other v
     "$1"                {"$": "str", "value": "$1"}                 also for any other string that begins with "$"
     (1, 2)              {"$": "tuple", "items": [1, 2]}
     {1: "a"}            {"$": "dict", "items": [[1, "a"]]}          also for a dict with a key "$"
+    Counter(a=1)        {"$": "Counter", "items": [["a", 1]]}       also OrderedDict
     float("nan")        {"$": "float", "value": "nan"}              also "inf", "-inf"
     PER_RANK            {"$": "per_rank"}                           the value is in the values of each rank
     SameAs("a")         {"$": "same", "key": "a"}                   the object is stored under another key
@@ -38,6 +39,7 @@ from dtrain.run_objects import DICT_TYPES
 TAG = "$"
 _DIM = "(?:0|[1-9][0-9]{0,17})"
 _TENSOR_TEXT = re.compile(rf"\$(d?)tensor (\w+) \[((?:{_DIM}(?:, {_DIM})*)?)\]", re.ASCII)
+_DICT_KINDS = {kind.__name__: kind for kind in DICT_TYPES}
 MAX_DEPTH = 64
 _MAX_DIM_SIZE = 2**48
 # Python refuses to print integers of more than 4,300 digits.
@@ -91,7 +93,7 @@ def encode(tree: Any, path: str) -> tuple[Any, dict[str, Tensor]]:
 
     Args:
         tree: nested dicts (keys are strings or integers), lists and tuples of plain values and tensors.
-            ``OrderedDict`` and ``Counter`` are encoded as dicts, NumPy's ``float64`` as a float.
+            Of the subclasses of dict ``OrderedDict`` and ``Counter``. NumPy's ``float64`` is encoded as a float.
         path: prefix of the keys.
 
     Raises:
@@ -153,9 +155,9 @@ def _encode_dict(tree: dict[Any, Any], path: str, tensors: dict[str, Tensor], de
             f"{_readable(path)}: two keys have the same text, one as string and one as integer. Rename one of them."
         )
     values = {key: _encode(item, join_key(path, key), tensors, depth + 1) for key, item in tree.items()}
-    if all(type(key) is str and key != TAG for key in values):
+    if type(tree) is dict and all(type(key) is str and key != TAG for key in values):
         return values
-    return {TAG: "dict", "items": [[key, value] for key, value in values.items()]}
+    return {TAG: type(tree).__name__, "items": [[key, value] for key, value in values.items()]}
 
 
 def storage_problem(tensor: Tensor) -> tuple[str, str] | None:
@@ -216,8 +218,9 @@ def decode(values: Any, path: str, tensor_of: Callable[[str, TensorRef], Any], d
             return SameAs(key)
         case {"$": "tuple", "items": list(items)} if len(values) == 2:
             return tuple(decode(item, join_key(path, index), tensor_of, depth + 1) for index, item in enumerate(items))
-        case {"$": "dict", "items": list(items)} if len(values) == 2 and all(map(_is_pair, items)):
-            return {key: decode(item, join_key(path, key), tensor_of, depth + 1) for key, item in items}
+        case {"$": str(kind), "items": list(items)} if kind in _DICT_KINDS and len(values) == 2 and all(map(_is_pair, items)):
+            content = {key: decode(item, join_key(path, key), tensor_of, depth + 1) for key, item in items}
+            return content if kind == "dict" else _DICT_KINDS[kind](content)
     raise CorruptCheckpointError(f"values: {path}: must be an encoded value, got {layout.describe_value(values)}")
 
 
@@ -268,8 +271,8 @@ def fill_tensors(tree: Any, tensor_of: Callable[[str, TensorRef], Any]) -> Any:
     kind = type(tree)
     if kind is TensorPlaceholder:
         return tensor_of(*tree)
-    if kind is dict:
-        return {key: fill_tensors(item, tensor_of) for key, item in tree.items()}
+    if kind in DICT_TYPES:
+        return kind({key: fill_tensors(item, tensor_of) for key, item in tree.items()})
     if kind in (list, tuple):
         return kind(fill_tensors(item, tensor_of) for item in tree)
     return tree
@@ -287,7 +290,7 @@ def keep_skipped(tree: Any, current: Any, skipped: Collection[str]) -> Any:
 
     Names are compared with the keys of dicts, at any depth.
     """
-    if type(tree) is not dict or not isinstance(current, Mapping):
+    if type(tree) not in DICT_TYPES or not isinstance(current, Mapping):
         return tree
     loaded = {key: keep_skipped(item, current.get(key), skipped) for key, item in tree.items() if key not in skipped}
-    return {**loaded, **{key: item for key, item in current.items() if key in skipped}}
+    return type(tree)({**loaded, **{key: item for key, item in current.items() if key in skipped}})
