@@ -228,7 +228,7 @@ class RunContext:
         mark: ``StateMark`` of the state at the last save or load; None before.
         changes: number of saves that have found another mark than before on some rank.
         checkpointers: by checkpoint root, the ``Checkpointer`` that ``save_sharded`` opened for the run.
-        group_options: names of the options of each parameter group at the beginning of the run.
+        group_options: options of each parameter group in ``Step.init``.
         optimizer_checked: True after the first update, which is checked; see ``step.optimizer_state``.
         replica_check_every: number of steps between two comparisons of replicas; see ``Step.init``.
         replica_check: ``ReplicaCheck`` of the run, made in the first step or save; None before.
@@ -249,7 +249,7 @@ class RunContext:
     mark: Any = None
     changes: int = 0
     checkpointers: dict[str, Any] = field(default_factory=dict)
-    group_options: tuple[frozenset[str], ...] = ()
+    group_options: tuple[dict[str, Any], ...] = ()
     optimizer_checked: bool = False
     replica_check_every: int = 100
     replica_check: Any = None

@@ -341,7 +341,9 @@ def init_state(
     )._with_trainable()
     if state._tracked_loader is not None:
         state._tracked_loader._join_run()
-    state._run_context.group_options = tuple(frozenset(group) for group in optimizer.param_groups)
+    state._run_context.group_options = tuple(
+        {key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups
+    )
     attribute = unwrap_module(model).__dict__.get(_RUNS_ATTRIBUTE)
     runs = attribute if isinstance(attribute, ModelRuns) else ModelRuns()
     setattr(unwrap_module(model), _RUNS_ATTRIBUTE, runs)

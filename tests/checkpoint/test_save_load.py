@@ -3,6 +3,7 @@
 import random
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -549,3 +550,44 @@ def test_step_is_not_written_again_after_forwards_that_change_nothing(tmp_path):
     save_sharded(tmp_path / "weights", state, scope="weights", dtype=torch.bfloat16)
     assert not save_sharded(tmp_path / "a", state).result().written
     assert not save_sharded(tmp_path / "weights", state, scope="weights", dtype=torch.bfloat16).result().written
+
+
+def state_with(model: nn.Module, **options: Any) -> TrainState:
+    return init_state(model, torch.optim.AdamW(model.parameters(), **options))
+
+
+def test_load_tells_which_options_of_the_script_it_replaces(tmp_path, capsys):
+    save_sharded(tmp_path, state_with(nn.Linear(1, 1), lr=1e-2))
+    changed = {"lr": 1e-3, "betas": (0.5, 0.9), "weight_decay": 0.01, "fused": True}
+    state = load_sharded(tmp_path, state_with(nn.Linear(1, 1), **changed))
+    said = capsys.readouterr().err
+    assert "options of the checkpoint replace those here: lr 0.001 -> 0.01, betas (0.5, 0.9) -> (0.9, 0.999); to keep" in said
+    assert "set it after the load: state.optimizer.param_groups[0]['lr'] = 0.001\n" in said
+    assert state.optimizer.param_groups[0]["lr"] == 1e-2
+    # The script is the same at the next resume.
+    save_sharded(tmp_path / "next", state)
+    load_sharded(tmp_path / "next", state_with(nn.Linear(1, 1), **changed))
+    load_sharded(tmp_path, state_with(nn.Linear(1, 1), **changed), ignore=["optimizer"])
+    assert "replace" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("by", ["scheduler", "hand"])
+def test_load_does_not_tell_of_options_that_training_has_changed(tmp_path, capsys, by):
+    def start() -> tuple[TrainState, Any]:
+        model = nn.Linear(1, 1)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1) if by == "scheduler" else None
+        return init_state(model, optimizer, stateful={"scheduler": scheduler} if scheduler else {}), scheduler
+
+    state, scheduler = start()
+    for number in range(3):
+        state.optimizer.step()
+        if scheduler is None:
+            state.optimizer.param_groups[0]["lr"] = 1e-2 / (number + 2)
+        else:
+            scheduler.step()
+    rate = state.optimizer.param_groups[0]["lr"]
+    save_sharded(tmp_path, state)
+    state = load_sharded(tmp_path, start()[0])
+    assert state.optimizer.param_groups[0]["lr"] == rate
+    assert "replace" not in capsys.readouterr().err

@@ -37,6 +37,7 @@ from dtrain.checkpoint.load_plan import (
 )
 from dtrain.checkpoint.model_state import (
     clear_optimizer_,
+    describe_replaced_options,
     extra_state_modules,
     extra_state_names,
     finish_load,
@@ -265,10 +266,12 @@ def _read_and_apply(
             _warn_if_low_space(path, loaded.reader.manifest.bytes)
         _restore_objects(states, loaded.values, entries)
         new_states = _apply(loaded, choice, states, options, agreed.entry_digests)
+    trees = {name: plan.optimizer for name, plan in loaded.plans.items() if plan.optimizer is not None}
+    replaced = [describe_replaced_options(states[name], tree["groups"]) for name, tree in trees.items()]
     folder, seconds = loaded.reader.folder, time.monotonic() - started_at
     restored = Restored(step=loaded.reader.manifest.step, path=folder, seconds=seconds, ignored=loaded.ignored)
     names = ", ".join(loaded.ignored[:5]) + (", ..." if len(loaded.ignored) > 5 else "")
-    facts = [f"loaded {folder} in {seconds:.2g} s", f"ignored {names}" if names else "", agreed.skipped]
+    facts = [f"loaded {folder} in {seconds:.2g} s", f"ignored {names}" if names else "", agreed.skipped, *replaced]
     log("; ".join(filter(None, facts)))
     return {name: new_state._replace(restored=restored)._recorded() for name, new_state in new_states.items()}
 

@@ -30,6 +30,9 @@ from dtrain.step.optimizer_state import check_storable, stored_options
 _EXTRA_STATE = "_extra_state"
 ADDED_OPTIONS = "added_options"
 """Key, in the stored hyperparameters of a group, of the names that the optimizer has added since the beginning of the run."""
+FIRST_OPTIONS = "first_options"
+"""Key, in the stored hyperparameters of a group, of the plain values that the optimizer was built with."""
+_RESERVED = frozenset({"params", ADDED_OPTIONS, FIRST_OPTIONS})
 # Hyperparameters that a schedule adds to a group on its first use, after the optimizer of a resumed run was built.
 _ADDED_BY_SCHEDULES = frozenset({"initial_lr"})
 
@@ -186,8 +189,37 @@ def optimizer_groups(state: TrainState) -> list[dict[str, Any]]:
         first_options = at_the_beginning[number] if number < len(at_the_beginning) else options
         added = sorted(options.keys() - first_options)
         options["params"] = [names[id(param)] for param in group["params"]]
+        options[FIRST_OPTIONS] = _plain_options(first_options)
         groups.append({**options, ADDED_OPTIONS: added} if added else options)
     return groups
+
+
+def _plain_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options that are numbers, texts, None, or tuples of numbers. A tensor may have changed since."""
+    plain = (bool, int, float, str, type(None))
+    return {
+        key: value
+        for key, value in stored_options(options).items()
+        if all(type(item) in plain for item in (value if type(value) is tuple else (value,)))
+    }
+
+
+def describe_replaced_options(state: TrainState, stored_groups: list[dict[str, Any]]) -> str:
+    """Return a text with the options that a load replaces although the script has changed them; "" without any.
+
+    An option that only the training has changed, as a rate by a schedule, was built with equal values in both runs.
+    """
+    replaced, advice = [], ""
+    for number, (group, saved) in enumerate(zip(state._run_context.group_options, stored_groups, strict=True)):
+        first = saved.get(FIRST_OPTIONS)
+        for key, here in _plain_options(group).items() if type(first) is dict else ():
+            if key in first and key not in _ADDED_BY_SCHEDULES and here not in (first[key], saved.get(key)):
+                where = f" of group {number}" if len(stored_groups) > 1 else ""
+                replaced.append(f"{key}{where} {here!r} -> {saved.get(key)!r}")
+                advice = advice or f"state.optimizer.param_groups[{number}][{key!r}] = {here!r}"
+    if not replaced:
+        return ""
+    return f"options of the checkpoint replace those here: {', '.join(replaced)}; to keep one, set it after the load: {advice}"
 
 
 def compare_optimizer(stored: dict[str, Any], state: TrainState, skipped: Collection[str]) -> Iterator[MismatchRow]:
@@ -219,7 +251,7 @@ def compare_optimizer(stored: dict[str, Any], state: TrainState, skipped: Collec
             first = next((a or b for a, b in zip_longest(names, names_here) if a != b), "?")
             yield other_row(f"{location}/params", f"{len(names)} (first difference: {first})", f"{len(names_here)}")
         added = saved.get(ADDED_OPTIONS)
-        options = {*group, *_ADDED_BY_SCHEDULES, ADDED_OPTIONS, *(added if type(added) is list else ())}
+        options = {*group, *_ADDED_BY_SCHEDULES, *_RESERVED, *(added if type(added) is list else ())}
         for key in saved:
             if key not in options:
                 yield unexpected_row(f"{location}/{key}", "a hyperparameter")
@@ -261,4 +293,4 @@ def set_optimizer_(state: TrainState, saved: dict[str, Any]) -> None:
     by_text: dict[Any, Any] = state.optimizer.state
     by_text.update(saved["global"])
     for group, values in zip(state.optimizer.param_groups, saved["groups"], strict=True):
-        group.update({key: value for key, value in values.items() if key not in ("params", ADDED_OPTIONS)})
+        group.update({key: value for key, value in values.items() if key not in _RESERVED})
