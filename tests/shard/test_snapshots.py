@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import dtrain as dt
 from dtrain.dist.dtensor import is_dtensor, to_local
-from dtrain.errors import ConfigError, StaleStateError
+from dtrain.errors import ConfigError, PeerError, StaleStateError, StepError
 from dtrain.shard.snapshots import restore_, snapshot, use_snapshot
 from dtrain.testing import count_collectives
 
@@ -151,3 +151,42 @@ def test_an_average_and_a_copy_do_not_mix():
         restore_(model, copy)
     with use_snapshot(model, copy), pytest.raises(StaleStateError, match="use_average: a copy is in the place"):
         dt.transforms.use_average(state).__enter__()
+
+
+def losses_against_copy(strategy: str, copy_of: str, ragged: bool) -> list[float] | str:
+    """Train against a copy that the loss uses. Rank 1 has three times the samples of rank 0 if ``ragged``."""
+    torch.manual_seed(0)
+    model = dt.shard_model(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)).double(), dt.build_mesh(), strategy=strategy)
+    reference, newest = snapshot(model), list[dt.TrainState]()
+
+    def loss_fn(net: nn.Module, batch: Tensor) -> dt.LossSum:
+        copy = use_snapshot(net, reference) if copy_of == "snapshot" else dt.transforms.use_average(newest[-1])
+        with torch.no_grad(), copy:
+            frozen = net(batch)
+        return dt.sum_loss((net(batch) - frozen - 1.0).square().flatten())
+
+    step = dt.compose_step(loss_fn, [dt.transforms.ema(0.0, every="100ba")], microbatch_size=2)
+    state = step.init(model, torch.optim.SGD(model.parameters(), lr=0.05))
+    cut, losses = 2 if ragged else 4, list[float]()
+    part = BATCH[:cut] if dist.get_rank() == 0 else BATCH[cut:]
+    try:
+        for _ in range(3):
+            newest.append(state)
+            state, metrics = step(state, part)
+            losses.append(dt.reduce_metrics(metrics)["loss"])
+    except (StepError, PeerError) as error:
+        return str(error)
+    return losses
+
+
+@pytest.mark.parametrize("copy_of", ["snapshot", "average"])
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "replicate"])
+def test_a_loss_uses_a_copy_only_if_ranks_have_equal_numbers_of_microbatches(ranks, strategy, copy_of):
+    even, ragged = (ranks(2).run(losses_against_copy, strategy, copy_of, ragged) for ragged in (False, True))
+    if strategy == "replicate":
+        assert ragged[0] == pytest.approx(even[0])
+    else:
+        assert [text[:64] for text in ragged] == ["step: all ranks must run the model itself inside of use_snapshot"] * 2
+        assert "Compute the reference before the step as a column of the batch" in ragged[0]
+    assert even[0] == even[1]
+    assert even[0][-1] < even[0][0]

@@ -18,6 +18,9 @@ other ranks announce the start and the end of each unit.
 A loss may run further sharded models, such as the reference of DPO. If ranks have different numbers of microbatches, their
 units are announced and called empty as those of the model, and ``eval_mode`` reshards a model on all ranks. Each model has a
 number, so that all ranks know a unit of any model by the same number (``StepUnits``).
+
+A rank that calls a unit empty gathers the shards that it holds at that time. If another rank runs the unit inside of
+``use_snapshot`` or ``use_average``, it would mix shards of the copy with shards of the trained parameters, so this is an error.
 """
 
 from __future__ import annotations
@@ -67,19 +70,21 @@ class UnitEvent(NamedTuple):
         grad: at the start, True if a graph is recorded; at the end, True if an output requires a gradient.
         linked: at the start, True if an input requires a gradient; at the end, True if the forward returns the output of its
             last nested forward.
+        replaced: at the start, True if a copy or an average is in the place of the parameters.
     """
 
     unit: int
     starts: bool
     grad: bool = False
     linked: bool = False
+    replaced: bool = False
 
     def encode(self) -> int:
-        return (self.unit + 1) * 8 + self.starts * 4 + self.grad * 2 + self.linked
+        return (self.unit + 1) * 16 + self.replaced * 8 + self.starts * 4 + self.grad * 2 + self.linked
 
     @classmethod
     def decode(cls, code: int) -> UnitEvent:
-        return cls(code // 8 - 1, bool(code & 4), bool(code & 2), bool(code & 1))
+        return cls(code // 16 - 1, bool(code & 4), bool(code & 2), bool(code & 1), bool(code & 8))
 
 
 @dataclass(slots=True)
@@ -94,6 +99,7 @@ class UnitCall:
         outputs_need_grad: if True, an output requires a gradient, so the unit is gathered in backward.
         returns_inner_output: if True, the enclosing unit returned this output unchanged, so backward gathers both units
             together.
+        replaced: if True, a copy or an average was in the place of the parameters.
     """
 
     unit: int
@@ -102,6 +108,7 @@ class UnitCall:
     nested: list[UnitCall] = field(default_factory=list)
     outputs_need_grad: bool = False
     returns_inner_output: bool = False
+    replaced: bool = False
 
 
 @dataclass(slots=True)
@@ -262,11 +269,13 @@ class SkippedUnits:
     def before_forward(self, number: int, inputs: Any) -> Any:
         if not self._frames:
             return inputs
-        parent, grad = self._frames[-1], torch.is_grad_enabled()
+        parent, grad, replaced = self._frames[-1], torch.is_grad_enabled(), self._units.models[number // _STRIDE].is_replaced
         if self._recording:
-            event = UnitEvent(number, True, grad, any_requires_grad(inputs))
+            event = UnitEvent(number, True, grad, any_requires_grad(inputs), replaced)
             self._units.compare_event(event, is_recorded=self._open_recorded(event))
             return inputs
+        if self._uneven and replaced:
+            raise self._units.replaced_error(number)
         if parent.unchecked:
             self._frames.append(OpenForward(number, [], unchecked=True))
             return inputs
@@ -305,7 +314,7 @@ class SkippedUnits:
         if not within_step and (parent.unchecked or parent.is_repeated(event.unit, event.grad)):
             self._frames.append(OpenForward(event.unit, [], unchecked=True))
             return False
-        call = UnitCall(event.unit, event.grad, event.linked)
+        call = UnitCall(event.unit, event.grad, event.linked, replaced=event.replaced)
         parent.calls.append(call)
         self._frames.append(OpenForward(event.unit, call.nested, recorded_call=call))
         return True
@@ -371,6 +380,8 @@ class SkippedUnits:
         if model is not None:
             self._units.models[model].reshard()
             return output
+        if call.replaced != self._units.models[call.unit // _STRIDE].is_replaced:
+            raise self._units.replaced_error(call.unit)
         self._has_skipped = True
         unit = self._units.unit(call.unit)
         with torch.set_grad_enabled(call.grad_enabled):
@@ -512,6 +523,8 @@ class ModelUnits:
         self.units: list[UnitForward] = unit_forwards(model) if gathers else []
         # The observer, and the number by which the observer knows the model.
         self.listener: tuple[SkippedUnits, int] | None = None
+        # True if a copy or an average is in the place of the parameters.
+        self.is_replaced = False
         for index, unit in enumerate(self.units):
             unit.wrap(enter=partial(self._before, index), leave=partial(self._after, index))
         # Equal on all ranks; 0 for a model that no other loss may run.
@@ -530,6 +543,21 @@ class ModelUnits:
     def others(self) -> dict[int, ModelUnits]:
         """Return the other models by number that all ranks hold, and whose units all ranks must gather."""
         return {units._number: units for units in ModelUnits._sharded if units._number and units is not self}
+
+    @classmethod
+    @contextmanager
+    def mark_replaced(cls, module: nn.Module) -> Iterator[None]:
+        """Mark the models with a unit in ``module`` in a context, in which a copy is in the place of the parameters."""
+        modules = set(module.modules())
+        marked = [units for units in cls._sharded if any(unit.module in modules for unit in units.units)]
+        before = [units.is_replaced for units in marked]
+        try:
+            for units in marked:
+                units.is_replaced = True
+            yield
+        finally:
+            for units, value in zip(marked, before, strict=True):
+                units.is_replaced = value
 
     @classmethod
     def unit_with_shards(cls, param: Tensor) -> UnitForward | None:
@@ -612,12 +640,15 @@ class StepUnits:
         Collective: one exchange.
 
         Raises:
-            StepError: ranks have different events; on all ranks.
+            StepError: ranks have different events, or a rank has no microbatch and the others run the unit with a copy of the
+                parameters; on all ranks.
         """
         assert self.exchange is not None
         codes = self.exchange(_FOLLOWS if event is None else event.encode(), self._describe(event))
         events = {rank: UnitEvent.decode(code) for rank, code in enumerate(codes) if code != _FOLLOWS}
         self._check_equal(events)
+        if len(events) < len(codes) and any([event.replaced for event in events.values()]):  # noqa: C419
+            raise self.replaced_error(next(iter(events.values())).unit)
         return next(iter(events.values()))
 
     def compare_event(self, event: UnitEvent, *, is_recorded: bool) -> None:
@@ -643,6 +674,14 @@ class StepUnits:
                 f"and {self._describe(events[other])} on rank {other}. Call a unit that a rank does not need on zero rows, "
                 "too, or leave it out of blocks. Later steps may skip units."
             )
+
+    def replaced_error(self, number: int) -> StepError:
+        """Make the error for a unit that a rank skips, and that others run with a copy in the place of the parameters."""
+        return StepError(
+            f"step: all ranks must run {self.name(number)} inside of use_snapshot or use_average, but a rank skips it or has "
+            "no microbatch left, so it would gather shards of the trained parameters. Compute the reference before the step as "
+            "a column of the batch, give all ranks equal numbers of microbatches, or use a second sharded model."
+        )
 
     def _describe(self, event: UnitEvent | None) -> str:
         if event is None:

@@ -16,6 +16,7 @@ from dtrain.dist.dtensor import from_local_like, is_placed_like, to_local
 from dtrain.errors import ConfigError, StaleStateError
 from dtrain.fqn import buffers_by_fqn, parameters_by_fqn
 from dtrain.shard.buffers import restore_buffers
+from dtrain.shard.skipped_units import ModelUnits
 from dtrain.shard.unshard import is_unsharded, reshard
 from dtrain.state import live_runs
 
@@ -98,6 +99,10 @@ def use_snapshot(model: nn.Module, copy: Mapping[str, Tensor]) -> Iterator[None]
 
     Inside the context, a step, a save or a load of a run of the model raises. Run forwards there under ``eval_mode``.
 
+    A loss function may enter the context if all ranks have equal numbers of microbatches. A rank without a further microbatch
+    would gather its shards of the trained parameters, so a sharded model's step raises there. Compute the outputs of the copy
+    before the step instead, as a column of the batch, or use a second sharded model.
+
     Args:
         model: as in ``restore_``.
         copy: as in ``restore_``.
@@ -119,13 +124,15 @@ def use_snapshot(model: nn.Module, copy: Mapping[str, Tensor]) -> Iterator[None]
     Raises:
         ConfigError: as ``restore_``.
         StaleStateError: as ``snapshot``.
+        StepError: from the forward, in the step of a sharded model: ranks have different numbers of microbatches, or a rank
+            skips a unit.
     """
     tensors = _tensors_of(model, "use_snapshot")
     _check_fits(copy, tensors, "use_snapshot: copy")
     params = parameters_by_fqn(model)[0]
     buffers = [name for name in tensors if name not in params]
     undo = list[Callable[[], None]]()
-    with restore_buffers(model), _mark_replaced(model):
+    with restore_buffers(model), _mark_replaced(model), ModelUnits.mark_replaced(model):
         try:
             for name, param in params.items():
                 undo.append(exchange_(param, copy[name]))

@@ -20,6 +20,7 @@ from dtrain.schedules.durations import Duration, RunLength, parse_window
 from dtrain.schedules.hyperparameters import hyperparameter
 from dtrain.shard.buffers import BufferSnapshot
 from dtrain.shard.grad_sync import grad_sync_of
+from dtrain.shard.skipped_units import ModelUnits
 from dtrain.shard.snapshots import exchange_
 from dtrain.shard.unshard import is_unsharded, reshard
 from dtrain.state import TrainState
@@ -237,6 +238,8 @@ def use_average(state: TrainState, name: str = "ema") -> Iterator[None]:
 
     Inside the context, a step, a save or a load of any state of the run, and a second ``use_average``, raise.
 
+    A loss function may enter the context if all ranks have equal numbers of microbatches; see ``shard.use_snapshot``.
+
     Args:
         state: newest state of the run.
         name: name of a transform whose state has ``{"params": {name: average}}``: ``"ema"``, ``"swa"``.
@@ -261,6 +264,7 @@ def use_average(state: TrainState, name: str = "ema") -> Iterator[None]:
     Raises:
         ConfigError: ``state`` has no such average, the average has not started, or the model is unsharded (``unshard_params``).
         StaleStateError: ``state`` was stepped already, or another ``use_average`` is active.
+        StepError: as ``shard.use_snapshot``.
 
     Source: Tarvainen and Valpola 2017, arXiv:1703.01780, section 2: predictions use the averaged weights.
     """
@@ -274,7 +278,8 @@ def use_average(state: TrainState, name: str = "ema") -> Iterator[None]:
     try:
         for key, average in averages.items():
             undo.append(exchange_(state.params[key], average))
-        yield
+        with ModelUnits.mark_replaced(state.model):
+            yield
     finally:
         reshard(state.model)
         for restore in undo:
