@@ -462,3 +462,62 @@ def test_transformers_loss_refuses_models_whose_labels_it_cannot_count():
     for model in models_of_other_losses():
         with pytest.raises(ConfigError, match=rf"must have a loss .* got {type(model).__name__}.* Use dt\.mean_loss"):
             transformers_loss(model, {"input_ids": torch.ones(1, 2, dtype=torch.int64), "labels": torch.ones(1, 2).long()})
+
+
+PROMPTS = {
+    "PromptTuningConfig": {},
+    "PromptEncoderConfig": {"encoder_hidden_size": 4},
+    "MultitaskPromptTuningConfig": {},
+    "PrefixTuningConfig": {},
+    "LoraConfig": None,
+}
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+@pytest.mark.parametrize("kind", PROMPTS)
+def test_transformers_loss_counts_the_first_label_after_virtual_tokens(kind):
+    peft = pytest.importorskip("peft")
+    model, _ = tiny_transformer("Llama")
+    options = {"r": 2, "target_modules": ["q_proj"]} if PROMPTS[kind] is None else {"num_virtual_tokens": 3, **PROMPTS[kind]}
+    model = peft.get_peft_model(model, getattr(peft, kind)(task_type="CAUSAL_LM", **options)).double().eval()
+    tokens = torch.randint(11, (3, 6), generator=torch.Generator().manual_seed(0))
+    labels = tokens.masked_fill(torch.tensor([[False] * 3 + [True] * 3, [False] * 6, [True] + [False] * 5]), -100)
+    batch = {"input_ids": tokens, "labels": labels, "attention_mask": torch.ones_like(tokens)}
+    if kind.startswith("Multitask"):
+        batch["task_ids"] = torch.zeros(3, dtype=torch.int64)
+    loss, own = transformers_loss(model, batch), model(**batch).loss
+    follows = kind not in ("PrefixTuningConfig", "LoraConfig")
+    assert loss.weight == (labels if follows else labels[:, 1:]).ne(-100).sum()
+    torch.testing.assert_close(loss.total / loss.weight, own, rtol=1e-6, atol=1e-6, check_dtype=False)
+    parts = [transformers_loss(model, {name: value[rows] for name, value in batch.items()}) for rows in (slice(1), slice(1, 3))]
+    torch.testing.assert_close(parts[0].total + parts[1].total, loss.total, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_transformers_loss_refuses_virtual_tokens_with_labels():
+    peft = pytest.importorskip("peft")
+    config = peft.CPTConfig(task_type="CAUSAL_LM", cpt_token_ids=[1, 2], cpt_mask=[1, 1], cpt_tokens_type_mask=[1, 2])
+    model = peft.get_peft_model(tiny_transformer("Llama")[0], config)
+    tokens = torch.ones(1, 4, dtype=torch.int64)
+    with pytest.raises(ConfigError, match=r"got LlamaForCausalLM with loss_type 'ForCausalLM' and CPT of peft\. Use dt\.mean"):
+        transformers_loss(model, {"input_ids": tokens, "labels": tokens})
+
+
+def test_transformers_loss_refuses_a_loss_with_a_mean_over_the_microbatch_added():
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 11}
+    experts = {"intermediate_size": 16, "num_local_experts": 2, "output_router_logits": True}
+    model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes, **experts))
+    tokens = torch.ones(1, 4, dtype=torch.int64)
+    batch = {"input_ids": tokens, "labels": tokens}
+    with pytest.raises(ConfigError, match=r"got one with aux_loss added.* Set model\.config\.output_router_logits = False"):
+        transformers_loss(model, batch)
+    model.config.output_router_logits = False
+    assert transformers_loss(model, batch).weight == 3
+    with pytest.raises(ConfigError, match="got one with aux_loss added"):
+        transformers_loss(model, {**batch, "output_router_logits": True})
+    model.router_aux_loss_coef = 0.0
+    assert transformers_loss(model, {**batch, "output_router_logits": True}).weight == 3
+    model.config.z_loss_coefficient = 0.1
+    with pytest.raises(ConfigError, match=r"got one with z_loss added.*\(z_loss_coefficient = 0\)"):
+        transformers_loss(model, batch)

@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from dtrain.arguments import check_number, explain_arguments
 from dtrain.dist.dtensor import local_part, whole_with_summed_grad
 from dtrain.errors import ConfigError
-from dtrain.fqn import unwrap_module
+from dtrain.fqn import is_of_peft, unwrap_module
 from dtrain.shard.unshard import call_in_unit
 from dtrain.typing import Batch, LossFn, LossSum
 
@@ -702,7 +702,8 @@ def transformers_loss(model: nn.Module, batch: Batch) -> LossSum:
     Such a model returns a mean over the labels of its call, so gradient accumulation over microbatches and ranks would weigh
     tokens of short samples more. The sum is exact for the losses of causal and masked language models, of encoder-decoder
     models, and of the classification of tokens, texts, images and sounds; other models are refused. A causal language model
-    predicts the next label, so the first label of each sample does not count, and neither do labels of -100.
+    predicts the next label, so the first label of each sample does not count, and neither do labels of -100. With prompt tuning
+    or P-tuning of peft the first label counts, because it follows the virtual tokens.
 
     Args:
         model: model of transformers, also sharded or with adapters of peft. Its own loss is used.
@@ -716,7 +717,8 @@ def transformers_loss(model: nn.Module, batch: Batch) -> LossSum:
 
     Raises:
         ConfigError: ``batch`` is no mapping with integer ``labels``, the model returns no loss, or its loss is of another kind
-            (segmentation, regression, several losses): use ``dt.mean_loss``.
+            (segmentation, regression, several losses): use ``dt.mean_loss``. A model adds the loss of its routers or of the
+            size of its logits, which is a mean over the microbatch.
     """
     labels = batch["labels"] if hasattr(batch, "keys") and "labels" in list(batch.keys()) else None
     if not isinstance(labels, Tensor) or labels.is_floating_point():
@@ -726,19 +728,21 @@ def transformers_loss(model: nn.Module, batch: Batch) -> LossSum:
             "Use dt.mean_loss for another loss, and give its weight."
         )
     base: Any = getattr(model, "_orig_mod", model)
+    prompts = base.active_peft_config if is_of_peft(base, "PeftModelForCausalLM") else None
     if hasattr(base, "get_base_model"):
         base = base.get_base_model()
-    counted = (labels[:, 1:] if labels.ndim > 1 and _predicts_next(base) else labels) != -100
+    counted = (labels[:, 1:] if labels.ndim > 1 and _predicts_next(base, prompts) else labels) != -100
     count = counted.sum()
     # Most models divide a sum by this number instead of computing a mean.
     items = count.clamp(min=1)
     takes_items = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(base.forward).parameters.values())
-    loss = getattr(model(**batch, **({"num_items_in_batch": items} if takes_items else {})), "loss", None)
+    loss = getattr(outputs := model(**batch, **({"num_items_in_batch": items} if takes_items else {})), "loss", None)
     if not isinstance(loss, Tensor) or loss.ndim:
         raise ConfigError(
             f"transformers_loss: the model must return one loss, got {type(loss).__name__}. Pass a model with a head, such as "
             "AutoModelForCausalLM, and return_dict=True."
         )
+    _check_added_losses(base, outputs)
     # The mean of no label is NaN in models that ignore the number. Its gradient is zero.
     return LossSum(total=torch.where(count > 0, loss * items, 0.0), weight=count)
 
@@ -754,8 +758,39 @@ _UNSHIFTED_LOSSES = (
 )
 
 
-def _predicts_next(model: nn.Module) -> bool:
-    """Return True if the loss of a model of transformers shifts the labels by one position.
+# Coefficients of losses that models add to the loss of the labels. Most models copy them from their config.
+_ROUTER_COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef", "router_z_loss_coef")
+_ADDED_LOSSES = ("aux_loss", "encoder_aux_loss", "decoder_aux_loss", "encoder_z_loss", "decoder_z_loss")
+
+
+def _check_added_losses(model: nn.Module, outputs: Any) -> None:
+    """Refuse a loss of the routers, or of the size of the logits, that the model adds to the loss of the labels.
+
+    Such a loss is a mean over the positions of one call, so it would depend on the microbatch, and be weighed by labels.
+    """
+    config: Any = getattr(model, "config", None)
+    owners = (model, config, getattr(config, "text_config", None))
+    held = [[getattr(owner, name) for name in _ROUTER_COEFFICIENTS if hasattr(owner, name)] for owner in owners]
+    added = next((name for name in _ADDED_LOSSES if isinstance(getattr(outputs, name, None), Tensor)), None)
+    # A model without a known coefficient adds the loss as well.
+    if (added and any(next(filter(None, held), [1]))) or getattr(config, "z_loss_coefficient", 0):
+        raise ConfigError(
+            f"transformers_loss: the model must return the loss of its labels alone, got one with {added or 'z_loss'} added, a "
+            "mean over the microbatch. Set model.config.output_router_logits = False (z_loss_coefficient = 0), and balance "
+            "experts with dt.experts, or use dt.mean_loss."
+        )
+
+
+# Methods of peft with virtual tokens before the labels, so that the loss counts the first label, and with virtual keys.
+_VIRTUAL_TOKENS, _VIRTUAL_KEYS = ("PROMPT_TUNING", "P_TUNING", "MULTITASK_PROMPT_TUNING"), ("PREFIX_TUNING", "CARTRIDGE")
+
+
+def _predicts_next(model: nn.Module, peft_config: Any) -> bool:
+    """Return True if the loss of a model of transformers shifts the labels by one position, and drops the first label.
+
+    Args:
+        model: base model.
+        peft_config: config of peft for a causal language model, or None.
 
     Raises:
         ConfigError: the loss may count other labels than those that are not -100.
@@ -766,8 +801,9 @@ def _predicts_next(model: nn.Module) -> bool:
         kind = "ForCausalLM"
     # The type of the loss says nothing about a model that computes the loss itself.
     reads_type = "loss_function" in inspect.unwrap(type(model).forward).__code__.co_names
-    if kind in _SHIFTED_LOSSES and reads_type:
-        return True
+    prompts = str(peft_config.peft_type.value) if getattr(peft_config, "is_prompt_learning", False) else None
+    if kind in _SHIFTED_LOSSES and reads_type and prompts in (None, *_VIRTUAL_TOKENS, *_VIRTUAL_KEYS):
+        return prompts not in _VIRTUAL_TOKENS
     if kind == "ForConditionalGeneration" and getattr(config, "is_encoder_decoder", False):
         return False
     # A regression has no label that does not count.
@@ -776,6 +812,6 @@ def _predicts_next(model: nn.Module) -> bool:
         return False
     raise ConfigError(
         "transformers_loss: the model must have a loss of one class per label, for causal or masked language models or for "
-        f"classification, got {type(model).__name__} with loss_type {kind!r}. "
+        f"classification, got {type(model).__name__} with loss_type {kind!r}{f' and {prompts} of peft' if prompts else ''}. "
         "Use dt.mean_loss, and give the number of items in its mean as weight."
     )
