@@ -479,3 +479,27 @@ def test_loop_of_a_run_may_leave_out_batches():
             state, _ = step(state, batch)
     assert seen == whole_epoch("map")[1::2]
     assert source.position.epoch == 1
+
+
+@pytest.mark.parametrize(("depth", "lost"), [(0, ""), (1, ""), (2, "batch 3"), (3, "batch 3, 4")])
+def test_save_names_the_batches_that_a_loop_holds_back(depth, lost, recwarn):
+    loader, waiting = loader_of("map"), []
+    run = Run(loader)
+    for batch in loader.until(LENGTH):
+        waiting.append(batch)
+        if len(waiting) > depth:
+            run.take(waiting.pop(0))
+        if len(run.used) == 2:
+            run.loader.state_dict()
+            break
+    messages = [str(warning.message) for warning in recwarn]
+    assert [f"leaves out {lost} of the run" in message for message in messages] == [True] * bool(lost)
+
+
+def test_loop_that_leaves_out_batches_saves_without_a_warning(recwarn):
+    run = Run(loader_of("map"))
+    for number, batch in enumerate(run.loader.until(LENGTH)):
+        if number % 3 == 0:
+            run.take(batch)
+        run.loader.state_dict()
+    assert not recwarn.list

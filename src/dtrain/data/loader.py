@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 import weakref
+from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
@@ -15,7 +16,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from dtrain.arguments import check_choice, check_int, check_number, explain_arguments
+from dtrain.arguments import check_choice, check_int, check_number, explain_arguments, warn
 from dtrain.data.balance import BalanceCost, BatchBalance, make_dealer, make_sample_dealer
 from dtrain.data.batch import BatchSpec, FailedBatch, attach_batch_info, prefetch_items
 from dtrain.data.batch_source import BatchOptions, BatchSource, IterableBatchSource, LoaderItem, MapBatchSource, next_item
@@ -64,6 +65,9 @@ from dtrain.schedules.durations import Duration, RunLength
 from dtrain.schedules.hyperparameters import UnitSchedule
 from dtrain.typing import Batch, Plain, Schedule
 
+# Number of batches without a step that a loader remembers.
+_MAX_AHEAD = 64
+
 
 class Loader:
     """Batches of one rank, in an order that depends on data, seed and epoch, not on ranks. ``build_loader`` builds a loader.
@@ -96,6 +100,8 @@ class Loader:
         self.balance: BatchBalance | None = None
         """Costs by rank of the batch issued last; None before the first batch, or without ``balance`` and ``max_tokens``."""
         self._issued: IssuedBatch | None = None
+        # The newest batches that had no step when the loop asked for the next one: status, and number in the run.
+        self._without_step: deque[tuple[BatchStatus, int]] = deque(maxlen=_MAX_AHEAD)
         self._step_expected = self._belongs_to_run = self._was_loaded = False
         self._loop_start: Position | None = None
         # Stops of the newest loop, which a checkpoint must hold.
@@ -279,6 +285,8 @@ class Loader:
             # The batch source may wait for the agreement.
             item.status.epoch_ended = issued.status.epoch_ended
             self._step_expected, self._issued = issued.is_stepped, None
+            if not issued.status.consumed:
+                self._without_step.append((issued.status, position.batches))
             # A loop that was stopped reads no further batch. The loop restarts before the next batch is read, since the
             # samples to skip may be unreadable, and if one_epoch() or another loader has moved the dataset.
             has_moved = reads is not None and reads.reader is not reader
@@ -361,8 +369,23 @@ class Loader:
         interrupt skips no batch. The key ``"dataset"`` holds the state of an iterable dataset, if the dataset has a state.
         """
         position, dataset = self._resume_point()
+        self._warn_of_lost_batches()
         state = {**write_position(position), **self._source.order_identity(position), "data": self._digest}
         return state if dataset is None else {**state, "dataset": dataset}
+
+    def _warn_of_lost_batches(self) -> None:
+        """Warn of batches that a loop holds back, of which it has stepped on earlier ones: a resume would leave them out."""
+        batches = list(self._without_step)
+        while batches and not batches[-1][0].consumed:
+            batches.pop()
+        lost = list(self._without_step)[len(batches) :]
+        if batches and lost:
+            self._without_step.clear()
+            places = ", ".join(str(number) for _, number in lost)
+            warn(
+                f"loader: the loop takes batches ahead of their steps: a resume of this save leaves out batch {places} of the run."
+                " Hold back one batch at most, or use build_loader(num_workers=, device=) to prepare batches."
+            )
 
     def load_state_dict(self, state: Mapping[str, Plain]) -> None:
         """Restore the position that ``state_dict`` saved. The global batch size, ranks and workers may differ.
@@ -389,6 +412,7 @@ class Loader:
         self.position = position if epoch_batches is None else epoch_batches.normalize(position)
         self._dataset_state, self._last_batch_info, self._issued = state.get("dataset"), None, None
         self._was_loaded, self._loop_start = True, None
+        self._without_step.clear()
 
     def _join_run(self) -> None:
         """Expect a step on each batch from now on, since a state holds the loader, and on a batch that had no step so far."""
