@@ -383,7 +383,7 @@ class Loader:
             self._without_step.clear()
             places = ", ".join(str(number) for _, number in lost)
             warn(
-                f"loader: the loop takes batches ahead of their steps: a resume of this save leaves out batch {places} of the run."
+                f"loader: the loop takes batches ahead of steps: a resume of this save leaves out batch {places} of the run."
                 " Hold back one batch at most, or use build_loader(num_workers=, device=) to prepare batches."
             )
 
