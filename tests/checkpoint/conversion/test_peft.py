@@ -130,3 +130,36 @@ def test_models_without_adapters_are_refused(tmp_path):
     for to in ("peft", "hf"):
         with pytest.raises(CheckpointError, match="adapter"):
             convert(tmp_path / "root", tmp_path / "out", to=to, merge=to == "hf", config=tmp_path / "adapter_config.json")
+
+
+TIED_ADAPTERS = {
+    # Options of LoRA for a tied GPT-2, and the tie that makes two weights of one; the trained names differ.
+    "embedding": (
+        {"target_modules": ["wte", "c_attn"]},
+        {"base_model.model.lm_head.weight": "base_model.model.transformer.wte.base_layer.weight"},
+    ),
+    "copy": (
+        {"target_modules": ["c_attn"], "modules_to_save": ["wte"]},
+        {"base_model.model.lm_head.weight": "base_model.model.transformer.wte.original_module.weight"},
+    ),
+    "head": (
+        {"target_modules": ["lm_head", "c_attn"]},
+        {"base_model.model.lm_head.base_layer.weight": "base_model.model.transformer.wte.weight"},
+    ),
+}
+
+
+# peft warns of the tie, and of a linear layer beside transposed ones.
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("name", TIED_ADAPTERS)
+def test_an_adapter_of_one_of_two_tied_weights_unties_them(tmp_path, name):
+    options, tie = TIED_ADAPTERS[name]
+    model = trained(MODELS["gpt2"](), {"task_type": "CAUSAL_LM", "fan_in_fan_out": True, **options})
+    write_configs(model, tmp_path / "configs")
+    saved(model, tmp_path / "root")
+    with pytest.raises(CheckpointError, match=r"convert: merge .*[pP]ass tie=\{'base_model\.model\.lm_head"):
+        convert(tmp_path / "root", tmp_path / "out", to="hf", merge=True, config=tmp_path / "configs")
+    convert(tmp_path / "root", tmp_path / "out", to="hf", merge=True, config=tmp_path / "configs", tie=tie)
+    assert json.loads((tmp_path / "out/config.json").read_text())["tie_word_embeddings"] is False
+    kept = loaded(MODELS["gpt2"]().__class__, tmp_path / "out")
+    torch.testing.assert_close(logits(kept), logits(model), **NEAR)

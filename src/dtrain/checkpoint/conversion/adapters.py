@@ -36,6 +36,8 @@ _MATRICES = {
     ".lora_A.default.weight": ".lora_B.default.weight",
     ".lora_embedding_A.default": ".lora_embedding_B.default",
 }
+# Ends of the names of models with an output layer for tokens.
+_WITH_HEAD = ("ForCausalLM", "ForMaskedLM", "ForConditionalGeneration", "LMHeadModel")
 _NOT_MERGED = ("use_dora", "use_qalora", "alora_invocation_tokens")
 _USE_PEFT = "Convert with to='peft', and call merge_and_unload() of peft."
 
@@ -134,7 +136,14 @@ def merge_adapter(files: TensorFiles, config: bytes) -> tuple[TensorFiles, dict[
             layer = down.removesuffix(end)
             base, up = f"{layer}{_BASE_LAYER}weight", layer + _MATRICES[end]
             if base not in files.refs or up not in files.refs:
-                raise CheckpointError(f"convert: merge needs the base weights, but the checkpoint lacks {base!r}. {_USE_PEFT}")
+                tied = (
+                    f"A tied weight is stored under one name: pass tie={{{base!r}: '<name of the stored weight>'}} for both. "
+                    if any(_BASE_LAYER in name or name.endswith("embed_tokens.weight") for name in files.refs)
+                    else ""
+                )
+                raise CheckpointError(
+                    f"convert: merge needs the base weights, but the checkpoint lacks {base!r}. {tied}{_USE_PEFT}"
+                )
             updates[_base_name(base)] = _plan_update(files, base, down, up, settings)
             matrices |= {down, up}
     others = [name for name in files.refs if name not in matrices and _TRAINED_COPY not in name and _ADAPTER.search(name)]
@@ -143,6 +152,56 @@ def merge_adapter(files: TensorFiles, config: bytes) -> tuple[TensorFiles, dict[
         raise CheckpointError(f"convert: merge must be used with plain LoRA, got {problem}. {_USE_PEFT}")
     kept = [name for name in files.refs if name not in matrices and _REPLACED_MODULE not in name]
     return rename_tensors(files, {_base_name(name): name for name in kept}), updates
+
+
+def untie(files: TensorFiles, base: TensorFiles, updates: Mapping[str, _Update], adapter: bytes, config: bytes) -> bytes:
+    """Return the model's config, with ``tie_word_embeddings`` False if an adapter made two weights of a tied one.
+
+    Args:
+        files: all tensors by their stored names.
+        base: tensors of the merged model by name.
+        updates: products to add, by name of the weight.
+        adapter: config of the adapter.
+        config: ``config.json`` of the model, or nothing.
+
+    Raises:
+        CheckpointError: only the input embedding of a tied model is adapted, and nothing says under which name its output layer
+            has the unchanged weight.
+    """
+    settings, model = json.loads(adapter), json.loads(config or b"{}")
+    sizes = {part.get("vocab_size") for part in (model, model.get("text_config") or {})} - {None}
+    matrices = {name: ref.shape for name, ref in base.refs.items() if len(ref.shape) == 2}
+    # Outside of the numbered layers, whose matrices may have the size of the vocabulary, too.
+    outside = {name: shape for name, shape in matrices.items() if not re.search(r"wpe|posit|\.\d+\.", name)}
+    names = [name for name, shape in outside.items() if not sizes or shape[0] in sizes]
+    copied = {_base_name(name) for name in files.refs if _TRAINED_COPY in name and _original(name) in files.refs}
+    adapted = [name for name in names if "lora_embedding" in getattr(updates.get(name), "down", "") or name in copied]
+    kinds = [*(model.get("architectures") or ()), (settings.get("auto_mapping") or {}).get("base_model_class") or ""]
+    is_lm = settings.get("task_type") in ("CAUSAL_LM", "SEQ_2_SEQ_LM") or any(kind.endswith(_WITH_HEAD) for kind in kinds)
+    is_tied = is_lm and model.get("tie_word_embeddings") is not False and not settings.get("ensure_weight_tying")
+    for name in adapted if is_tied else ():
+        if re.search("embed|wte|shared", name) and not any(
+            other != name and base.refs[other].shape == base.refs[name].shape for other in names
+        ):
+            stored = next(
+                key for key in files.refs if _TRAINED_COPY not in key and _base_name(key.replace(_REPLACED_MODULE, ".")) == name
+            )
+            head = f"{_PREFIX if stored.startswith(_PREFIX) else ''}lm_head.weight"
+            raise CheckpointError(
+                f"convert: merge must write the output layer too, but its weight was tied to {name!r}, and the adapter changes "
+                f"the embedding alone. Pass tie={{{head!r}: {stored!r}}}, with the name of the output weight, to write both "
+                "weights, or convert with to='peft'."
+            )
+    if not is_tied or len({(base.keys[name], updates.get(name)) for name in names}) < 2 or not config:
+        return config
+    model["tie_word_embeddings"] = False
+    if (model.get("text_config") or {}).get("tie_word_embeddings"):
+        model["text_config"]["tie_word_embeddings"] = False
+    return json.dumps(model, indent=2).encode() + b"\n"
+
+
+def _original(name: str) -> str:
+    return name.replace(_TRAINED_COPY, _REPLACED_MODULE)
 
 
 def _base_name(name: str) -> str:

@@ -23,7 +23,14 @@ from typing import Any, Literal, get_args
 
 from dtrain import storage
 from dtrain.checkpoint import layout
-from dtrain.checkpoint.conversion.adapters import ADAPTER_CONFIG, ADAPTER_FILE, MergedStream, merge_adapter, select_adapter
+from dtrain.checkpoint.conversion.adapters import (
+    ADAPTER_CONFIG,
+    ADAPTER_FILE,
+    MergedStream,
+    merge_adapter,
+    select_adapter,
+    untie,
+)
 from dtrain.checkpoint.layout import DTYPES
 from dtrain.checkpoint.weights import (
     MODEL_FILE,
@@ -116,7 +123,8 @@ def convert(
         trust: if True, ``"dcp"`` and ``"pt"`` sources are allowed, although reading them runs their code. A subprocess reads
             them, and first copies their tensors beside ``destination``.
         dtype: ``"fp32"``, ``"bf16"`` or ``"fp16"`` for floating-point tensors; None keeps their dtypes.
-        tie: further names of tied weights -> their first name. Both are written; for ``"dtrain"`` only the first.
+        tie: further names of tied weights -> their first name. Both are written; for ``"dtrain"`` only the first. With
+            ``merge``, an adapter may change one of them alone; the written config then has ``tie_word_embeddings`` False.
         state: name of the state if a step of dtrain holds several.
         key: path to the dict of the weights in a ``"dcp"`` or ``"pt"`` source, as in ``"state/model"``; for a ``"dcp"``
             target, the dict to write.
@@ -157,6 +165,9 @@ def convert(
         files = open_weights(source, kind, caller=_CALLER, state=state, key=source_key, scratch=scratch)
         files = apply_ties(files, tie or {}, once=to == "dtrain")
         weights = _select_weights(files, adapter_config, to=to, merge=merge, dtype=dtype, on_bytes_written=on_bytes_written)
+        if isinstance(weights, MergedStream):
+            model_config = untie(files, weights.files, weights.updates, adapter_config, companions.pop(CONFIG_FILE, b""))
+            companions |= {CONFIG_FILE: model_config} if model_config else {}
         if not weights.dtypes:
             raise CheckpointError(
                 f"{_CALLER}: path must hold weights, got {source}. "
