@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 _HOOKS, _USES = "hooks", "uses"
 USED_OUTSIDE = (
     "the loss, or a forward, must not compute with a sharded parameter outside of the forward of its unit{name}. Call the "
-    "model itself, not a submodule of it. Compute in the forward of the block that owns the parameter, or name the parameter in "
+    "model itself, not a submodule of it. Compute in the forward of the block that owns the parameter, or name it in "
     "ignored_params. Add the gradient of a weight penalty to .grad in the update of a transform."
 )
 # The globals of the functions that register_multi_grad_hook registers. They count the gradients of one backward.
