@@ -773,7 +773,7 @@ def _check_added_losses(model: nn.Module, outputs: Any) -> None:
     held = [[getattr(owner, name) for name in _ROUTER_COEFFICIENTS if hasattr(owner, name)] for owner in owners]
     added = next((name for name in _ADDED_LOSSES if isinstance(getattr(outputs, name, None), Tensor)), None)
     # A model without a known coefficient adds the loss as well.
-    if (added and any(next(filter(None, held), [1]))) or getattr(config, "z_loss_coefficient", 0):
+    if (added and any(next(filter(None, held), [1]))) or getattr(config, "z_loss_coefficient", None):
         raise ConfigError(
             f"transformers_loss: the model must return the loss of its labels alone, got one with {added or 'z_loss'} added, a "
             "mean over the microbatch. Set model.config.output_router_logits = False (z_loss_coefficient = 0), and balance "

@@ -266,13 +266,11 @@ def _read_and_apply(
             _warn_if_low_space(path, loaded.reader.manifest.bytes)
         _restore_objects(states, loaded.values, entries)
         new_states = _apply(loaded, choice, states, options, agreed.entry_digests)
-    trees = {name: plan.optimizer for name, plan in loaded.plans.items() if plan.optimizer is not None}
-    replaced = [describe_replaced_options(states[name], tree["groups"]) for name, tree in trees.items()]
+    replaced = [describe_replaced_options(states[name], plan.optimizer) for name, plan in loaded.plans.items()]
     folder, seconds = loaded.reader.folder, time.monotonic() - started_at
     restored = Restored(step=loaded.reader.manifest.step, path=folder, seconds=seconds, ignored=loaded.ignored)
-    names = ", ".join(loaded.ignored[:5]) + (", ..." if len(loaded.ignored) > 5 else "")
-    facts = [f"loaded {folder} in {seconds:.2g} s", f"ignored {names}" if names else "", agreed.skipped, *replaced]
-    log("; ".join(filter(None, facts)))
+    ignored = f"ignored {', '.join(loaded.ignored[:5])}{', ...' if len(loaded.ignored) > 5 else ''}" if loaded.ignored else ""
+    log("; ".join(filter(None, [f"loaded {folder} in {seconds:.2g} s", ignored, agreed.skipped, *replaced])))
     return {name: new_state._replace(restored=restored)._recorded() for name, new_state in new_states.items()}
 
 
@@ -602,12 +600,11 @@ def _apply(
     advice = ". Parameters may be half loaded. Build the state again and load again."
     with raise_on_all_ranks(_CALLER, advice=advice), torch.no_grad():
         for name, state in states.items():
-            plan = loaded.plans[name]
             # A gathered copy of parameters would hide the loaded shards.
             reshard(state.model)
-            targets = {key: to_local(tensor) for key, tensor in plan.targets.items()}
+            targets = {key: to_local(tensor) for key, tensor in loaded.plans[name].targets.items()}
             try:
-                new_states[name] = _fill_state(state, plan, targets, loaded.iter_tensors(name, targets))
+                new_states[name] = _fill_state(state, loaded.plans[name], targets, loaded.iter_tensors(name, targets))
                 state._run_context.load_generation = new_states[name]._generation
                 finish_load(state.model, loaded.values.modules[name])
                 state._run_context.mark = mark_state(new_states[name])

@@ -204,14 +204,19 @@ def _plain_options(options: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def describe_replaced_options(state: TrainState, stored_groups: list[dict[str, Any]]) -> str:
+def describe_replaced_options(state: TrainState, stored: dict[str, Any] | None) -> str:
     """Return a text with the options that a load replaces although the script has changed them; "" without any.
+
+    Args:
+        state: state that is loaded.
+        stored: section of the optimizer; None if it is not loaded.
 
     An option that only the training has changed, as a rate by a schedule, was built with equal values in both runs.
     """
+    stored_groups: list[dict[str, Any]] = [] if stored is None else stored["groups"]
     replaced, advice = [], ""
-    for number, (group, saved) in enumerate(zip(state._run_context.group_options, stored_groups, strict=True)):
-        first = saved.get(FIRST_OPTIONS)
+    for number, (group, saved) in enumerate(zip(state._run_context.group_options, stored_groups, strict=False)):
+        first: Any = saved.get(FIRST_OPTIONS)
         for key, here in _plain_options(group).items() if type(first) is dict else ():
             if key in first and key not in _ADDED_BY_SCHEDULES and here not in (first[key], saved.get(key)):
                 where = f" of group {number}" if len(stored_groups) > 1 else ""

@@ -22,11 +22,26 @@ from torch.utils.weak import WeakIdKeyDictionary
 from dtrain import spans
 from dtrain.data.balance import BatchBalance, Dealer, DealtBatch
 from dtrain.data.batch import BatchSpec, MicrobatchList, list_microbatches, narrow_batch
-from dtrain.data.dataset import MosaicAdapter, has_state, hash_global_batch, restarts_each_iteration
+from dtrain.data.dataset import (
+    MosaicAdapter,
+    adapt_mosaic,
+    as_iterable,
+    has_state,
+    hash_global_batch,
+    is_mosaic,
+    restarts_each_iteration,
+)
 from dtrain.data.fetcher import BatchRequest, Fetcher, cut_sequence, describe_error, failed_payload
 from dtrain.data.position import EpochBatches, LastBatch, Position, batch_indices, is_reached
-from dtrain.data.sample_order import CachedOrder, SampleOrder, check_same_state, rank_positions, rank_share
-from dtrain.data.workers import Payload, WorkerBatch, WorkerConfig, load_batches
+from dtrain.data.sample_order import (
+    BlockShuffle,
+    CachedOrder,
+    SampleOrder,
+    check_same_state,
+    rank_positions,
+    rank_share,
+)
+from dtrain.data.workers import Payload, WorkerBatch, WorkerConfig, divide_workers, load_batches
 from dtrain.dist.batch_info import BatchStatus
 from dtrain.dist.init import get_dist_info
 from dtrain.errors import ConfigError, DataError, DtrainError
@@ -109,10 +124,12 @@ class MapBatchSource:
     options: BatchOptions
     is_indexed: ClassVar[bool] = True
     """True if samples can be read again by index, in any order."""
-    shared_reads: ClassVar[None] = None
-    """Reads of a dataset with a single position, so that a second reader moves the first reader; None for other datasets."""
     can_skip: ClassVar[bool] = True
     """True if samples of a global batch can be skipped."""
+
+    def begin_reading(self) -> Reading:
+        """Begin a reading, which no other reading moves."""
+        return Reading(None)
 
     def epoch_batches(self) -> EpochBatches:
         """Return the arithmetic of the epoch's batches."""
@@ -310,12 +327,12 @@ class DatasetReads:
     Args:
         start_state: state of the dataset before this process read any sample.
         is_iterating: True after an iteration has begun, until it reaches its end.
-        reader: the iteration over items that read the dataset last; another one loads its own state before it reads on.
+        newest: the reading that began last; another one loads its own state before it reads on.
     """
 
     start_state: Plain = None
     is_iterating: bool = False
-    reader: object = None
+    newest: Reading | None = None
 
     def rewind(self, dataset: Any) -> None:
         """Rewind for a new iteration. Mutates: ``dataset``, to its start, and this object."""
@@ -339,6 +356,20 @@ def reads_of(dataset: Any) -> DatasetReads:
     except TypeError:
         return DatasetReads()
     return reads
+
+
+class Reading:
+    """One iteration of a loader over the items of a source. ``reads``: reads of a dataset with a single position."""
+
+    def __init__(self, reads: DatasetReads | None) -> None:
+        self._reads = reads
+        if reads is not None:
+            reads.newest = self
+
+    @property
+    def was_moved(self) -> bool:
+        """True if another reading began since, which has moved the dataset."""
+        return self._reads is not None and self._reads.newest is not self
 
 
 class EpochReader(IterableDataset[WorkerBatch]):
@@ -478,10 +509,9 @@ class IterableBatchSource:
         """Samples to read per step: a global batch, or this rank's part if the dataset is split over ranks already."""
         return self.global_batch_size // self.options.ranks if self.pre_sharded else self.global_batch_size
 
-    @property
-    def shared_reads(self) -> DatasetReads | None:
-        """Reads of a dataset that has a state and is read in this process; see ``MapBatchSource``."""
-        return self.reads if self.options.workers.count == 0 and has_state(self.fetcher.dataset) else None
+    def begin_reading(self) -> Reading:
+        """Begin a reading. A dataset that has a state and is read in this process has a single position."""
+        return Reading(self.reads if self.options.workers.count == 0 and has_state(self.fetcher.dataset) else None)
 
     @property
     def can_skip(self) -> bool:
@@ -584,3 +614,32 @@ class IterableBatchSource:
 
 
 BatchSource: TypeAlias = MapBatchSource | IterableBatchSource
+
+
+def iterable_batch_source(
+    fetcher: Fetcher, options: BatchOptions, shuffle: bool | BlockShuffle, pre_sharded: bool
+) -> IterableBatchSource:
+    """Return the source of an iterable dataset. Raise ConfigError for arguments of ``build_loader`` that it cannot take."""
+    dataset, ranks = fetcher.dataset, options.ranks
+    if not hasattr(dataset, "__iter__"):
+        raise ConfigError(
+            f"build_loader: dataset must have len and [], or be iterable, got a {type(dataset).__name__}. "
+            "Define __len__ and __getitem__, or __iter__."
+        )
+    if shuffle is not False and not is_mosaic(dataset):
+        raise ConfigError("build_loader: an iterable dataset has its own order. Use shuffle=False, and shuffle in the dataset.")
+    if options.last_batch == "pad":
+        raise ConfigError("build_loader: last_batch='pad' needs an indexed dataset. Use last_batch='short' or 'drop'.")
+    batch = cast("int", options.global_batch_size)
+    adapter = adapt_mosaic(dataset, global_batch_size=batch, ranks=ranks) if is_mosaic(dataset) else None
+    if pre_sharded and batch % ranks:
+        raise ConfigError(
+            f"build_loader: pre_sharded needs a global_batch_size that is divisible by {ranks} ranks, got {batch}. "
+            f"Pass a multiple of {ranks} as global_batch_size."
+        )
+    return IterableBatchSource(
+        fetcher=replace(fetcher, dataset=as_iterable(dataset)),
+        options=replace(options, workers=divide_workers(options.workers, at_most=None if adapter else 1)),
+        pre_sharded=pre_sharded or adapter is not None,
+        adapter=adapter,
+    )

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -19,23 +18,29 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from dtrain.arguments import check_choice, check_int, check_number, explain_arguments, warn
 from dtrain.data.balance import BalanceCost, BatchBalance, make_dealer, make_sample_dealer
 from dtrain.data.batch import BatchSpec, FailedBatch, attach_batch_info, prefetch_items
-from dtrain.data.batch_source import BatchOptions, BatchSource, IterableBatchSource, LoaderItem, MapBatchSource, next_item
+from dtrain.data.batch_source import (
+    BatchOptions,
+    BatchSource,
+    IterableBatchSource,
+    LoaderItem,
+    MapBatchSource,
+    iterable_batch_source,
+    next_item,
+)
 from dtrain.data.dataset import (
     MapDataset,
-    adapt_mosaic,
-    as_iterable,
     as_row_dataset,
     fingerprint_dataset,
     hash_fingerprint,
     hash_stored_samples,
     is_hugging_face,
     is_indexed,
-    is_mosaic,
 )
 from dtrain.data.dataset_changes import items_with_changes
 from dtrain.data.fetcher import ON_ERROR_MODES, Fetcher, OnError, SampleTransform, describe_error
 from dtrain.data.position import (
     LAST_BATCH_MODES,
+    BatchesWithoutStep,
     EpochBatches,
     IssuedBatch,
     LastBatch,
@@ -52,7 +57,7 @@ from dtrain.data.position import (
 )
 from dtrain.data.sample_lengths import LengthSource
 from dtrain.data.sample_order import BlockShuffle, dataset_order
-from dtrain.data.workers import WorkerConfig, workers_for_rank
+from dtrain.data.workers import WorkerConfig, divide_workers
 from dtrain.device import is_accelerator
 from dtrain.dist.batch_info import DATA_HASH_SHIFT, BatchInfo, BatchStatus
 from dtrain.dist.context import current_context
@@ -64,9 +69,6 @@ from dtrain.schedules.clock import EpochPosition
 from dtrain.schedules.durations import Duration, RunLength
 from dtrain.schedules.hyperparameters import UnitSchedule
 from dtrain.typing import Batch, Plain, Schedule
-
-# Number of batches without a step that a loader remembers.
-_MAX_AHEAD = 64
 
 
 class Loader:
@@ -100,8 +102,7 @@ class Loader:
         self.balance: BatchBalance | None = None
         """Costs by rank of the batch issued last; None before the first batch, or without ``balance`` and ``max_tokens``."""
         self._issued: IssuedBatch | None = None
-        # The newest batches that had no step when the loop asked for the next one: status, and number in the run.
-        self._without_step: deque[tuple[BatchStatus, int]] = deque(maxlen=_MAX_AHEAD)
+        self._without_step = BatchesWithoutStep()
         self._step_expected = self._belongs_to_run = self._was_loaded = False
         self._loop_start: Position | None = None
         # Stops of the newest loop, which a checkpoint must hold.
@@ -250,9 +251,7 @@ class Loader:
             ``pending``, until it is issued.
         """
         position, context, identity = self.position, current_context(), self._identity
-        items, reads, reader = self._items(position, goal, self._dataset_state), self._source.shared_reads, object()
-        if reads is not None:
-            reads.reader = reader
+        items, reading = self._items(position, goal, self._dataset_state), self._source.begin_reading()
         while True:
             try:
                 item = next_item(items)
@@ -286,11 +285,10 @@ class Loader:
             item.status.epoch_ended = issued.status.epoch_ended
             self._step_expected, self._issued = issued.is_stepped, None
             if not issued.status.consumed:
-                self._without_step.append((issued.status, position.batches))
+                self._without_step.add(issued.status, position.batches)
             # A loop that was stopped reads no further batch. The loop restarts before the next batch is read, since the
             # samples to skip may be unreadable, and if one_epoch() or another loader has moved the dataset.
-            has_moved = reads is not None and reads.reader is not reader
-            if (stops and any(condition.stopped for condition in stops)) or self._skip_target is self.position or has_moved:
+            if reading.was_moved or self._skip_target is self.position or any(condition.stopped for condition in stops):
                 return None
             if self.position is not position:
                 raise ConfigError("loader: another loop moved the position during this loop. Run one loop at a time.")
@@ -306,25 +304,20 @@ class Loader:
             >>> [batch.tolist() for batch in loader.one_epoch()]
             [[0, 1], [2, 3], [4]]
         """
-        position, state, reads, reader = (
-            Position(epoch=self.position.epoch),
-            cast("Plain", None),
-            self._source.shared_reads,
-            object(),
-        )
-        goal, has_moved = Duration(position.epoch + 1, "ep"), True
-        while has_moved:
-            has_moved = False
-            if reads is not None:
-                reads.reader = reader
+        position = Position(epoch=self.position.epoch)
+        goal = Duration(position.epoch + 1, "ep")
+        state: Plain = None
+        while True:
+            reading = self._source.begin_reading()
             for item in self._items(position, goal, state, evaluation=True):
                 self.skipped.add(item.skipped)
                 position, state = item.position_after, item.dataset_state
                 if not item.position_only:
                     yield item.batch
-                has_moved = reads is not None and reads.reader is not reader
-                if has_moved:
+                if reading.was_moved:
                     break
+            else:
+                return
 
     def skip(self, samples: int) -> None:
         """Skip the next ``samples`` over all ranks, for example unreadable samples. Call ``skip`` on every rank.
@@ -359,8 +352,9 @@ class Loader:
     def _skip_begin(self) -> Position:
         """Return the position of the first sample that ``skip`` leaves out."""
         issued = self._issued
-        is_unread = issued is not None and issued.status.unread and issued.position_after is self.position
-        return issued.position_before if issued is not None and is_unread else self.position
+        if issued is None or not issued.status.unread or issued.position_after is not self.position:
+            return self.position
+        return issued.position_before
 
     def state_dict(self) -> dict[str, Plain]:
         """Return the position, the properties of the order (seed, shuffle, size), and a digest of the dataset's fingerprint.
@@ -369,23 +363,13 @@ class Loader:
         interrupt skips no batch. The key ``"dataset"`` holds the state of an iterable dataset, if the dataset has a state.
         """
         position, dataset = self._resume_point()
-        self._warn_of_lost_batches()
+        if lost := self._without_step.pop_lost():
+            warn(
+                f"loader: the loop takes batches ahead of steps, so a resume of this save leaves out batch {lost} of the run. "
+                "Hold back one batch at most, or use build_loader(num_workers=, device=) to prepare batches."
+            )
         state = {**write_position(position), **self._source.order_identity(position), "data": self._digest}
         return state if dataset is None else {**state, "dataset": dataset}
-
-    def _warn_of_lost_batches(self) -> None:
-        """Warn of batches that a loop holds back, of which it has stepped on earlier ones: a resume would leave them out."""
-        batches = list(self._without_step)
-        while batches and not batches[-1][0].consumed:
-            batches.pop()
-        lost = list(self._without_step)[len(batches) :]
-        if batches and lost:
-            self._without_step.clear()
-            places = ", ".join(str(number) for _, number in lost)
-            warn(
-                f"loader: the loop takes batches ahead of steps: a resume of this save leaves out batch {places} of the run."
-                " Hold back one batch at most, or use build_loader(num_workers=, device=) to prepare batches."
-            )
 
     def load_state_dict(self, state: Mapping[str, Plain]) -> None:
         """Restore the position that ``state_dict`` saved. The global batch size, ranks and workers may differ.
@@ -720,7 +704,7 @@ def _batch_source(
         source: BatchSource = _map_batch_source(fetcher, options, shuffle, pre_sharded)
         dealer = make_dealer(fetcher.dataset, **dealing)
     else:
-        source, dealer = _iterable_batch_source(fetcher, options, shuffle, pre_sharded), make_sample_dealer(**dealing)
+        source, dealer = iterable_batch_source(fetcher, options, shuffle, pre_sharded), make_sample_dealer(**dealing)
         if dealer is not None and source.pre_sharded:
             raise ConfigError(
                 "build_loader: balance and max_tokens must be left out for a dataset that is split over ranks already, since a "
@@ -750,46 +734,4 @@ def _map_batch_source(
         raise ConfigError(
             f"build_loader: {order.size} samples are less than one global batch of {batch}. Use last_batch='short'."
         )
-    return MapBatchSource(fetcher=fetcher, order=order, options=_divide_workers(options))
-
-
-def _iterable_batch_source(
-    fetcher: Fetcher, options: BatchOptions, shuffle: bool | BlockShuffle, pre_sharded: bool
-) -> IterableBatchSource:
-    dataset, ranks = fetcher.dataset, options.ranks
-    if not hasattr(dataset, "__iter__"):
-        raise ConfigError(
-            f"build_loader: dataset must have len and [], or be iterable, got a {type(dataset).__name__}. "
-            "Define __len__ and __getitem__, or __iter__."
-        )
-    if shuffle is not False and not is_mosaic(dataset):
-        raise ConfigError("build_loader: an iterable dataset has its own order. Use shuffle=False, and shuffle in the dataset.")
-    if options.last_batch == "pad":
-        raise ConfigError("build_loader: last_batch='pad' needs an indexed dataset. Use last_batch='short' or 'drop'.")
-    batch = cast("int", options.global_batch_size)
-    adapter = adapt_mosaic(dataset, global_batch_size=batch, ranks=ranks) if is_mosaic(dataset) else None
-    if pre_sharded and batch % ranks:
-        raise ConfigError(
-            f"build_loader: pre_sharded needs a global_batch_size that is divisible by {ranks} ranks, got {batch}. "
-            f"Pass a multiple of {ranks} as global_batch_size."
-        )
-    return IterableBatchSource(
-        fetcher=replace(fetcher, dataset=as_iterable(dataset)),
-        options=_divide_workers(options, at_most=None if adapter else 1),
-        pre_sharded=pre_sharded or adapter is not None,
-        adapter=adapter,
-    )
-
-
-def _divide_workers(options: BatchOptions, *, at_most: int | None = None) -> BatchOptions:
-    """Replace the node's workers by this rank's part; local rank 0 prints the division."""
-    info, total = get_dist_info(), options.workers.count
-    shares = [workers_for_rank(total, rank, info.local_world_size) for rank in range(info.local_world_size)]
-    shares = [share if at_most is None else min(share, at_most) for share in shares]
-    if info.local_rank == 0 and (sum(shares) != total or (len(shares) > 1 and total)):
-        why = "" if at_most is None else ", since one worker per rank reads an iterable dataset in order"
-        print(
-            f"dtrain: build_loader: {total} loader workers for this node are {', '.join(map(str, shares))} for its ranks{why}",
-            file=sys.stderr,
-        )
-    return replace(options, workers=replace(options.workers, count=shares[info.local_rank]))
+    return MapBatchSource(fetcher=fetcher, order=order, options=replace(options, workers=divide_workers(options.workers)))

@@ -7,6 +7,7 @@ so a batch may start anywhere.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Literal, Protocol, cast
@@ -294,6 +295,31 @@ class SkippedSamples:
         """Remove samples that ``add`` appended, since the loader reads them again. Mutates: this list."""
         self.count -= len(added)
         self.samples = [sample for sample in self.samples if not any(sample is removed for removed in added)]
+
+
+class BatchesWithoutStep:
+    """The newest batches of a run that had no step when the loop asked for the next batch."""
+
+    def __init__(self) -> None:
+        self._batches: deque[tuple[BatchStatus, int]] = deque(maxlen=64)
+
+    def add(self, status: BatchStatus, number: int) -> None:
+        """Add the batch with this number in the run."""
+        self._batches.append((status, number))
+
+    def clear(self) -> None:
+        self._batches.clear()
+
+    def pop_lost(self) -> list[int]:
+        """Return the batches that the loop holds back behind a batch with a late step: a resume leaves them out.
+
+        Mutates: this object, which forgets them, if there are any.
+        """
+        stepped = [index for index, (status, _) in enumerate(self._batches) if status.consumed]
+        lost = [number for _, number in self._batches][stepped[-1] + 1 :] if stepped else []
+        if lost:
+            self.clear()
+        return lost
 
 
 # Not frozen, because a frozen record takes twice as long to make, and each batch makes a record.

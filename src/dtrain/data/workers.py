@@ -43,6 +43,7 @@ from dtrain import launch_protocol, storage
 from dtrain.arguments import single_line
 from dtrain.data.balance import BatchBalance
 from dtrain.data.batch import pin_memory
+from dtrain.dist.init import get_dist_info
 from dtrain.errors import ConfigError, DataError
 from dtrain.launch import heartbeats
 from dtrain.typing import Batch, Plain
@@ -91,6 +92,20 @@ def workers_for_rank(total: int, local_rank: int, local_ranks: int) -> int:
     """
     least, remainder = divmod(total, local_ranks)
     return max(least + (local_rank < remainder), min(total, 1))
+
+
+def divide_workers(config: WorkerConfig, *, at_most: int | None = None) -> WorkerConfig:
+    """Replace the node's workers by this rank's part; local rank 0 prints the division."""
+    info, total = get_dist_info(), config.count
+    shares = [workers_for_rank(total, rank, info.local_world_size) for rank in range(info.local_world_size)]
+    shares = [share if at_most is None else min(share, at_most) for share in shares]
+    if info.local_rank == 0 and (sum(shares) != total or (len(shares) > 1 and total)):
+        why = "" if at_most is None else ", since one worker per rank reads an iterable dataset in order"
+        print(
+            f"dtrain: build_loader: {total} loader workers for this node are {', '.join(map(str, shares))} for its ranks{why}",
+            file=sys.stderr,
+        )
+    return replace(config, count=shares[info.local_rank])
 
 
 def load_batches(source: Any, requests: Any, workers: WorkerConfig) -> Iterator[WorkerBatch]:

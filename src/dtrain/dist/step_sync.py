@@ -11,6 +11,7 @@ show a fault, or a difference that needs the values of each rank, the ranks gath
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from enum import IntFlag
 from functools import lru_cache
@@ -398,8 +399,9 @@ def _raise_reported_errors(records: Sequence[ForwardRecord], nonfinite_limit: in
 
 def _raise_trainable_differ(trainable: Iterable[str]) -> NoReturn:
     """Name the first parameter that is trainable on some ranks only. Collective: one exchange of JSON."""
-    by_rank = [set(names) for names in cast("list[list[str]]", all_gather_json(list(trainable), caller="step"))]
-    name = min(set.union(*by_rank) - set.intersection(*by_rank))
+    by_rank = cast("list[list[str]]", all_gather_json(list(trainable), caller="step"))
+    counts = Counter(name for names in by_rank for name in names)
+    name = next(name for name, count in counts.items() if count < len(by_rank))
     ranks = [rank for rank, names in enumerate(by_rank) if name in names]
     raise StepError(
         f"step: the parameter {name!r} must be trainable on all ranks or on none, got ranks {format_ranks(ranks)} alone. "

@@ -268,8 +268,10 @@ class ParquetWriter(ShardWriter):
             for item in values:
                 self._check(item, kind)
             return
-        is_array = isinstance(values, np.ndarray) and values.dtype != object
-        kinds = {values.dtype.type} if is_array else set(map(type, values)) - {type(None)}
+        if isinstance(values, np.ndarray) and values.dtype != object:
+            kinds: set[type] = {values.dtype.type}
+        else:
+            kinds = set(map(type, values)) - {type(None)}
         if all(self._converts_exactly(found, kind) for found in kinds):
             return
         for item in map(to_numpy, values):
