@@ -210,7 +210,7 @@ def test_options_that_differ_between_ranks_are_refused_before_the_update(ranks):
     first, second = ranks(2).run(options_by_rank)
     assert first == second
     expected = 2 * [
-        "'lr' of group 0 of SGD|0.1 on rank 0 and 0.6 on",
+        "'lr' of group 0 of SGD|0.1 on ranks [0] and 0.6 on",
         "'momentum' of group 0 of SGD|0.9 on",
         "'form' of group 0",
     ]

@@ -288,7 +288,9 @@ class Loader:
                 self._without_step.add(issued.status, position.batches)
             # A loop that was stopped reads no further batch. The loop restarts before the next batch is read, since the
             # samples to skip may be unreadable, and if one_epoch() or another loader has moved the dataset.
-            if reading.was_moved or self._skip_target is self.position or any(condition.stopped for condition in stops):
+            if (stops and any(condition.stopped for condition in stops)) or self._skip_target is self.position:
+                return None
+            if reading.was_moved:
                 return None
             if self.position is not position:
                 raise ConfigError("loader: another loop moved the position during this loop. Run one loop at a time.")
@@ -365,8 +367,8 @@ class Loader:
         position, dataset = self._resume_point()
         if lost := self._without_step.pop_lost():
             warn(
-                f"loader: the loop takes batches ahead of steps, so a resume of this save leaves out batch {lost} of the run. "
-                "Hold back one batch at most, or use build_loader(num_workers=, device=) to prepare batches."
+                f"loader: the loop takes batches ahead of steps, so a resume of this save leaves out batches {lost} of the "
+                "run. Hold back one batch at most, or use build_loader(num_workers=, device=) to prepare batches."
             )
         state = {**write_position(position), **self._source.order_identity(position), "data": self._digest}
         return state if dataset is None else {**state, "dataset": dataset}
