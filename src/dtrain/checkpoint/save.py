@@ -207,7 +207,8 @@ def start_save(
                 target = memory_root(target.root if isinstance(target, Checkpointer) else storage.resolve_path(target), _CALLER)
             checkpointer = target if isinstance(target, Checkpointer) else checkpointer_of(target, states.values())
             shared, write_plan, facts = _plan_save(states, extra, scope, dtype, options)
-            marks = [mark_state(state) for state in states.values()]
+            # A copy in memory is taken once a step, and in little time.
+            marks = [] if options.mode == "memory" else [mark_state(state) for state in states.values()]
             facts["changed"] = list(map(has_changed, states.values(), marks))
         # The group of the leaders is made by the training thread.
         leaders = leader_group() if options.mode == "memory" else None
@@ -361,7 +362,7 @@ def _agree_on_contents(
         states: states by name.
         facts: facts about this rank.
         shared: values of the run.
-        marks: marks of the states.
+        marks: marks of the states; none if the save does not compare them.
 
     Returns:
         The bytes of all ranks, and the digest of the entries of each rank.
@@ -371,7 +372,7 @@ def _agree_on_contents(
     Collective: one exchange of JSON on the control group, and one more if replicas differ.
     """
     facts_by_rank = cast(list[dict[str, Any]], all_gather_json(facts, caller=_CALLER))
-    for index, (state, mark) in enumerate(zip(states.values(), marks, strict=True)):
+    for index, (state, mark) in enumerate(zip(states.values(), marks, strict=False)):
         state._run_context.mark = mark
         state._run_context.changes += any(facts["changed"][index] for facts in facts_by_rank)
     failed = [rank for rank, facts in enumerate(facts_by_rank) if facts["failed"]]

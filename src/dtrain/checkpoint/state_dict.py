@@ -101,7 +101,7 @@ class StateMark(NamedTuple):
 
     Args:
         facts: the step, plain values, and the version counter and the address of each tensor.
-        samples: some bytes of each tensor, by device.
+        samples: some bytes of each parameter and buffer, by device: batch norm, and writes to ``.data``, count no version.
     """
 
     facts: list[object]
@@ -117,16 +117,18 @@ def mark_state(state: TrainState) -> StateMark:
     samples: dict[torch.device, list[Tensor]] = {}
     buffers = [persistent_buffers(state.model, state.spec, own=own) for own in (False, True)]
     options = [stored_options(group) for group in state.optimizer.param_groups]
-    optimizer = [*state.optimizer.state.values(), options]
-    for leaf in tree_leaves([dict(state.params), buffers, optimizer, dict(state.transform_states)]):
+    weights = tree_leaves([dict(state.params), buffers])
+    others = tree_leaves([*state.optimizer.state.values(), options, dict(state.transform_states)])
+    for number, leaf in enumerate([*weights, *others]):
         if not isinstance(leaf, Tensor):
             facts.append(repr(leaf))
             continue
         local = to_local(leaf)
         facts += [tensor._version for tensor in (leaf, local) if not tensor.is_inference()]
         if tree_json.storage_problem(local) is None:
-            facts += [local.device, local.data_ptr()]
-            samples.setdefault(local.device, []).append(_sample(local))
+            facts.append(local.data_ptr())
+            if number < len(weights):
+                samples.setdefault(local.device, []).append(_sample(local))
     return StateMark(facts, {device: torch.cat(parts) for device, parts in samples.items()})
 
 
