@@ -8,7 +8,7 @@ import torch
 
 import dtrain as dt
 from battery.row import Row
-from dtrain.transforms.combinators import between, every, masked, on_batch
+from dtrain.transforms.combinators import between, every, masked, named, on_batch
 
 
 def shrink(batch: dict[str, torch.Tensor], generator: torch.Generator) -> dict[str, torch.Tensor]:
@@ -79,6 +79,8 @@ ROWS: dict[str, Row] = {
     "masked-clip": Row(make=lambda: masked(dt.transforms.clip_by_norm(0.05), "first.*"), of=("masked",)),
     "masked-ema": Row(make=lambda: masked(dt.transforms.ema(0.9), lambda name, param: param.ndim == 2)),
     "masked-every-ema": Row(make=lambda: masked(every(2, dt.transforms.ema(0.9)), ["first.*", "last.bias"])),
+    "named-ema": Row(make=lambda: named("slow", dt.transforms.ema(0.9)), of=("named",)),
+    "every-named-masked-ema": Row(make=lambda: every(2, named("slow", masked(dt.transforms.ema(0.9), "first.*")))),
     "on_batch": Row(make=lambda: on_batch(shrink, name="shrink"), of=("on_batch",)),
     "on_batch-random": Row(make=lambda: on_batch(jitter, name="jitter"), per_rank=True),
     "every-on_batch-random": Row(make=lambda: every(2, on_batch(jitter, name="jitter")), per_rank=True),
