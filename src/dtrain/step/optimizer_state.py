@@ -275,11 +275,8 @@ def check_update(state: TrainState, update: Callable[[], object], *, caller: str
     texts, entries = (_describe_leaves([state]), _entries([state])) if storable else ([], [])
     hashes = [_hash_of(log.numbers), _hash_of([f"{path} {text}" for path, text in texts])]
     rows = all_gather_numbers([*hashes, *_digest(_with_hashes(entries, state.device)), 0, *_digest(grads)], caller=caller)
-    numbers_differ, of_state, of_grads = (
-        len({row[0] for row in rows}) > 1,
-        [row[1:5] for row in rows],
-        [row[5:] for row in rows],
-    )
+    numbers_differ = len({row[0] for row in rows}) > 1
+    of_state, of_grads = [row[1:5] for row in rows], [row[5:] for row in rows]
     # An optimizer may make different gradients equal. If not, its state is not the cause.
     if (numbers_differ or _differ(of_state)) and _differ(of_grads):
         _raise_gradient(grads, caller)
